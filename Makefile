@@ -1,0 +1,100 @@
+# Everything sets itself up: a virtual environment with torch and the build tools, and system packages by apt-get.
+#   make test TORCH=2.11.0      the same with another torch, in an environment and a build folder of its own
+DEFAULT_TORCH := 2.15.0
+OLDEST_TORCH := 2.11.0
+TORCH ?= $(DEFAULT_TORCH)
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+
+VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
+BIN := $(CURDIR)/$(VENV)/bin
+# One build folder for each torch minor and Python; setup.py uses the same.
+BUILD = build/torch-$(basename $(TORCH))-$(shell $(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')
+# torch may have moved since the build folder was made.
+CONFIGURE = '-UBRIMFUL_TORCH_*' -DPython_EXECUTABLE=$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja
+CPP = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp')
+
+export PYTHON
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-cpp test-consumer test-layers test-python test-oldest smoke build configure \
+  lint lint-static stubtest tidy format bench asan tsan setup setup-lint clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: build ## Train a small CNN on Fashion-MNIST with two ranks and too little memory
+	@$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_fashion_mnist.py
+
+test: test-cpp test-consumer test-layers test-python ## Run all tests: C++, consumer project, layers, Python
+
+test-cpp: build
+	@$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+
+test-consumer: build
+	@$(BIN)/python tests/consumer/run.py $(BUILD)/consumer
+
+test-layers: setup
+	@$(BIN)/python tools/check_layers.py
+
+test-python: build
+	@$(BIN)/python -m pytest
+
+test-oldest: ## Build and install against the oldest torch that is supported, and run the smoke tests
+	@$(MAKE) smoke TORCH=$(OLDEST_TORCH)
+
+# A real installation beside torch, not the build folder.
+smoke: setup
+	@rm -f $(VENV)/lib/python3*/site-packages/brimful-dev.pth
+	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
+	@$(BIN)/python -m pytest -m smoke
+
+build: configure ## Build library, Python module and C++ tests; .venv then imports brimful from the build folder
+	@$(BIN)/cmake --build $(BUILD) --parallel $(JOBS)
+	@echo "import sys; sys.path.insert(0, '$(CURDIR)/$(BUILD)/python')" \
+	  > $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/brimful-dev.pth
+
+configure: setup
+	@$(BIN)/cmake --preset dev -B $(BUILD) $(CONFIGURE) --log-level=WARNING
+
+lint: lint-static stubtest tidy ## Check format, style, layers, types; builds, to check the stubs against the module
+
+lint-static: setup-lint
+	@clang-format --dry-run -Werror $(CPP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/python tools/check_layers.py
+	@$(BIN)/python -m mypy
+
+stubtest: build
+	@MYPYPATH=$(BUILD)/python $(BIN)/python -m mypy.stubtest brimful._C --mypy-config-file pyproject.toml
+
+# clang-tidy, on the files that have no precompiled header: the others take it a minute each.
+tidy: setup-lint configure
+	@clang-tidy --quiet -p $(BUILD) csrc/base/*.cpp csrc/memory/*.cpp 2>/dev/null
+
+format: setup-lint ## Rewrite the sources in the project's format
+	@clang-format -i $(CPP)
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+bench: build ## Run all benchmarks; the figures go to build/bench.json
+	@$(BIN)/python benchmarks/run.py --json build/bench.json
+
+asan tsan: setup ## Build the C++ tests under a sanitizer and run them
+	@$(BIN)/cmake --preset $@ $(CONFIGURE) --log-level=WARNING
+	@$(BIN)/cmake --build build/$@ --parallel $(JOBS)
+	@setarch -R $(BIN)/ctest --test-dir build/$@ --output-on-failure --no-tests=error
+
+setup: ## Make the environment and install what is missing (the others do it by themselves)
+	@tools/setup.sh $(VENV) $(TORCH)
+
+setup-lint:
+	@tools/setup.sh $(VENV) $(TORCH) lint
+
+clean: ## Remove what was built
+	rm -rf build python/*.egg-info
+
+distclean: clean ## Remove the environments too
+	rm -rf .venv .venv-*

@@ -1,0 +1,54 @@
+# How brimful's own targets are compiled: language, warnings, sanitizers, ccache.
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release)
+endif()
+set(CMAKE_CXX_FLAGS_RELEASE "-O2 -DNDEBUG")
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CXX_SCAN_FOR_MODULES OFF)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+
+# ccache, and precompiled headers that it can see through.
+find_program(BRIMFUL_CCACHE ccache)
+if(BRIMFUL_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env
+    CCACHE_SLOPPINESS=pch_defines,time_macros "${BRIMFUL_CCACHE}")
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    add_compile_options(-fpch-preprocess)
+  endif()
+endif()
+
+# Warnings and sanitizers for a target of ours. torch's headers are SYSTEM and stay silent.
+function(brimful_own_target target)
+  target_compile_options(${target} PRIVATE -Wall -Wextra $<$<BOOL:${BRIMFUL_WERROR}>:-Werror>)
+  if(BRIMFUL_SANITIZE)
+    # GCC's -Wmaybe-uninitialized is wrong about libstdc++ under its own sanitizers.
+    target_compile_options(${target} PRIVATE -fsanitize=${BRIMFUL_SANITIZE} -fno-omit-frame-pointer
+      -Wno-maybe-uninitialized)
+    target_link_options(${target} PRIVATE -fsanitize=${BRIMFUL_SANITIZE})
+  endif()
+endfunction()
+
+# nlohmann_json serves one source file and is in no public header.
+find_path(BRIMFUL_JSON_INCLUDE nlohmann/json.hpp)
+if(NOT BRIMFUL_JSON_INCLUDE)
+  message(FATAL_ERROR "brimful: nlohmann/json.hpp was not found. Install it (Debian: nlohmann-json3-dev), "
+    "or set BRIMFUL_JSON_INCLUDE to the folder that holds nlohmann/.")
+endif()
+add_library(brimful_json INTERFACE)
+target_include_directories(brimful_json SYSTEM INTERFACE "${BRIMFUL_JSON_INCLUDE}")
+
+# Links the package's Python files into `package`, so that an edit needs no build.
+function(brimful_link_python_sources package)
+  file(GLOB files CONFIGURE_DEPENDS
+    python/brimful/*.py python/brimful/*.pyi python/brimful/py.typed)
+  list(FILTER files EXCLUDE REGEX "/_build_info\\.py$")
+  foreach(file IN LISTS files)
+    get_filename_component(name "${file}" NAME)
+    file(CREATE_LINK "${file}" "${package}/${name}" SYMBOLIC)
+  endforeach()
+endfunction()

@@ -1,0 +1,46 @@
+#include <brimful/error.h>
+
+namespace brimful {
+namespace {
+c10::SourceLocation here() {
+  return {"brimful", "brimful", 0};
+}
+
+detail::RankFailedThrower& thrower() {
+  static detail::RankFailedThrower instance;
+  return instance;
+}
+} // namespace
+
+RankFailed::RankFailed(int rank, int64_t step, FailureKind kind, const std::string& message)
+    : c10::Error(here(), message), rank_(rank), step_(step), kind_(kind) {}
+
+RankOutOfMemory::RankOutOfMemory(int rank, int64_t step, const std::string& message)
+    : RankFailed(rank, step, FailureKind::out_of_memory, message) {}
+
+BatchTooLarge::BatchTooLarge(const std::string& message) : c10::OutOfMemoryError(here(), message) {}
+
+HalfStepError::HalfStepError(const std::string& message) : c10::Error(here(), message) {}
+
+PlanMismatch::PlanMismatch(const std::string& message) : c10::ValueError(here(), message) {}
+
+namespace detail {
+void set_rank_failed_thrower(RankFailedThrower new_thrower) {
+  thrower() = std::move(new_thrower);
+}
+
+void throw_rank_failed(int rank, int64_t step, FailureKind kind, const std::string& message) {
+  const auto raise = [](const auto& error) {
+    if (thrower()) {
+      thrower()(error);
+    }
+    throw error;
+  };
+  if (kind == FailureKind::out_of_memory) {
+    raise(RankOutOfMemory(rank, step, message));
+  }
+  raise(RankFailed(rank, step, kind, message));
+  std::abort(); // not reached: raise throws
+}
+} // namespace detail
+} // namespace brimful

@@ -1,0 +1,23 @@
+#include "base/format.h"
+#include <array>
+
+namespace brimful {
+
+std::string format_bytes(int64_t bytes) {
+  constexpr std::array kUnits{"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  const std::string sign = bytes < 0 ? "-" : "";
+  const uint64_t size = bytes < 0 ? -static_cast<uint64_t>(bytes) : static_cast<uint64_t>(bytes);
+  if (size < 1024) {
+    return sign + std::to_string(size) + " B";
+  }
+  for (size_t i = 0;; ++i) {
+    const auto shift = 10 * (i + 1);
+    const uint64_t rest = size & ((uint64_t{1} << shift) - 1);
+    const uint64_t tenths = (size >> shift) * 10 + ((rest * 10 + (uint64_t{1} << (shift - 1))) >> shift);
+    if (tenths < 10240 || i + 1 == kUnits.size()) {
+      return sign + std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " " + kUnits[i];
+    }
+  }
+}
+
+}  // namespace brimful

@@ -1,0 +1,14 @@
+#pragma once
+#include <torch/csrc/utils/pybind.h>
+
+namespace brimful {
+
+namespace py = pybind11;
+
+void bind_errors(py::module_& m);
+void bind_memory(py::module_& m);
+void bind_batch(py::module_& m);
+void bind_reducer(py::module_& m);
+void bind_sizer(py::module_& m);
+
+} // namespace brimful

@@ -1,0 +1,137 @@
+#include <brimful/error.h>
+#include <brimful/log.h>
+#include <brimful/step/oom.h>
+#include <torch/csrc/Exceptions.h>
+
+#include "bindings/callbacks.h"
+
+namespace brimful {
+namespace {
+// Owned by the module; plain pointers, because they are used until the interpreter ends.
+struct Types {
+  PyObject* rank_failed = nullptr;
+  PyObject* rank_out_of_memory = nullptr;
+  PyObject* batch_too_large = nullptr;
+  PyObject* half_step = nullptr;
+  PyObject* plan_mismatch = nullptr;
+  PyObject* out_of_memory = nullptr; ///< torch's
+};
+Types types;
+
+PyObject* new_type(py::module_& m, const char* name, const char* doc, const py::tuple& bases) {
+  const auto full_name = std::string("brimful.") + name;
+  PyObject* type = PyErr_NewExceptionWithDoc(full_name.c_str(), doc, bases.ptr(), nullptr);
+  if (type == nullptr) {
+    throw py::error_already_set();
+  }
+  m.attr(name) = py::handle(type);
+  return type;
+}
+
+void set_rank_failed(PyObject* type, const RankFailed& error) {
+  py::object instance = py::reinterpret_borrow<py::object>(type)(error.what_without_backtrace());
+  instance.attr("rank") = error.rank();
+  instance.attr("step") = error.step();
+  instance.attr("kind") = error.kind() == FailureKind::out_of_memory ? "out_of_memory" : "error";
+  PyErr_SetObject(type, instance.ptr());
+}
+
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) {
+      std::rethrow_exception(pointer);
+    }
+  } catch (const RankOutOfMemory& e) {
+    set_rank_failed(types.rank_out_of_memory, e);
+  } catch (const RankFailed& e) {
+    set_rank_failed(types.rank_failed, e);
+  } catch (const BatchTooLarge& e) {
+    PyErr_SetString(types.batch_too_large, e.what_without_backtrace());
+  } catch (const HalfStepError& e) {
+    PyErr_SetString(types.half_step, e.what_without_backtrace());
+  } catch (const PlanMismatch& e) {
+    PyErr_SetString(types.plan_mismatch, e.what_without_backtrace());
+  } catch (const c10::ValueError& e) {
+    PyErr_SetString(PyExc_ValueError, e.what_without_backtrace());
+  } catch (const c10::TypeError& e) {
+    PyErr_SetString(PyExc_TypeError, e.what_without_backtrace());
+  } catch (const c10::OutOfMemoryError& e) {
+    PyErr_SetString(types.out_of_memory, e.what_without_backtrace());
+  } catch (python_error& e) {
+    e.restore();
+  } catch (const c10::Error& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
+  }
+}
+
+bool is_out_of_memory(const py::error_already_set& error) {
+  if (error.matches(py::handle(types.out_of_memory)) || error.matches(PyExc_MemoryError)) {
+    return true;
+  }
+  return error.matches(PyExc_RuntimeError) && is_out_of_memory_message(py::str(error.value()).cast<std::string>());
+}
+} // namespace
+
+void throw_to_core(py::error_already_set& error) {
+  // A peer's failure is not this rank's own shortage, although it is an out-of-memory error to Python.
+  if (error.matches(py::handle(types.rank_failed)) || !is_out_of_memory(error)) {
+    throw error;
+  }
+  const auto text = py::str(error.value()).cast<std::string>();
+  C10_THROW_ERROR(OutOfMemoryError, text);
+}
+
+void bind_errors(py::module_& m) {
+  const py::object out_of_memory = py::module_::import("torch").attr("OutOfMemoryError");
+  types.out_of_memory = py::object(out_of_memory).release().ptr();
+  types.rank_failed = new_type(
+      m,
+      "RankFailed",
+      "A rank failed the step and every rank raises: parameters, buffers and RNG are as before it.\n\n"
+      "Attributes: rank (the lowest that failed), step, kind ('error' or 'out_of_memory').",
+      py::make_tuple(py::handle(PyExc_RuntimeError)));
+  types.rank_out_of_memory = new_type(
+      m,
+      "RankOutOfMemory",
+      "The rank that failed had run out of memory, and nothing was left to split or to retry.",
+      py::make_tuple(py::handle(types.rank_failed), out_of_memory));
+  types.batch_too_large = new_type(
+      m, "BatchTooLarge", "Raised on the rank for which no split of the batch fits.", py::make_tuple(out_of_memory));
+  types.half_step = new_type(
+      m,
+      "HalfStepError",
+      "The optimizer failed in the middle of its step: parameters may be half updated. Never retried.",
+      py::make_tuple(py::handle(PyExc_RuntimeError)));
+  types.plan_mismatch = new_type(
+      m,
+      "PlanMismatch",
+      "The ranks' models differ in the number, shape or dtype of their parameters.",
+      py::make_tuple(py::handle(PyExc_ValueError)));
+  py::register_local_exception_translator(&translate);
+  // From an autograd callback only an error that Python has set reaches the caller of backward() with its type.
+  detail::set_rank_failed_thrower([](const RankFailed& error) {
+    const py::gil_scoped_acquire gil;
+    const bool memory = error.kind() == FailureKind::out_of_memory;
+    set_rank_failed(memory ? types.rank_out_of_memory : types.rank_failed, error);
+    throw py::error_already_set();
+  });
+  m.def("_set_log_sink", [](py::function write) {
+    // Leaked: lines may come while the interpreter ends.
+    auto* kept = new py::function(std::move(write));
+    set_log_sink([kept](LogLevel level, const std::string& line) {
+      if (Py_IsInitialized() == 0) {
+        return;
+      }
+      const py::gil_scoped_acquire gil;
+      try {
+        (*kept)(static_cast<int>(level), line);
+      } catch (py::error_already_set& e) {
+        e.discard_as_unraisable("brimful's log sink");
+      }
+    });
+  });
+  m.def("_set_log_level", [](int level) { set_log_level(static_cast<LogLevel>(level)); });
+  m.def("_log_level", [] { return static_cast<int>(log_level()); });
+}
+
+} // namespace brimful

@@ -1,0 +1,130 @@
+#include <brimful/memory/fault.h>
+#include <brimful/memory/stats.h>
+#include <torch/csrc/Device.h>
+#include <memory>
+#include <sstream>
+#include <string>
+#include "base/format.h"
+#include "bindings/bindings.h"
+
+namespace {
+
+using namespace brimful::memory;
+using namespace py::literals;
+
+c10::Device as_device(py::handle given) {
+  if (THPDevice_Check(given.ptr())) {
+    return given.cast<c10::Device>();
+  }
+  if (!py::isinstance<py::str>(given)) {
+    throw py::type_error("device must be a torch.device or a string such as 'cpu' (device: " +
+                         py::repr(given).cast<std::string>() + ")");
+  }
+  const auto name = given.cast<std::string>();
+  try {
+    return c10::Device(name);
+  } catch (const c10::Error&) {
+  }
+  throw py::value_error("device is not known (device: " + name + "); use 'cpu', 'cuda' or 'cuda:0'");
+}
+
+std::string repr(const Stats& stats) {
+  std::ostringstream out;
+  const auto bytes = [](int64_t count) { return brimful::format_bytes(count); };
+  out << "Stats(used=" << bytes(stats.used_bytes) << ", peak=" << bytes(stats.peak_bytes)
+      << ", limit=" << (stats.limit_bytes ? bytes(*stats.limit_bytes) : "None")
+      << ", reserved=" << bytes(stats.reserved_bytes) << ", allocations=" << stats.allocations
+      << ", ooms=" << stats.ooms << ")";
+  return out.str();
+}
+
+/// A context manager over a scope; each entry makes a new one.
+struct PyPeakScope {
+  explicit PyPeakScope(c10::Device device) : device(device) {}
+  void enter() {
+    scope.reset();
+    scope = std::make_unique<PeakScope>(device);
+  }
+  void exit() {
+    last_bytes = peak_bytes();
+    scope.reset();
+  }
+  int64_t peak_bytes() const { return scope ? scope->peak_bytes() : last_bytes; }
+
+  c10::Device device;
+  std::unique_ptr<PeakScope> scope;
+  int64_t last_bytes = 0;
+};
+
+struct PyUnlimited {
+  std::unique_ptr<Unlimited> scope;
+};
+
+struct PyFaultAt {
+  explicit PyFaultAt(int64_t index) : index(index) {}
+  void exit() {
+    seen = scope ? scope->seen() : seen;
+    fired = scope ? scope->fired() : fired;
+    scope.reset();
+  }
+
+  int64_t index;
+  std::unique_ptr<FaultAt> scope;
+  int64_t seen = 0;
+  bool fired = false;
+};
+
+void bind_stats(py::module_& m) {
+  py::class_<Stats>(m, "MemoryStats", "What a device's memory holds: bytes in use, their peak, the limit.")
+      .def_readonly("used_bytes", &Stats::used_bytes)
+      .def_readonly("peak_bytes", &Stats::peak_bytes)
+      .def_readonly("limit_bytes", &Stats::limit_bytes)
+      .def_readonly("reserved_bytes", &Stats::reserved_bytes)
+      .def_readonly("allocations", &Stats::allocations)
+      .def_readonly("ooms", &Stats::ooms)
+      .def("__repr__", &repr);
+  m.def("memory_install", &install);
+  m.def("memory_stats", [](py::handle device) { return stats(as_device(device)); }, "device"_a);
+  m.def("memory_set_limit",
+        [](py::handle device, std::optional<int64_t> bytes) { set_limit(as_device(device), bytes); }, "device"_a,
+        "bytes"_a.none(true));
+  m.def("memory_reset_peak", [](py::handle device) { reset_peak(as_device(device)); }, "device"_a);
+  m.def("memory_release_cached",
+        [](py::handle given) {
+          const auto device = as_device(given);
+          const py::gil_scoped_release no_gil;  // waits for the device
+          release_cached(device);
+        },
+        "device"_a);
+}
+
+void bind_scopes(py::module_& m) {
+  py::class_<PyPeakScope>(m, "_PeakScope", "with _PeakScope(device) as scope: scope.peak_bytes")
+      .def(py::init([](py::handle device) { return std::make_unique<PyPeakScope>(as_device(device)); }), "device"_a)
+      .def("__enter__", [](py::object self) { self.cast<PyPeakScope&>().enter(); return self; })
+      .def("__exit__", [](PyPeakScope& self, const py::args&) { self.exit(); })
+      .def_property_readonly("peak_bytes", &PyPeakScope::peak_bytes);
+  py::class_<PyUnlimited>(m, "_Unlimited", "This thread's CPU allocations are never refused inside.")
+      .def(py::init<>())
+      .def("__enter__",
+           [](py::object self) { self.cast<PyUnlimited&>().scope = std::make_unique<Unlimited>(); return self; })
+      .def("__exit__", [](PyUnlimited& self, const py::args&) { self.scope.reset(); });
+  py::class_<PyFaultAt>(m, "_FaultAt", "This thread's CPU allocation number index raises torch.OutOfMemoryError.")
+      .def(py::init<int64_t>(), "index"_a)
+      .def("__enter__",
+           [](py::object self) {
+             auto& fault = self.cast<PyFaultAt&>();
+             fault.scope = std::make_unique<FaultAt>(fault.index);
+             return self;
+           })
+      .def("__exit__", [](PyFaultAt& self, const py::args&) { self.exit(); })
+      .def_property_readonly("fired", [](const PyFaultAt& self) { return self.scope ? self.scope->fired() : self.fired; })
+      .def_property_readonly("seen", [](const PyFaultAt& self) { return self.scope ? self.scope->seen() : self.seen; });
+}
+
+}  // namespace
+
+void brimful::bind_memory(py::module_& m) {
+  bind_stats(m);
+  bind_scopes(m);
+}

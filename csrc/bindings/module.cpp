@@ -1,0 +1,9 @@
+#include "bindings/bindings.h"
+
+PYBIND11_MODULE(_C, m) {
+  brimful::bind_errors(m);
+  brimful::bind_memory(m);
+  brimful::bind_batch(m);
+  brimful::bind_reducer(m);
+  brimful::bind_sizer(m);
+}

@@ -1,0 +1,67 @@
+#pragma once
+#include <brimful/export.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+namespace brimful {
+
+/// Why a rank could not do its part of a step.
+enum class FailureKind : uint8_t { error, out_of_memory };
+
+/// A rank failed the step, and every rank of the step raises: parameters, buffers and RNG are as before it.
+class BRIMFUL_API RankFailed : public c10::Error {
+ public:
+  RankFailed(int rank, int64_t step, FailureKind kind, const std::string& message);
+  /// The lowest rank that failed, or -1 where the process group broke and nobody left word.
+  int rank() const {
+    return rank_;
+  }
+  /// The step's number, counted from 0 by the reducer.
+  int64_t step() const {
+    return step_;
+  }
+  FailureKind kind() const {
+    return kind_;
+  }
+
+ private:
+  int rank_;
+  int64_t step_;
+  FailureKind kind_;
+};
+
+/// The rank that failed had run out of memory, and nothing was left to split or to retry.
+class BRIMFUL_API RankOutOfMemory : public RankFailed {
+ public:
+  RankOutOfMemory(int rank, int64_t step, const std::string& message);
+};
+
+/// Raised on the rank for which no split of the batch fits.
+class BRIMFUL_API BatchTooLarge : public c10::OutOfMemoryError {
+ public:
+  explicit BatchTooLarge(const std::string& message);
+};
+
+/// The optimizer failed in the middle of its step: parameters may be half updated. Never retried.
+class BRIMFUL_API HalfStepError : public c10::Error {
+ public:
+  explicit HalfStepError(const std::string& message);
+};
+
+/// The ranks' models differ in the number, shape or dtype of their parameters.
+class BRIMFUL_API PlanMismatch : public c10::ValueError {
+ public:
+  explicit PlanMismatch(const std::string& message);
+};
+
+namespace detail {
+/// Throws RankOutOfMemory or RankFailed by `kind`. A binding may put its own thrower in front (errors that cross the
+/// autograd engine keep only types that the engine's caller knows).
+[[noreturn]] BRIMFUL_API void throw_rank_failed(int rank, int64_t step, FailureKind kind, const std::string& message);
+using RankFailedThrower = std::function<void(const RankFailed&)>;
+BRIMFUL_API void set_rank_failed_thrower(RankFailedThrower thrower);
+} // namespace detail
+} // namespace brimful

@@ -1,0 +1,140 @@
+#pragma once
+#include <brimful/export.h>
+#include <brimful/sizer/split.h>
+#include <brimful/step/oom.h>
+#include <brimful/step/step.h>
+#include <brimful/step/transaction.h>
+
+#include <exception>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace brimful {
+
+struct BatchSizerOptions {
+  int64_t max_retries = 8; ///< repeats of one step, alone or agreed
+  int64_t pieces = 1; ///< of the first batch
+  bool lockstep = false; ///< the model has collectives of its own: all ranks run the same number of pieces
+  c10::Device device = c10::Device(c10::DeviceType::CPU); ///< whose peak and limit count
+  /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
+  std::function<int64_t()> required_bytes;
+};
+
+/// One try of a step.
+struct AttemptNote {
+  int64_t pieces = 0;
+  std::vector<int> ran_out; ///< ranks that ran out of memory in it, empty for the one that stands
+  int64_t buckets_left = 0; ///< of this rank, when its work ended
+  bool alone = false; ///< repeated without telling the other ranks
+};
+
+struct Outcome {
+  double loss = 0; ///< weighted mean over all samples of all ranks
+  double weight = 0; ///< of all ranks
+  int64_t pieces = 0; ///< on this rank
+  std::vector<int64_t> split; ///< rows per piece; a step given the same split repeats it bit by bit
+  int64_t retries = 0;
+  int64_t peak_bytes = 0; ///< of this rank's device during the step, retries included
+  bool last = false; ///< no rank has another batch
+  std::vector<AttemptNote> attempts;
+};
+
+/// What a rank brings to a step.
+struct StepInput {
+  std::optional<int64_t> rows; ///< nothing: this rank has no data
+  std::optional<double> weight; ///< known beforehand; default: rows
+  std::optional<std::vector<int64_t>> split; ///< rows per piece to begin with
+  std::exception_ptr error; ///< what is wrong with the batch: fails the step on all ranks
+};
+
+template <typename Loader>
+class Batches;
+
+/// Runs the batch that was asked for in pieces that fit. The gradient is the exact weighted mean over all ranks; a step
+/// that ran out of memory is repeated with a finer split from the same buffers and RNG state. Not thread-safe.
+class BRIMFUL_API BatchSizer {
+ public:
+  /// @throws c10::ValueError for bad options
+  BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptions options = {});
+
+  /// Fills the gradients of one step, and returns when all ranks agree on how it ended.
+  /// @throws the error of this rank's own work, RankFailed for another rank's (RankOutOfMemory if it could not split
+  /// further), BatchTooLarge if no split fits here; parameters, buffers and RNG are then as before the call.
+  /// Waits once for the device.
+  Outcome step(const StepInput& input, const PieceWork& work);
+  /// The same for a batch that slice_rows() can split, or an empty optional of one where this rank has no data.
+  /// `loss_fn(piece)` returns the mean loss, or a PieceLoss.
+  template <typename Batch, typename LossFn>
+  Outcome step(const Batch& batch, const LossFn& loss_fn);
+  template <typename Batch>
+  static StepInput input_of(const Batch& batch) {
+    StepInput input;
+    try {
+      input.rows = rows_of(batch);
+    } catch (...) {
+      input.error = std::current_exception();
+    }
+    return input;
+  }
+  /// `for (auto& batch : sizer.batches(loader))`: optional batches, and an end that comes on all ranks together.
+  template <typename Loader>
+  Batches<Loader> batches(Loader& loader);
+
+  /// Starts a loop over data of which each rank may have another amount: one exchange. Returns false if no rank has any.
+  bool begin_loop(Next next, const StepInput& first);
+  /// Says, before step(), what this rank will bring to the step after it.
+  void announce_next(Next next, const StepInput& next_input);
+  /// Tells the other ranks that this one failed between two steps; they raise in their next one.
+  void announce_failure(FailureKind kind, const std::string& text);
+
+  /// Grows and shrinks with evidence; to be kept in a checkpoint.
+  std::map<std::string, double> state() const;
+  void load_state(const std::map<std::string, double>& state);
+  /// Of the last step: no rank has another batch.
+  bool at_end() const {
+    return at_end_;
+  }
+  int64_t steps() const {
+    return steps_;
+  }
+  Transaction& transaction() {
+    return transaction_;
+  }
+  int world_size() const {
+    return group_.world_size();
+  }
+
+ private:
+  ControlRecord record_for(Next next, const StepInput& input) const;
+  double own_weight(const StepInput& input) const;
+  int64_t wanted_pieces(const StepInput& input) const;
+  void adopt(const std::vector<ControlRecord>& records);
+  void check_input(const StepInput& input);
+  Outcome run(const StepInput& input, const PieceWork& work);
+  bool settle_attempt(const AttemptResult& result, StepInput input, Outcome& outcome);
+  [[noreturn]] void throw_failure(const AttemptResult& result, const Outcome& outcome);
+  void split_finer(int64_t rows, Outcome& outcome);
+
+  StepGroup group_;
+  Transaction transaction_;
+  BatchSizerOptions options_;
+  bool running_ = false;
+  bool agreed_ = false; ///< the records of an exchange or of the last step hold for the next one
+  int64_t piece_rows_ = 0; ///< rows of a piece that fits; 0: not known yet
+  int64_t steps_ = 0;
+  double last_total_ = 0;
+  double announced_total_ = 0;
+  int64_t announced_pieces_ = 1; ///< the most that a rank wants
+  int buffer_source_ = 0;
+  bool at_end_ = false;
+  bool own_weights_ = false; ///< the loss function gives weights that are not known beforehand
+  std::optional<int64_t> checked_limit_;
+  ControlRecord next_;
+};
+
+} // namespace brimful
+
+#include <brimful/sizer/batches.h>

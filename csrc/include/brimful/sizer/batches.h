@@ -1,0 +1,142 @@
+#pragma once
+// The templates of BatchSizer; included by batch_sizer.h.
+#include <brimful/sizer/batch_sizer.h>
+#include <brimful/sizer/split.h>
+
+#include <exception>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+namespace brimful {
+namespace detail {
+template <typename T>
+struct IsOptional : std::false_type {};
+template <typename T>
+struct IsOptional<std::optional<T>> : std::true_type {};
+
+inline PieceLoss as_piece_loss(const at::Tensor& loss, int64_t rows) {
+  return {loss, static_cast<double>(rows)};
+}
+inline PieceLoss as_piece_loss(PieceLoss loss, int64_t /*rows*/) {
+  return loss;
+}
+} // namespace detail
+
+template <typename Batch, typename LossFn>
+Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn) {
+  if constexpr (detail::IsOptional<Batch>::value) {
+    if (batch) {
+      return step(*batch, loss_fn);
+    }
+    return step(StepInput{}, PieceWork{});
+  } else {
+    PieceWork work;
+    work.forward = [&](int64_t begin, int64_t end) {
+      return detail::as_piece_loss(loss_fn(slice_rows(batch, begin, end)), end - begin);
+    };
+    work.backward = [](const at::Tensor& loss, const at::Tensor& gradient) { loss.backward(gradient); };
+    return step(input_of(batch), work);
+  }
+}
+
+/// A loop over `loader` that looks one batch ahead, so that every rank knows which others have more.
+template <typename Loader>
+class Batches {
+ public:
+  using Batch = std::decay_t<decltype(*std::declval<Loader&>().begin())>;
+
+  Batches(BatchSizer& sizer, Loader& loader) : sizer_(sizer), loader_(loader) {}
+
+  struct End {};
+  class Iterator {
+   public:
+    explicit Iterator(Batches& loop) : loop_(loop) {}
+    std::optional<Batch>& operator*() {
+      return loop_.current_;
+    }
+    Iterator& operator++() {
+      loop_.advance();
+      return *this;
+    }
+    bool operator==(End /*end*/) const {
+      return loop_.done_;
+    }
+
+   private:
+    Batches& loop_;
+  };
+
+  Iterator begin() {
+    position_.emplace(loader_.begin());
+    std::exception_ptr error;
+    try {
+      fetch();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    const bool any = sizer_.begin_loop(next_ || error ? Next::yes : Next::no, input());
+    if (error) {
+      sizer_.announce_failure(FailureKind::error, describe(error));
+      std::rethrow_exception(error);
+    }
+    done_ = !any;
+    if (any) {
+      turn();
+    }
+    return Iterator(*this);
+  }
+  End end() const {
+    return {};
+  }
+
+ private:
+  StepInput input() const {
+    return next_ ? BatchSizer::input_of(*next_) : StepInput{};
+  }
+
+  void fetch() {
+    next_.reset();
+    if (*position_ != loader_.end()) {
+      next_.emplace(**position_);
+      ++*position_;
+    }
+  }
+
+  void turn() {
+    current_ = std::move(next_);
+    try {
+      fetch();
+    } catch (...) {
+      sizer_.announce_failure(FailureKind::error, describe(std::current_exception()));
+      throw;
+    }
+    sizer_.announce_next(next_ ? Next::yes : Next::no, input());
+    steps_ = sizer_.steps();
+  }
+
+  void advance() {
+    TORCH_CHECK(
+        sizer_.steps() > steps_, "a batch was left out (steps: ", steps_, "); call sizer.step for every batch of the loop");
+    done_ = sizer_.at_end();
+    if (!done_) {
+      turn();
+    }
+  }
+
+  BatchSizer& sizer_;
+  Loader& loader_;
+  std::optional<std::decay_t<decltype(std::declval<Loader&>().begin())>> position_;
+  std::optional<Batch> current_;
+  std::optional<Batch> next_;
+  int64_t steps_ = 0;
+  bool done_ = false;
+};
+
+template <typename Loader>
+Batches<Loader> BatchSizer::batches(Loader& loader) {
+  return Batches<Loader>(*this, loader);
+}
+
+} // namespace brimful

@@ -1,0 +1,20 @@
+#pragma once
+#include <brimful/export.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace brimful {
+
+/// Rows per piece, as even as can be: sizes differ by at most one, larger ones first. More pieces than rows give empty
+/// ones. Pure.
+/// @throws c10::ValueError unless rows >= 0 and pieces >= 1
+BRIMFUL_API std::vector<int64_t> split_rows(int64_t rows, int64_t pieces);
+
+/// How many pieces of at most `piece_rows` rows a batch needs (at least 1). Pure.
+BRIMFUL_API int64_t pieces_for(int64_t rows, int64_t piece_rows);
+
+/// The number of pieces to try after `pieces` ran out of memory: twice as many, at most one row each. Pure.
+BRIMFUL_API int64_t finer(int64_t rows, int64_t pieces);
+
+} // namespace brimful

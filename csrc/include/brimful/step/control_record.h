@@ -1,0 +1,52 @@
+#pragma once
+#include <brimful/export.h>
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace brimful {
+
+/// What a rank says of its part of a step. The order is the order of severity.
+enum class Verdict : uint8_t { silent, ok, no_data, retry, failed, failed_memory };
+
+/// Whether a rank has a batch for the next step.
+enum class Next : uint8_t { unknown, yes, no };
+
+/// What each rank tells all others with its last bucket. Doubles travel as their eight bytes, so they arrive bit-equal.
+struct ControlRecord {
+  Verdict verdict = Verdict::silent;
+  Next next = Next::unknown;
+  uint16_t next_pieces = 1; ///< pieces that this rank wants for its next batch (used in lockstep)
+  double weight = 0; ///< of this step on this rank
+  double loss_sum = 0; ///< sum over pieces of mean loss times weight
+  double next_weight = std::numeric_limits<double>::quiet_NaN(); ///< of the next step; NaN: not known
+  double free_bytes = 0; ///< limit minus use on the rank's main device, 0 without a limit
+  float step_ms = 0; ///< how long the rank's last step took
+};
+
+constexpr int64_t kRecordBytes = 40;
+constexpr int64_t kLossSumOffset = 12; ///< of the eight bytes of loss_sum
+using RecordBytes = std::array<uint8_t, kRecordBytes>;
+
+BRIMFUL_API RecordBytes encode(const ControlRecord& record);
+BRIMFUL_API ControlRecord decode(const RecordBytes& bytes);
+
+/// The severest verdict of all ranks.
+BRIMFUL_API Verdict worst(const std::vector<ControlRecord>& records);
+BRIMFUL_API double total_weight(const std::vector<ControlRecord>& records);
+/// Weighted mean loss over all ranks; 0 where the total weight is 0.
+BRIMFUL_API double mean_loss(const std::vector<ControlRecord>& records);
+/// Sum of the announced weights of the next step; NaN where a rank does not know its own.
+BRIMFUL_API double next_total_weight(const std::vector<ControlRecord>& records);
+/// True if no rank has, or may have, another batch.
+BRIMFUL_API bool nobody_continues(const std::vector<ControlRecord>& records);
+/// The lowest rank that announced a batch for the next step, 0 where none did.
+BRIMFUL_API int lowest_next_rank(const std::vector<ControlRecord>& records);
+
+inline bool is_failure(Verdict verdict) {
+  return verdict >= Verdict::failed;
+}
+
+} // namespace brimful

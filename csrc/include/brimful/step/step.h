@@ -1,0 +1,91 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <brimful/export.h>
+#include <brimful/step/control_record.h>
+#include <brimful/step/participant.h>
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace brimful {
+
+/// The loss of one piece: its mean over `weight`.
+struct PieceLoss {
+  at::Tensor loss;
+  double weight = 0;
+};
+
+/// The user's work in a step, on rows [begin, end) of this rank's batch.
+struct PieceWork {
+  std::function<PieceLoss(int64_t begin, int64_t end)> forward;
+  /// Runs the backward of `loss` with `gradient` as its seed.
+  std::function<void(const at::Tensor& loss, const at::Tensor& gradient)> backward;
+};
+
+/// How an attempt ended on this rank; how the step ends, all ranks' records tell.
+struct AttemptResult {
+  enum class Own : uint8_t { done, out_of_memory, late_gradient, error };
+  Own own = Own::done;
+  std::exception_ptr error; ///< set for `error` only: an out-of-memory error pins the tensors of its frames
+  std::string text; ///< of the error, out of memory or not
+  int64_t buckets_left = 0; ///< launched when the work ended
+  bool retry_alone = false; ///< no bucket had left: nobody else needs to know
+  std::vector<ControlRecord> records; ///< by rank; empty with retry_alone, and after leaving lockstep
+};
+
+/// The participants of a step in launch order, as one. Gradients of parameters outside them (a single process) are
+/// scaled and emptied with theirs. Not thread-safe.
+class BRIMFUL_API StepGroup {
+ public:
+  /// @throws c10::ValueError if two participants differ in rank or world size
+  StepGroup(std::vector<std::shared_ptr<Participant>> participants, std::vector<at::Tensor> outside);
+
+  int rank() const;
+  int world_size() const;
+  int64_t step() const;
+  /// One collective; a group without participants answers by itself.
+  std::vector<ControlRecord> exchange(const ControlRecord& record);
+  /// @throws c10::ValueError if a gradient is there and not zero; zero ones are emptied (may synchronise the device)
+  void require_empty_gradients();
+
+  struct Attempt {
+    std::vector<int64_t> split; ///< rows per piece; empty: this rank has no data
+    double ref = 1; ///< total weight that losses are divided by, equal on all ranks
+    ControlRecord record; ///< what is announced (verdict: ok or no_data); weight and loss are filled in
+    int buffer_source = 0;
+    bool lockstep = false; ///< pieces of weight 0 run too; no retry alone
+    bool retries_left = true; ///< false: what would be repeated fails the step instead
+    bool can_split = true; ///< false: running out of memory now fails the step
+  };
+  /// Runs the pieces and takes part in all collectives whatever happens, then waits for them.
+  /// @throws RankFailed if the process group broke
+  AttemptResult run(const Attempt& attempt, const PieceWork& work);
+  /// Takes part in a step that has failed here before it began.
+  std::vector<ControlRecord> run_failed(FailureKind kind, const std::string& text, const ControlRecord& record);
+
+  void accept(double scale, bool keep_unused);
+  void discard();
+  /// "rank 1: its text; rank 2: ..." for all ranks whose record says that they failed.
+  std::string failure_texts(const std::vector<ControlRecord>& records);
+  void publish_failure(FailureKind kind, const std::string& text);
+
+ private:
+  void leave_lockstep(const AttemptResult& result);
+  void run_pieces(const Attempt& attempt, const PieceWork& work);
+  void set_record(const ControlRecord& record, const at::Tensor& loss_sum);
+  std::vector<ControlRecord> finish();
+  void complete();
+  void drain(ControlRecord record, Verdict verdict);
+  int64_t launched() const;
+  bool gradients_complete() const;
+
+  std::vector<std::shared_ptr<Participant>> participants_;
+  std::vector<at::Tensor> outside_;
+  ControlRecord own_; ///< the record of a group without participants
+  at::Tensor own_loss_sum_;
+};
+
+} // namespace brimful

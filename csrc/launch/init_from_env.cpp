@@ -1,0 +1,92 @@
+#include "launch/gloo_group.h"
+
+#include <brimful/launch/init_from_env.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <atomic>
+#include <charconv>
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <string_view>
+
+namespace brimful {
+namespace {
+
+constexpr const char* kRemedy =
+    "; start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT";
+
+struct Environment {
+  int rank;
+  int world_size;
+  std::string master_addr;
+  uint16_t master_port;
+  bool agent_serves_store;
+};
+
+std::string read_text(const char* name) {
+  const char* value = std::getenv(name);
+  TORCH_CHECK_VALUE(value != nullptr && *value != '\0',
+                    "an environment variable is not set (name: ", name, ")", kRemedy);
+  return value;
+}
+
+int read_number(const char* name, int low, int high) {
+  const std::string text = read_text(name);
+  int number = 0;
+  const auto [end, status] = std::from_chars(text.data(), text.data() + text.size(), number);
+  const bool is_number = status == std::errc() && end == text.data() + text.size();
+  TORCH_CHECK_VALUE(is_number, "an environment variable is not a whole number (", name, ": ", text,
+                    ")", kRemedy);
+  TORCH_CHECK_VALUE(number >= low && number <= high, "an environment variable is out of range (",
+                    name, ": ", number, "; range: ", low, " to ", high, ")", kRemedy);
+  return number;
+}
+
+Environment read_environment() {
+  constexpr int kMaxInt = std::numeric_limits<int>::max();
+  Environment env;
+  env.rank = read_number("RANK", 0, kMaxInt);
+  env.world_size = read_number("WORLD_SIZE", 1, kMaxInt);
+  TORCH_CHECK_VALUE(env.rank < env.world_size,
+                    "the rank is not below the world size (RANK: ", env.rank,
+                    ", WORLD_SIZE: ", env.world_size,
+                    "); ranks count from 0, so give each process one of 0 to ", env.world_size - 1);
+  env.master_addr = read_text("MASTER_ADDR");
+  env.master_port =
+      static_cast<uint16_t>(read_number("MASTER_PORT", 1, std::numeric_limits<uint16_t>::max()));
+  const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  env.agent_serves_store = agent != nullptr && std::string_view(agent) == "True";
+  return env;
+}
+
+c10::intrusive_ptr<c10d::Store> connect_store(const Environment& env,
+                                              std::chrono::milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = env.master_port;
+  options.isServer = !env.agent_serves_store && env.rank == 0;
+  options.numWorkers = env.world_size;
+  options.waitWorkers = !env.agent_serves_store;
+  options.timeout = timeout;
+  options.multiTenant = true;  // a later group of this process uses the same port
+  return c10::make_intrusive<c10d::TCPStore>(env.master_addr, options);
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::ProcessGroup> init_from_env(std::chrono::milliseconds timeout) {
+  TORCH_CHECK_VALUE(timeout.count() > 0,
+                    "the timeout must be positive (timeout_ms: ", timeout.count(), ")");
+  const Environment env = read_environment();
+  // Beside torchrun's keys and torch's own ("default_pg"), and apart from earlier groups of this
+  // process.
+  static std::atomic<int> groups{0};
+  const std::string prefix = "brimful/group_" + std::to_string(groups++);
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect_store(env, timeout));
+  return launch::make_gloo_group(store, env.rank, env.world_size, launch::GlooDevice::of_host,
+                                 timeout);
+}
+
+}  // namespace brimful

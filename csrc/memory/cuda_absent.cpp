@@ -1,0 +1,38 @@
+#include <c10/util/Exception.h>
+#include "memory/cuda.h"
+
+namespace brimful::memory {
+namespace {
+
+[[noreturn]] void refuse(c10::Device device) {
+  TORCH_CHECK_VALUE(false, "this build of brimful has no CUDA (device: ", device,
+                    "); use device cpu, or build it against a CUDA torch with CUDA's headers");
+}
+
+[[noreturn]] void refuse(c10::DeviceIndex index) {
+  refuse(c10::Device(c10::DeviceType::CUDA, index));
+}
+
+}  // namespace
+
+c10::DeviceIndex checked_cuda_index(c10::Device device) {
+  refuse(device);
+}
+
+CudaCounters cuda_counters(c10::DeviceIndex index) {
+  refuse(index);
+}
+
+void cuda_lower_watermark(c10::DeviceIndex index) {
+  refuse(index);
+}
+
+void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> /*bytes*/) {
+  refuse(index);
+}
+
+void cuda_release_cached(c10::DeviceIndex index) {
+  refuse(index);
+}
+
+}  // namespace brimful::memory

@@ -1,0 +1,134 @@
+#include "reducer/agree.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <brimful/error.h>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+
+namespace brimful {
+namespace {
+constexpr size_t kBroadcastBytes = size_t{25} << 20;
+
+std::vector<std::string> describe_model(
+    const std::vector<at::Tensor>& parameters,
+    const std::vector<std::string>& names,
+    const std::string& plan) {
+  std::vector<std::string> lines;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    std::ostringstream line;
+    line << "parameter " << i << (i < names.size() ? " '" + names[i] + "'" : "") << " is " << parameters[i].sizes()
+         << " " << c10::toString(parameters[i].scalar_type());
+    lines.push_back(line.str());
+  }
+  lines.push_back("buckets are planned as\n" + plan);
+  return lines;
+}
+
+uint64_t hash_lines(const std::vector<std::string>& lines) {
+  uint64_t hash = 14695981039346656037ULL; // FNV-1a
+  for (const auto& line : lines) {
+    for (const auto byte : line + "\n") {
+      hash = (hash ^ static_cast<uint8_t>(byte)) * 1099511628211ULL;
+    }
+  }
+  return hash;
+}
+
+std::vector<std::string> split_records(const std::vector<uint8_t>& bytes) {
+  std::vector<std::string> lines(1);
+  for (const auto byte : bytes) {
+    if (byte == '\0') {
+      lines.emplace_back();
+    } else {
+      lines.back() += static_cast<char>(byte);
+    }
+  }
+  return lines;
+}
+
+[[noreturn]] void throw_mismatch(const std::vector<std::vector<std::string>>& models) {
+  for (size_t rank = 1; rank < models.size(); ++rank) {
+    const auto& mine = models[0];
+    const auto& theirs = models[rank];
+    for (size_t i = 0; i < std::min(mine.size(), theirs.size()); ++i) {
+      if (mine[i] != theirs[i]) {
+        throw PlanMismatch(
+            "the ranks' models differ: on rank 0 " + mine[i] + ", on rank " + std::to_string(rank) + " " + theirs[i] +
+            "; build the same model on every rank");
+      }
+    }
+  }
+  throw PlanMismatch("the ranks' models differ; build the same model on every rank");
+}
+} // namespace
+
+std::vector<std::vector<uint8_t>> exchange_bytes(
+    const Group& group,
+    c10::Device device,
+    const std::vector<uint8_t>& own) {
+  const auto size = static_cast<int64_t>(own.size());
+  const int64_t ranks = group->getSize();
+  auto all = at::zeros({ranks, size}, at::kByte);
+  std::memcpy(all[group->getRank()].mutable_data_ptr<uint8_t>(), own.data(), own.size());
+  all = all.to(device);
+  std::vector<at::Tensor> tensors{all};
+  group->allreduce(tensors)->wait();
+  all = all.cpu();
+  std::vector<std::vector<uint8_t>> result;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const auto* begin = all.const_data_ptr<uint8_t>() + rank * size;
+    result.emplace_back(begin, begin + size);
+  }
+  return result;
+}
+
+void require_same_model(
+    const Group& group,
+    c10::Device device,
+    const std::vector<at::Tensor>& parameters,
+    const std::vector<std::string>& names,
+    const std::string& plan) {
+  const auto lines = describe_model(parameters, names, plan);
+  std::string text;
+  for (const auto& line : lines) {
+    text += line + '\0';
+  }
+  const uint64_t head[2] = {hash_lines(lines), text.size()};
+  std::vector<uint8_t> head_bytes(sizeof(head));
+  std::memcpy(head_bytes.data(), head, sizeof(head));
+  const auto heads = exchange_bytes(group, device, head_bytes);
+  if (std::all_of(heads.begin(), heads.end(), [&](const auto& other) { return other == heads[0]; })) {
+    return;
+  }
+  uint64_t longest = 0;
+  for (const auto& other : heads) {
+    uint64_t size = 0;
+    std::memcpy(&size, other.data() + sizeof(uint64_t), sizeof(size));
+    longest = std::max(longest, size);
+  }
+  std::vector<uint8_t> bytes(text.begin(), text.end());
+  bytes.resize(longest);
+  std::vector<std::vector<std::string>> models;
+  for (const auto& other : exchange_bytes(group, device, bytes)) {
+    models.push_back(split_records(other));
+  }
+  throw_mismatch(models);
+}
+
+void broadcast_from_rank_0(const Group& group, const std::vector<at::Tensor>& tensors) {
+  if (group->getSize() == 1 || tensors.empty()) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> detached;
+  for (const auto& tensor : tensors) {
+    detached.push_back(tensor.detach());
+  }
+  c10d::broadcast_coalesced(group, detached, kBroadcastBytes);
+}
+
+} // namespace brimful

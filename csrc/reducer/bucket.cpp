@@ -1,0 +1,147 @@
+#include "reducer/bucket.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace brimful {
+namespace {
+constexpr int64_t kAlignmentBytes = 64;
+constexpr int64_t kSmallNumel = 32768; // below, an own loop beats the dispatcher; above, ATen's vectorised one wins
+
+int64_t aligned(int64_t numel, int64_t element_bytes) {
+  const int64_t step = kAlignmentBytes / element_bytes;
+  return (numel + step - 1) / step * step;
+}
+
+at::Tensor view_like(const at::Tensor& part, const at::Tensor& parameter) {
+  auto flat = part;
+  if (parameter.is_complex()) {
+    flat = at::view_as_complex(part.view({-1, 2}));
+  }
+  if (parameter.is_non_overlapping_and_dense()) {
+    return flat.as_strided(parameter.sizes(), parameter.strides(), flat.storage_offset());
+  }
+  return flat.view(parameter.sizes());
+}
+
+template <typename T>
+bool copy_small(const at::Tensor& view, const at::Tensor& gradient, double scale) {
+  const T* from = gradient.const_data_ptr<T>();
+  T* to = view.mutable_data_ptr<T>();
+  const int64_t count = view.numel();
+  if (scale == 1) {
+    std::memcpy(to, from, sizeof(T) * count);
+    return true;
+  }
+  const T factor = static_cast<T>(scale);
+  for (int64_t i = 0; i < count; ++i) {
+    to[i] = from[i] * factor;
+  }
+  return true;
+}
+
+bool try_copy_small(const at::Tensor& view, const at::Tensor& gradient, double scale) {
+  const bool alike = view.numel() <= kSmallNumel && view.is_cpu() && gradient.is_cpu() &&
+      gradient.layout() == at::kStrided && gradient.scalar_type() == view.scalar_type() &&
+      gradient.strides() == view.strides() && view.is_non_overlapping_and_dense() && !gradient.is_conj() &&
+      !gradient.is_neg();
+  if (!alike) {
+    return false;
+  }
+  switch (view.scalar_type()) {
+    case at::kFloat:
+      return copy_small<float>(view, gradient, scale);
+    case at::kDouble:
+      return copy_small<double>(view, gradient, scale);
+    default:
+      return false;
+  }
+}
+
+template <typename Visit>
+void with_elements(const at::Tensor& buffer, const Visit& visit) {
+  switch (buffer.scalar_type()) {
+    case at::kFloat:
+      return visit(buffer.mutable_data_ptr<float>());
+    case at::kDouble:
+      return visit(buffer.mutable_data_ptr<double>());
+    case at::kHalf:
+      return visit(buffer.mutable_data_ptr<at::Half>());
+    case at::kBFloat16:
+      return visit(buffer.mutable_data_ptr<at::BFloat16>());
+    default:
+      TORCH_INTERNAL_ASSERT(false, "no bucket has this dtype: ", buffer.scalar_type());
+  }
+}
+} // namespace
+
+Bucket make_bucket(
+    const BucketPlan::Bucket& plan,
+    int64_t index,
+    int64_t tail_numel,
+    const std::vector<at::Tensor>& parameters,
+    std::vector<Slot>& slots) {
+  Bucket bucket;
+  bucket.parameters = plan.parameters;
+  if (plan.sparse) {
+    const auto& parameter = parameters[plan.parameters.front()];
+    slots[plan.parameters.front()] = {{}, index};
+    bucket.sparse_zero =
+        at::zeros(parameter.sizes(), parameter.options().layout(at::kSparse).requires_grad(false))._coalesced_(true);
+    return bucket;
+  }
+  const auto dtype = c10::toRealValueType(plan.dtype);
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  const int64_t reals = c10::isComplexType(plan.dtype) ? 2 : 1;
+  int64_t numel = 0;
+  for (const auto i : plan.parameters) {
+    numel += aligned(reals * parameters[i].numel(), element_bytes);
+  }
+  bucket.flat = at::zeros({numel + tail_numel}, at::TensorOptions().dtype(dtype).device(plan.device));
+  bucket.gradients = bucket.flat.narrow(0, 0, numel);
+  int64_t offset = 0;
+  for (const auto i : plan.parameters) {
+    const int64_t length = reals * parameters[i].numel();
+    slots[i] = {view_like(bucket.flat.narrow(0, offset, length), parameters[i]), index};
+    offset += aligned(length, element_bytes);
+  }
+  return bucket;
+}
+
+void copy_scaled(const at::Tensor& view, const at::Tensor& gradient, double scale) {
+  if (try_copy_small(view, gradient, scale)) {
+    return;
+  }
+  if (scale == 1) {
+    view.copy_(gradient, /*non_blocking=*/true);
+  } else if (gradient.scalar_type() == view.scalar_type() && gradient.layout() == at::kStrided) {
+    auto out = view;
+    at::mul_out(out, gradient, at::scalar_tensor(scale, at::TensorOptions().dtype(at::kDouble)));
+  } else {
+    view.copy_(gradient, /*non_blocking=*/true);
+    view.mul_(scale);
+  }
+}
+
+void write_bytes(const at::Tensor& buffer, int64_t offset, const uint8_t* bytes, int64_t count) {
+  with_elements(buffer, [&](auto* elements) {
+    using T = std::remove_pointer_t<decltype(elements)>;
+    for (int64_t i = 0; i < count; ++i) {
+      elements[offset + i] = static_cast<T>(static_cast<float>(bytes[i]));
+    }
+  });
+}
+
+void read_bytes(const at::Tensor& buffer, int64_t offset, uint8_t* bytes, int64_t count) {
+  with_elements(buffer, [&](const auto* elements) {
+    for (int64_t i = 0; i < count; ++i) {
+      bytes[i] = static_cast<uint8_t>(std::min(static_cast<float>(elements[offset + i]), 255.0F));
+    }
+  });
+}
+
+} // namespace brimful

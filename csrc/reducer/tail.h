@@ -1,0 +1,65 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <brimful/step/control_record.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace brimful {
+
+/// What rides behind the gradients of the last bucket: a 0/1 element per parameter (used or not), the control records
+/// and the buffers that ranks must agree on. Every element is written by one rank and 0 on the others (or 0/1), so a sum
+/// delivers it exactly in any dtype and order of reduction. Buffers of the bucket's dtype travel as values, others as
+/// bytes.
+class Tail {
+ public:
+  Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers, c10::ScalarType dtype);
+  int64_t numel() const {
+    return numel_;
+  }
+  /// `region`: the numel() last elements of the bucket.
+  void attach(at::Tensor region);
+
+  /// `loss_sum` (0-dim float64 on the region's device), where defined, stands in for record.loss_sum: no wait for it.
+  void write(
+      const std::vector<uint8_t>& used,
+      const ControlRecord& record,
+      const at::Tensor& loss_sum,
+      int buffer_source);
+  /// The one host wait of a step: on CUDA for an event behind an asynchronous copy.
+  void read();
+  const std::vector<ControlRecord>& records() const {
+    return records_;
+  }
+  /// True if any rank used the parameter in this step; valid after read().
+  bool used_anywhere(int64_t parameter) const {
+    return used_[parameter] != 0;
+  }
+  /// Gives the buffers the values of the source rank, without a bump of their version: a graph may hold them.
+  void write_back_buffers();
+
+ private:
+  struct Rider {
+    at::Tensor buffer;
+    int64_t offset = 0;
+    int64_t numel = 0; ///< elements of the region
+    bool as_bytes = false;
+  };
+  int64_t record_offset(int rank) const {
+    return parameters_ + rank * kRecordBytes;
+  }
+
+  int64_t parameters_;
+  int rank_;
+  int world_size_;
+  int64_t head_numel_; ///< used flags and records, staged through host memory
+  int64_t numel_;
+  std::vector<Rider> riders_;
+  at::Tensor region_;
+  at::Tensor outgoing_;
+  at::Tensor incoming_;
+  std::vector<uint8_t> used_;
+  std::vector<ControlRecord> records_;
+};
+
+} // namespace brimful

@@ -1,0 +1,88 @@
+#include <brimful/step/control_record.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace brimful {
+namespace {
+// Layout: verdict 1, next 1, next_pieces 2, weight 8, loss_sum 8, next_weight 8, free_bytes 8, step_ms 4.
+template <typename Record, typename Visit>
+void for_each_field(Record& record, const Visit& visit) {
+  int64_t offset = 0;
+  const auto field = [&](auto& value) {
+    visit(value, offset);
+    offset += static_cast<int64_t>(sizeof(value));
+  };
+  field(record.verdict);
+  field(record.next);
+  field(record.next_pieces);
+  field(record.weight);
+  field(record.loss_sum);
+  field(record.next_weight);
+  field(record.free_bytes);
+  field(record.step_ms);
+}
+static_assert(1 + 1 + 2 + 8 * 4 + 4 == kRecordBytes);
+static_assert(kLossSumOffset == 1 + 1 + 2 + 8);
+} // namespace
+
+RecordBytes encode(const ControlRecord& record) {
+  RecordBytes bytes{};
+  for_each_field(record, [&](const auto& value, int64_t offset) {
+    std::memcpy(bytes.data() + offset, &value, sizeof(value));
+  });
+  return bytes;
+}
+
+ControlRecord decode(const RecordBytes& bytes) {
+  ControlRecord record;
+  for_each_field(record, [&](auto& value, int64_t offset) {
+    std::memcpy(&value, bytes.data() + offset, sizeof(value));
+  });
+  return record;
+}
+
+Verdict worst(const std::vector<ControlRecord>& records) {
+  auto verdict = Verdict::silent;
+  for (const auto& record : records) {
+    verdict = std::max(verdict, record.verdict);
+  }
+  return verdict;
+}
+
+double total_weight(const std::vector<ControlRecord>& records) {
+  double total = 0;
+  for (const auto& record : records) {
+    total += record.weight;
+  }
+  return total;
+}
+
+double mean_loss(const std::vector<ControlRecord>& records) {
+  double sum = 0;
+  for (const auto& record : records) {
+    sum += record.loss_sum;
+  }
+  const double total = total_weight(records);
+  return total > 0 ? sum / total : 0;
+}
+
+double next_total_weight(const std::vector<ControlRecord>& records) {
+  double total = 0;
+  for (const auto& record : records) {
+    total += record.next == Next::no ? 0 : record.next_weight;
+  }
+  return total;
+}
+
+bool nobody_continues(const std::vector<ControlRecord>& records) {
+  return std::all_of(records.begin(), records.end(), [](const auto& record) { return record.next == Next::no; });
+}
+
+int lowest_next_rank(const std::vector<ControlRecord>& records) {
+  const auto found =
+      std::find_if(records.begin(), records.end(), [](const auto& record) { return record.next == Next::yes; });
+  return found == records.end() ? 0 : static_cast<int>(found - records.begin());
+}
+
+} // namespace brimful

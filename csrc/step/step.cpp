@@ -1,0 +1,303 @@
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <brimful/memory/stats.h>
+#include <brimful/step/oom.h>
+#include <brimful/step/step.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace brimful {
+namespace {
+constexpr int64_t kTextPatience = 1000; // how long the others wait for the words of a rank that failed, in ms
+
+void require_loss(const PieceLoss& piece) {
+  TORCH_CHECK_TYPE(piece.loss.defined(), "the loss function returned no tensor; return the mean loss, or (mean loss, weight)");
+  TORCH_CHECK_VALUE(
+      piece.loss.numel() == 1,
+      "the loss is not a scalar (shape: ",
+      piece.loss.sizes(),
+      "); return its mean over the piece");
+  TORCH_CHECK_VALUE(
+      std::isfinite(piece.weight) && piece.weight >= 0,
+      "the weight of a piece must be finite and not negative (weight: ",
+      piece.weight,
+      ")");
+  TORCH_CHECK_VALUE(
+      piece.weight == 0 || piece.loss.requires_grad(),
+      "the loss needs no gradient (requires_grad: false); compute it from the model's output outside no_grad");
+}
+
+bool has_nonzero(const at::Tensor& gradient) {
+  const auto values = gradient.is_sparse() ? gradient._values() : gradient;
+  return at::any(values != 0).item<bool>();
+}
+} // namespace
+
+StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants, std::vector<at::Tensor> outside)
+    : participants_(std::move(participants)), outside_(std::move(outside)) {
+  for (size_t i = 0; i < participants_.size(); ++i) {
+    const auto& participant = participants_[i];
+    TORCH_CHECK_VALUE(
+        participant->rank() == rank() && participant->world_size() == world_size(),
+        "modules of one step must share rank and world size (rank: ",
+        participant->rank(),
+        " of ",
+        participant->world_size(),
+        ", first module's: ",
+        rank(),
+        " of ",
+        world_size(),
+        "); wrap them with the same process group");
+    participant->set_order(
+        i == 0 ? nullptr : participants_[i - 1].get(),
+        i + 1 == participants_.size() ? nullptr : participants_[i + 1].get());
+  }
+}
+
+int StepGroup::rank() const {
+  return participants_.empty() ? 0 : participants_[0]->rank();
+}
+
+int StepGroup::world_size() const {
+  return participants_.empty() ? 1 : participants_[0]->world_size();
+}
+
+int64_t StepGroup::step() const {
+  return participants_.empty() ? 0 : participants_[0]->step();
+}
+
+std::vector<ControlRecord> StepGroup::exchange(const ControlRecord& record) {
+  return participants_.empty() ? std::vector<ControlRecord>{record} : participants_[0]->exchange(record);
+}
+
+void StepGroup::require_empty_gradients() {
+  const memory::Unlimited unlimited;
+  const auto require_empty = [](const at::Tensor& parameter) {
+    auto& gradient = parameter.mutable_grad();
+    if (!gradient.defined()) {
+      return;
+    }
+    TORCH_CHECK_VALUE(
+        !has_nonzero(gradient),
+        "a gradient is not empty at the step's start (shape: ",
+        parameter.sizes(),
+        "); call optimizer.zero_grad() before every step");
+    gradient.reset();
+  };
+  for (const auto& participant : participants_) {
+    std::for_each(participant->parameters().begin(), participant->parameters().end(), require_empty);
+  }
+  std::for_each(outside_.begin(), outside_.end(), require_empty);
+}
+
+void StepGroup::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {
+  own_ = record;
+  own_loss_sum_ = loss_sum;
+  for (const auto& participant : participants_) {
+    participant->set_record(record, loss_sum);
+  }
+}
+
+void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
+  auto record = attempt.record;
+  set_record(record, {});
+  at::Tensor loss_sum;
+  int64_t begin = 0;
+  for (size_t i = 0; i < attempt.split.size(); ++i) {
+    const bool last = i + 1 == attempt.split.size();
+    const auto piece = work.forward(begin, begin + attempt.split[i]);
+    begin += attempt.split[i];
+    require_loss(piece);
+    if (piece.weight > 0) {
+      record.weight += piece.weight;
+      const auto weighted = piece.loss.detach().reshape({}).to(at::kDouble) * piece.weight;
+      loss_sum = loss_sum.defined() ? loss_sum + weighted : weighted;
+      set_record(record, loss_sum);
+    }
+    if (piece.weight > 0 || attempt.lockstep) {
+      for (const auto& participant : participants_) {
+        participant->begin_piece(last);
+      }
+      work.backward(piece.loss, at::full_like(piece.loss, piece.weight / attempt.ref, at::TensorOptions().requires_grad(false)));
+    }
+  }
+  complete();
+}
+
+void StepGroup::complete() {
+  for (const auto part : {Part::early, Part::last}) {
+    for (const auto& participant : participants_) {
+      participant->complete(part);
+    }
+  }
+}
+
+void StepGroup::drain(ControlRecord record, Verdict verdict) {
+  record.verdict = verdict;
+  record.weight = 0;
+  set_record(record, {});
+  for (const auto part : {Part::early, Part::last}) {
+    for (const auto& participant : participants_) {
+      participant->drain(part);
+    }
+  }
+}
+
+AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
+  using Own = AttemptResult::Own;
+  AttemptResult result;
+  for (const auto& participant : participants_) {
+    participant->begin_attempt(attempt.buffer_source);
+  }
+  try {
+    run_pieces(attempt, work);
+  } catch (...) {
+    result.error = std::current_exception();
+  }
+  // Outside the handler: the exception no longer pins the frames in which memory ran out.
+  result.buckets_left = launched();
+  if (!result.error) {
+    result.records = finish();
+    return result;
+  }
+  result.text = describe(result.error);
+  const bool late = std::any_of(
+      participants_.begin(), participants_.end(), [](const auto& participant) { return participant->late_gradient(); });
+  result.own = late ? Own::late_gradient : is_out_of_memory(result.error) ? Own::out_of_memory : Own::error;
+  if (result.own != Own::error) {
+    result.error = nullptr;
+  }
+  if (result.own == Own::out_of_memory && outside_.empty() && gradients_complete()) {
+    // Memory ran out behind the last gradient: nothing of the step is missing, so it stands.
+    result.own = Own::done;
+    complete();
+    result.records = finish();
+    return result;
+  }
+  if (attempt.lockstep && world_size() > 1) {
+    leave_lockstep(result);
+    return result;
+  }
+  const bool can_retry = result.own == Own::late_gradient ? attempt.retries_left
+                                                          : result.own == Own::out_of_memory && attempt.can_split && attempt.retries_left;
+  if (can_retry && result.own == Own::out_of_memory && result.buckets_left == 0) {
+    result.retry_alone = true;
+    return result;
+  }
+  auto verdict = Verdict::retry;
+  if (!can_retry) {
+    const auto kind = result.own == Own::out_of_memory ? FailureKind::out_of_memory : FailureKind::error;
+    verdict = result.own == Own::out_of_memory ? Verdict::failed_memory : Verdict::failed;
+    publish_failure(kind, result.text);
+  }
+  drain(attempt.record, verdict);
+  result.records = finish();
+  return result;
+}
+
+void StepGroup::leave_lockstep(const AttemptResult& result) {
+  const bool memory = result.own == AttemptResult::Own::out_of_memory;
+  const auto peer = participants_[0]->failed_peer();
+  for (const auto& participant : participants_) {
+    participant->abandon(memory ? FailureKind::out_of_memory : FailureKind::error, result.text);
+  }
+  if (peer) {
+    const bool peer_memory = peer->text.rfind("out of memory", 0) == 0;
+    detail::throw_rank_failed(
+        peer->rank,
+        step() - 1,
+        peer_memory ? FailureKind::out_of_memory : FailureKind::error,
+        "rank " + std::to_string(peer->rank) + " failed between collectives of the model: " + peer->text +
+            " (here: " + result.text + ")");
+  }
+}
+
+std::vector<ControlRecord> StepGroup::run_failed(FailureKind kind, const std::string& text, const ControlRecord& record) {
+  publish_failure(kind, text);
+  for (const auto& participant : participants_) {
+    participant->begin_attempt(0);
+  }
+  drain(record, kind == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed);
+  return finish();
+}
+
+std::vector<ControlRecord> StepGroup::finish() {
+  if (participants_.empty()) {
+    if (own_loss_sum_.defined()) {
+      own_.loss_sum = own_loss_sum_.item<double>();
+      own_loss_sum_.reset();
+    }
+    return {own_};
+  }
+  std::vector<ControlRecord> records;
+  for (const auto& participant : participants_) {
+    auto theirs = participant->finish();
+    if (records.empty()) {
+      records = std::move(theirs);
+      continue;
+    }
+    for (size_t rank = 0; rank < records.size(); ++rank) {
+      records[rank].verdict = std::max(records[rank].verdict, theirs[rank].verdict);
+    }
+  }
+  own_loss_sum_.reset();
+  return records;
+}
+
+void StepGroup::accept(double scale, bool keep_unused) {
+  const at::NoGradGuard no_grad;
+  for (const auto& participant : participants_) {
+    participant->accept(scale, keep_unused);
+  }
+  for (const auto& parameter : outside_) {
+    auto& gradient = parameter.mutable_grad();
+    if (!gradient.defined() && !keep_unused) {
+      gradient = at::zeros_like(parameter);
+    } else if (gradient.defined() && scale != 1) {
+      gradient.mul_(scale);
+    }
+  }
+}
+
+void StepGroup::discard() {
+  for (const auto& participant : participants_) {
+    participant->discard();
+  }
+  for (const auto& parameter : outside_) {
+    parameter.mutable_grad().reset();
+  }
+}
+
+std::string StepGroup::failure_texts(const std::vector<ControlRecord>& records) {
+  std::string texts;
+  for (size_t rank = 0; rank < records.size(); ++rank) {
+    if (!is_failure(records[rank].verdict)) {
+      continue;
+    }
+    const auto text = participants_.empty() ? "" : participants_[0]->read_failure(static_cast<int>(rank), kTextPatience);
+    texts += (texts.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + text;
+  }
+  return texts;
+}
+
+void StepGroup::publish_failure(FailureKind kind, const std::string& text) {
+  for (const auto& participant : participants_) {
+    participant->publish_failure(kind, text);
+  }
+}
+
+int64_t StepGroup::launched() const {
+  int64_t sum = 0;
+  for (const auto& participant : participants_) {
+    sum += participant->launched();
+  }
+  return sum;
+}
+
+bool StepGroup::gradients_complete() const {
+  return !participants_.empty() &&
+      std::all_of(participants_.begin(), participants_.end(), [](const auto& p) { return p->gradients_complete(); });
+}
+
+} // namespace brimful

@@ -1,0 +1,72 @@
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <brimful/memory/stats.h>
+#include <brimful/step/transaction.h>
+
+#include <algorithm>
+
+namespace brimful {
+namespace {
+at::Tensor generator_state(c10::Device device) {
+  auto generator = at::globalContext().defaultGenerator(device);
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_generator_state(c10::Device device, const at::Tensor& state) {
+  auto generator = at::globalContext().defaultGenerator(device);
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(state);
+}
+} // namespace
+
+Transaction::Transaction(std::vector<at::Tensor> buffers, std::vector<c10::Device> devices)
+    : buffers_(std::move(buffers)), devices_(std::move(devices)) {
+  const memory::Unlimited unlimited;
+  const c10::Device cpu(c10::DeviceType::CPU);
+  std::erase(devices_, cpu);
+  devices_.push_back(cpu);
+  for (const auto& buffer : buffers_) {
+    copies_.push_back(at::empty_like(buffer));
+  }
+  versions_.resize(buffers_.size());
+}
+
+void Transaction::add(Keeper keeper) {
+  keepers_.push_back(std::move(keeper));
+}
+
+void Transaction::capture() {
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  generator_states_.clear();
+  for (const auto device : devices_) {
+    generator_states_.push_back(generator_state(device));
+  }
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    copies_[i].copy_(buffers_[i]);
+    versions_[i] = buffers_[i]._version();
+  }
+  for (const auto& keeper : keepers_) {
+    keeper.capture();
+  }
+}
+
+void Transaction::restore() {
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    set_generator_state(devices_[i], generator_states_[i]);
+  }
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    if (buffers_[i]._version() != versions_[i] || !at::equal(buffers_[i], copies_[i])) {
+      buffers_[i].copy_(copies_[i]);
+      versions_[i] = buffers_[i]._version();
+    }
+  }
+  for (const auto& keeper : keepers_) {
+    keeper.restore();
+  }
+}
+
+} // namespace brimful

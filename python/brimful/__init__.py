@@ -1,0 +1,52 @@
+"""Train at the brim: data parallelism in which no rank goes silent, and batches that always fit.
+
+Importing brimful puts its counting allocator in front of torch's CPU allocator (see ``brimful.memory``).
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch  # noqa: F401  (loads libtorch, which _C finds by its name)
+
+from brimful._build_info import version as __version__
+from brimful._compat import check_torch
+
+check_torch()
+
+from brimful import memory  # noqa: E402
+from brimful._C import (  # noqa: E402
+    Attempt,
+    BatchTooLarge,
+    HalfStepError,
+    Outcome,
+    PlanMismatch,
+    RankFailed,
+    RankOutOfMemory,
+    memory_install,
+)
+from brimful._log import connect_logging  # noqa: E402
+from brimful.reducer import DistributedDataParallel  # noqa: E402
+from brimful.sizer import NO_DATA, BatchSizer  # noqa: E402
+
+memory_install()
+connect_logging()
+
+#: For CMake: `-DCMAKE_PREFIX_PATH=$(python -c 'import brimful; print(brimful.cmake_prefix_path)')`.
+cmake_prefix_path = os.path.join(os.path.dirname(__file__), "share", "cmake")
+
+__all__ = [
+    "NO_DATA",
+    "Attempt",
+    "BatchSizer",
+    "BatchTooLarge",
+    "DistributedDataParallel",
+    "HalfStepError",
+    "Outcome",
+    "PlanMismatch",
+    "RankFailed",
+    "RankOutOfMemory",
+    "__version__",
+    "cmake_prefix_path",
+    "memory",
+]

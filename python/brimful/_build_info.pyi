@@ -1,0 +1,3 @@
+version: str
+torch_version: str
+torch_minor: str

@@ -1,0 +1,195 @@
+"""Batches that always fit; the work is done by the C++ sizer."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from brimful import _C
+from brimful.reducer import DistributedDataParallel, _is_out_of_memory, _words
+
+__all__ = ["NO_DATA", "BatchSizer"]
+
+Batch = TypeVar("Batch")
+
+
+class _NoData:
+    """What a rank passes to ``BatchSizer.step`` when its data has ended and that of others has not."""
+
+    def __repr__(self) -> str:
+        return "brimful.NO_DATA"
+
+    def __reduce__(self) -> str:
+        return "NO_DATA"
+
+
+NO_DATA = _NoData()
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return numpy.random.get_state() if numpy is not None else None
+
+
+def _set_numpy_state(state: Any) -> None:
+    if state is not None:
+        sys.modules["numpy"].random.set_state(state)
+
+
+def _modules(model: Any) -> list[torch.nn.Module]:
+    modules = [model] if isinstance(model, torch.nn.Module) else list(model)
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"model must be a module or a sequence of modules (type: {type(module)})")
+        for child in module.modules():
+            if isinstance(child, torch.nn.parallel.DistributedDataParallel):
+                raise TypeError(
+                    "torch's DistributedDataParallel hangs the other ranks when one retries; "
+                    "wrap the module in brimful.DistributedDataParallel instead"
+                )
+    return modules
+
+
+def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t.device == device)
+
+
+def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    for item in optimizers:
+        if not isinstance(item, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a sequence of them (type: {type(item)})")
+    return optimizers
+
+
+class BatchSizer:
+    """Runs the batch you ask for in pieces that fit, with the exact gradient of the whole batch.
+
+    ``model`` is what ``loss_fn`` gets: a module, a ``DistributedDataParallel``, or a sequence of them for several
+    wrapped modules in one step. ``optimizer`` (one, or a sequence) is only looked at: you call its ``step`` and
+    ``zero_grad`` yourself. ``weight_fn(batch)`` gives a batch's weight beforehand where it is not its number of rows,
+    such as its number of tokens. ``pieces`` is the split of the first batch; from then on a split is refined when
+    memory runs out. ``lockstep`` (by default true if the model has SyncBatchNorm) makes all ranks run the same number
+    of pieces, which collectives inside the model need; no rank can retry then.
+
+    Not thread-safe. A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on
+    the split, and is reproducible with the same split.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        max_retries: int = 8,
+        pieces: int = 1,
+        weight_fn: Callable[[Any], float] | None = None,
+        lockstep: bool | None = None,
+    ) -> None:
+        modules = _modules(model)
+        wrapped = [child for m in modules for child in m.modules() if isinstance(child, DistributedDataParallel)]
+        parameters = list(dict.fromkeys(p for m in modules for p in m.parameters()))
+        optimizers = _optimizers(optimizer)
+        reduced = {p for w in wrapped for p in w.parameters()}
+        asked = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        outside = [p for p in dict.fromkeys([*parameters, *asked]) if p.requires_grad and p not in reduced]
+        if not any(p.requires_grad for p in parameters):
+            raise ValueError("the model has no parameter that needs a gradient (parameters: 0); nothing can be trained")
+        buffers = list(dict.fromkeys(b for m in modules for b in m.buffers()))
+        devices = list(dict.fromkeys(p.device for p in parameters if p.requires_grad))
+        if lockstep is None:
+            lockstep = any(isinstance(c, torch.nn.SyncBatchNorm) for m in modules for c in m.modules())
+        self._model = model
+        self._parameters = parameters
+        self._optimizers = optimizers
+        self._device = devices[0]
+        self._consumed = 0
+        self._core = _C.BatchSizer(
+            reducers=[w.reducer for w in dict.fromkeys(wrapped)],
+            outside=outside,
+            buffers=buffers,
+            devices=devices,
+            keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
+            required_bytes=self._required_bytes,
+            weight_fn=weight_fn,
+            max_retries=max_retries,
+            pieces=pieces,
+            lockstep=lockstep,
+        )
+
+    def step(
+        self, batch: Any, loss_fn: Callable[[Any, Any], Any], *, split: Sequence[int] | None = None
+    ) -> _C.Outcome:
+        """Fill the gradients of one step; all ranks return, or raise, together.
+
+        ``loss_fn(model, piece)`` returns the mean loss of the piece, or ``(mean loss, weight)``. ``batch`` is a tensor
+        or a tuple, list or dict of tensors with the same first dimension, or ``NO_DATA``. ``split`` (rows per piece)
+        repeats a recorded ``Outcome.split``. Gradients must be empty before the call.
+
+        If another rank failed, raises ``RankFailed`` (``RankOutOfMemory`` if it could not split further); this rank's
+        own error is raised as it is, and ``BatchTooLarge`` if no split fits here. Parameters, buffers and RNG are then
+        as before the call. Waits once for the device.
+        """
+        data = None if batch is NO_DATA else batch
+        outcome = self._core.step(data, loss_fn, self._model, None if split is None else list(split))
+        self._consumed += data is not None
+        return outcome
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch | _NoData]:
+        """Yield the loader's batches, then ``NO_DATA`` while other ranks have some: all ranks leave after the same step.
+
+        Looks one batch ahead, and begins with one exchange between the ranks. Every batch must be given to ``step``.
+        """
+        core = self._core
+        source = iter(loader)
+        error: BaseException | None = None
+        following: Any = None
+        try:
+            following = next(source, None)
+        except BaseException as caught:
+            error = caught
+        any_rank = core.begin_loop(() if error is not None else following)
+        if error is not None:
+            self._fail(error)
+        while any_rank:
+            current = following
+            try:
+                following = next(source, None) if current is not None else None
+            except BaseException as caught:
+                self._fail(caught)
+            core.announce_next(following)
+            steps = core.steps
+            yield NO_DATA if current is None else current
+            if core.steps == steps:
+                raise RuntimeError(f"a batch was left out (steps: {steps}); call sizer.step for every batch of the loop")
+            any_rank = not core.at_end
+
+    def _fail(self, error: BaseException) -> None:
+        self._core.announce_failure(_is_out_of_memory(error), _words(error))
+        raise error
+
+    def _required_bytes(self) -> int:
+        states = [
+            value
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        gradients = [p for p in self._parameters if p.requires_grad]
+        return sum(_bytes(tensors, self._device) for tensors in (self._parameters, gradients, states))
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed job needs to start with the sizes found: plain numbers. ``consumed`` counts stepped batches."""
+        return {**self._core.state(), "consumed": float(self._consumed)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Raises ``ValueError`` if ``state`` is not what ``state_dict`` gave."""
+        self._core.load_state({name: float(value) for name, value in state.items()})
+        self._consumed = int(state.get("consumed", 0))

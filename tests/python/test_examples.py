@@ -1,0 +1,107 @@
+"""The examples, each run as a user runs it, on a part of the data."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import brimful
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXAMPLES = ROOT / "examples"
+MIB = 1 << 20
+SMALL = ["--samples", "6000", "--epochs", "2"]  # 7 steps an epoch on rank 0, 6 on rank 1
+
+sys.path.insert(0, str(EXAMPLES))
+import fashion_mnist  # noqa: E402
+
+
+def torchrun(*arguments):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """What the demo printed, its result, and its parameters before and after."""
+    folder = tmp_path_factory.mktemp("demo")
+    files = [folder / name for name in ("result.json", "initial.pt", "final.pt")]
+    options = zip(("--json", "--save-initial", "--save-final"), files, strict=True)
+    printed = torchrun(EXAMPLES / "train_fashion_mnist.py", *SMALL, *sum(options, ()))
+    return printed, json.loads(files[0].read_text()), *files[1:]
+
+
+@pytest.fixture(scope="session")
+def cpp_app():
+    build = ROOT / "build" / f"cpp_app-torch-{torch.__version__.split('+')[0]}"
+    bin_ = Path(sys.executable).parent
+    launcher = shutil.which("ccache")
+    configure = [bin_ / "cmake", "-S", EXAMPLES / "cpp_app", "-B", build, "-G", "Ninja"]
+    configure += [f"-DCMAKE_PREFIX_PATH={brimful.cmake_prefix_path}", "-DCMAKE_BUILD_TYPE=Release"]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={bin_ / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"]
+    configure += [f"-DCMAKE_CXX_COMPILER_LAUNCHER={launcher}"] if launcher else []
+    for command in (configure, [bin_ / "cmake", "--build", build]):
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert done.returncode == 0, done.stdout
+    return build / "cpp_app"
+
+
+def test_demo_goes_on_after_a_shortage_inside_backward(demo):
+    printed, result, _, _ = demo
+    first, second = result["ranks"]
+    assert result["difference"] == 0
+    assert second["buckets_left"] >= 1
+    assert first["retries_agreed"] == second["retries_agreed"] >= 1
+    assert second["ran_out"] > second["retries_alone"] >= 1  # alone at the start, and then the cut
+    assert first["budgets"] == [64 * MIB]
+    assert second["budgets"] == [64 * MIB, 32 * MIB]
+    for seen in (first, second):
+        assert seen["steps"] == 14
+        assert all(
+            peak <= budget for peak, budget in zip(seen["peaks"], seen["budgets"], strict=True)
+        )
+    assert (first["no_data"], second["no_data"]) == (0, 2)
+    assert "rank 1 loses memory inside backward" in printed
+    assert "largest difference of parameters" in printed
+
+
+@pytest.mark.timeout(600)  # compiles torch/torch.h
+def test_cpp_app_ends_with_the_parameters_of_the_python_program(demo, cpp_app, tmp_path):
+    _, _, initial, final = demo
+    of_cpp = tmp_path / "final.pt"
+    torchrun("--no-python", cpp_app, *SMALL, "--initial", initial, "--save-final", of_cpp)
+    ours, theirs = torch.load(final), torch.load(of_cpp)
+    assert list(ours) == list(theirs)
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), f"{name}: {(value - theirs[name]).abs().max()}"
+
+
+def test_shares_are_uneven_and_cover_the_data():
+    parts = [fashion_mnist.share(60000, rank, 2) for rank in range(2)]
+    assert parts == [slice(0, 32000), slice(32000, 60000)]
+
+
+def test_missing_data_names_the_package():
+    with pytest.raises(FileNotFoundError, match="apt-get install dataset-fashion-mnist"):
+        fashion_mnist.load("train", "/nowhere")

@@ -1,0 +1,60 @@
+"""Checks that includes only go down the layers, and the few rules that keep a layer what it is.
+
+base -> memory -> step -> { sizer | reducer } -> launch -> bindings
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LEVELS = {"base": 0, "memory": 1, "step": 2, "sizer": 3, "reducer": 3, "launch": 4, "bindings": 5}
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+
+# Foreign headers, and the only places in csrc/ that may include them.
+ONLY_IN = [
+    (r"torch/torch\.h|torch/extension\.h|torch/all\.h", (), "too heavy: include what is used"),
+    (r"pybind11|Python\.h|torch/csrc/(utils/pybind|python_headers)", ("bindings/",), "is Python"),
+    (r"nlohmann/", ("base/json.cpp",), "is base/json's"),
+    (r"torch/(version|headeronly/version)\.h", ("base/torch_compat.h",), "is torch_compat.h's"),
+]
+
+
+def layer(path: str) -> str | None:
+    """The layer of a path below csrc/ or of an include; None for a foreign one."""
+    path = path.removeprefix("include/")
+    first = path.removeprefix("brimful/").split("/")[0]
+    if first in LEVELS:
+        return first
+    # <brimful/error.h> and its like are base; the umbrella header may include all.
+    return "base" if path.startswith("brimful/") and path != "brimful/brimful.h" else None
+
+
+def check(file: Path) -> list[str]:
+    name = file.relative_to(ROOT / "csrc").as_posix()
+    own, problems = layer(name), []
+    public = name.startswith("include/")
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if not (found := INCLUDE.match(line)):
+            continue
+        quote, path = found.groups()
+        for pattern, places, why in ONLY_IN:
+            if re.match(pattern, path) and not name.startswith(places or ("-",)):
+                problems.append(f"csrc/{name}:{number}: {path} {why}")
+        other = layer(path)
+        if public and quote == '"':
+            problems.append(f"csrc/{name}:{number}: a public header includes the private {path}")
+        if own and other and own != other and LEVELS[other] >= LEVELS[own]:
+            problems.append(f"csrc/{name}:{number}: {own} may not include {other} ({path})")
+    return problems
+
+
+def main() -> int:
+    files = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cpp"})
+    problems = [problem for file in files for problem in check(file)]
+    print(*problems, f"layers: {len(files)} files, {len(problems)} problems", sep="\n")
+    return 1 if problems or not files else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

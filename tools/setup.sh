@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Makes a virtual environment with torch and the build tools, and installs the system packages that are missing.
+# Does nothing, and quickly, when all is there.
+#   tools/setup.sh VENV TORCH_VERSION [lint]      (PYTHON: the Python to make VENV with)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=$1 torch=$2 lint=${3:-}
+python=${PYTHON:-python3}
+
+say() { echo "brimful set-up: $*" >&2; }
+fail() { say "$@"; exit 1; }
+
+missing=()
+need() { # need PACKAGE COMMAND...: the system package is missing unless the command succeeds
+  local package=$1
+  shift
+  "$@" >/dev/null 2>&1 || missing+=("$package")
+}
+
+# 1. The stamp holds what the environment was made for; without a matching one it is made, or brought up to date.
+stamp="$venv/brimful-setup"
+key="$torch $(cat "$0" tools/requirements.txt | cksum)"
+fresh=no
+if [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && "$venv/bin/python" -c '' 2>/dev/null &&
+  compgen -G "$venv/lib/python3*/site-packages/torch-$torch[.+]*dist-info" >/dev/null; then
+  fresh=yes
+fi
+
+# 2. System packages.
+if [ $fresh = no ] && [ ! -x "$venv/bin/python" ]; then
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "$python is not Python 3.11 or newer; name one that is, such as: make PYTHON=python3.11"
+  need python3-venv "$python" -c 'import ensurepip'
+  need python3-dev "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'
+fi
+need catch2 test -e /usr/include/catch2/catch.hpp
+need nlohmann-json3-dev test -e /usr/include/nlohmann/json.hpp
+need libgloo-dev test -e /usr/include/gloo/rendezvous/store.h
+need ccache command -v ccache
+need dataset-fashion-mnist test -e /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz
+if [ "$lint" = lint ]; then
+  need clang-format command -v clang-format
+  need clang-tidy command -v clang-tidy
+fi
+if [ ${#missing[@]} -gt 0 ]; then
+  root=()
+  if [ "$(id -u)" != 0 ]; then
+    root=(sudo -n)
+  fi
+  if ! command -v apt-get >/dev/null || ! "${root[@]}" true 2>/dev/null; then
+    fail "these system packages are missing, and installing them needs root: ${missing[*]}"
+  fi
+  say "installing ${missing[*]}"
+  "${root[@]}" apt-get update -qq
+  "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"
+fi
+[ $fresh = no ] || exit 0
+
+# 3. The environment.
+say "installing torch $torch and the build tools in $venv (some minutes the first time)"
+"$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
+pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+pip install "torch==$torch" -r tools/requirements.txt
+
+# The CUDA headers that torch pulls in lack crt/. Without it, brimful is built without its CUDA sources.
+"$venv/bin/python" - >"$stamp.cuda" <<'PY'
+import glob, os, sysconfig, torch
+site = sysconfig.get_path("purelib")
+roots = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda", *glob.glob(site + "/nvidia/cu1*")]
+if torch.version.cuda and not any(os.path.exists(r + "/include/crt/host_config.h") for r in roots):
+    print(f"nvidia-cuda-crt=={torch.version.cuda}.*")
+PY
+if [ -s "$stamp.cuda" ]; then
+  pip install --no-deps "$(cat "$stamp.cuda")" || say "no $(cat "$stamp.cuda"): building without CUDA sources"
+fi
+rm "$stamp.cuda"
+echo "$key" >"$stamp"
