@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_fashion_mnist.py
 
-Each rank may use 64 MiB of CPU memory for tensors, and asks for batches that need more. In the
+Each rank may use 32 MiB of CPU memory for tensors, and asks for batches that need more. In the
 middle of the run rank 1 really runs out of memory inside backward, after gradients have left for
 the other rank, and from then on has half of its budget. The job goes on, and the ranks end with
 the same parameters, bit for bit. `main` is the training loop; the rest is what it trains, what goes
@@ -170,7 +170,7 @@ def parse_arguments():
         "--samples", type=int, default=60000, help="train on the first SAMPLES images only"
     )
     parser.add_argument(
-        "--budget-mib", type=int, default=64, help="memory for tensors, per rank (default: 64)"
+        "--budget-mib", type=int, default=32, help="memory for tensors, per rank (default: 32)"
     )
     parser.add_argument(
         "--fault-rank", type=int, default=1, help="the rank that loses memory (default: 1)"

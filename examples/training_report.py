@@ -11,7 +11,7 @@ import torch.distributed as dist
 import brimful
 from brimful import memory
 
-EVERY = 10  # steps from one plain line to the next
+EVERY = 20  # steps from one plain line to the next
 
 
 def mib(count):
@@ -75,6 +75,8 @@ class Report:
             if attempt.ran_out:
                 seen["retries_alone" if attempt.alone else "retries_agreed"] += 1
                 seen["ran_out"] += self.rank in attempt.ran_out
+            if self.rank in attempt.ran_out and not attempt.alone:
+                seen["buckets_left"] = attempt.buckets_left
         budget = memory.stats("cpu").limit_bytes
         if budget != seen["budgets"][-1]:  # cut in this step
             self.note_peak()
@@ -88,7 +90,6 @@ class Report:
             self.screen.progress(text, seen["steps"])
 
     def after_cut(self, used, buckets_left):
-        self.seen["buckets_left"] = buckets_left
         self.screen.line(
             f"  rank {self.rank} loses memory inside backward: its budget is cut to the {mib(used)} in use "
             f"(buckets that have left: {buckets_left})"
@@ -126,7 +127,7 @@ class Report:
 
 def table(everyone, accuracy, difference, seconds):
     def row(title, show):
-        return f"{title:<34}" + "".join(f"{show(seen)!s:>24}" for seen in everyone)
+        return f"{title:<34}" + "".join(f"{show(seen)!s:>26}" for seen in everyone)
 
     def then(values):
         return ", then ".join(mib(value) for value in values)
@@ -138,9 +139,9 @@ def table(everyone, accuracy, difference, seconds):
     yield row("times out of memory", lambda s: s["ran_out"])
     yield row("retries alone", lambda s: s["retries_alone"])
     yield row("retries agreed by all ranks", lambda s: s["retries_agreed"])
-    yield row("buckets that had left at the cut", lambda s: s["buckets_left"] or "-")
+    yield row("buckets left when it ran out", lambda s: s["buckets_left"] or "-")
     yield row("budget", lambda s: then(s["budgets"]))
     yield row("peak", lambda s: then(s["peaks"]))
-    yield f"{'test accuracy':<34}{accuracy:>24.1%}"
-    yield f"{'largest difference of parameters':<34}{difference:>24g}"
-    yield f"{'time':<34}{f'{seconds:.0f} s':>24}"
+    yield f"{'test accuracy':<34}{accuracy:>26.1%}"
+    yield f"{'largest difference of parameters':<34}{difference:>26g}"
+    yield f"{'time':<34}{f'{seconds:.0f} s':>26}"

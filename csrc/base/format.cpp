@@ -13,9 +13,11 @@ std::string format_bytes(int64_t bytes) {
   for (size_t i = 0;; ++i) {
     const auto shift = 10 * (i + 1);
     const uint64_t rest = size & ((uint64_t{1} << shift) - 1);
-    const uint64_t tenths = (size >> shift) * 10 + ((rest * 10 + (uint64_t{1} << (shift - 1))) >> shift);
+    const uint64_t tenths =
+        (size >> shift) * 10 + ((rest * 10 + (uint64_t{1} << (shift - 1))) >> shift);
     if (tenths < 10240 || i + 1 == kUnits.size()) {
-      return sign + std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " " + kUnits[i];
+      return sign + std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " " +
+             kUnits[i];
     }
   }
 }

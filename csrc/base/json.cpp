@@ -7,7 +7,8 @@ namespace brimful {
 
 std::string to_json(const std::map<std::string, double>& values) {
   for (const auto& [key, value] : values) {
-    TORCH_CHECK_VALUE(std::isfinite(value), "value must be finite to be saved (", key, ": ", value, ")");
+    TORCH_CHECK_VALUE(std::isfinite(value), "value must be finite to be saved (", key, ": ", value,
+                      ")");
   }
   try {
     return nlohmann::json(values).dump();
@@ -20,14 +21,17 @@ std::map<std::string, double> from_json(const std::string& text) {
   try {
     std::map<std::string, double> values;
     const auto parsed = nlohmann::json::parse(text);
-    TORCH_CHECK_VALUE(parsed.is_object(), "state must be a JSON object (type: ", parsed.type_name(), ")");
+    TORCH_CHECK_VALUE(parsed.is_object(), "state must be a JSON object (type: ", parsed.type_name(),
+                      ")");
     for (const auto& [key, value] : parsed.items()) {
-      TORCH_CHECK_VALUE(value.is_number(), "state must hold numbers only (", key, ": ", value.dump(), ")");
+      TORCH_CHECK_VALUE(value.is_number(), "state must hold numbers only (", key, ": ",
+                        value.dump(), ")");
       values.emplace(key, value.get<double>());
     }
     return values;
   } catch (const nlohmann::json::exception& error) {
-    TORCH_CHECK_VALUE(false, "state is not JSON (error: ", error.what(), "); give what to_json wrote");
+    TORCH_CHECK_VALUE(false, "state is not JSON (error: ", error.what(),
+                      "); give what to_json wrote");
   }
 }
 

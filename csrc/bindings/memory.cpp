@@ -25,7 +25,8 @@ c10::Device as_device(py::handle given) {
     return c10::Device(name);
   } catch (const c10::Error&) {
   }
-  throw py::value_error("device is not known (device: " + name + "); use 'cpu', 'cuda' or 'cuda:0'");
+  throw py::value_error("device is not known (device: " + name +
+                        "); use 'cpu', 'cuda' or 'cuda:0'");
 }
 
 std::string repr(const Stats& stats) {
@@ -75,7 +76,8 @@ struct PyFaultAt {
 };
 
 void bind_stats(py::module_& m) {
-  py::class_<Stats>(m, "MemoryStats", "What a device's memory holds: bytes in use, their peak, the limit.")
+  py::class_<Stats>(m, "MemoryStats",
+                    "What a device's memory holds: bytes in use, their peak, the limit.")
       .def_readonly("used_bytes", &Stats::used_bytes)
       .def_readonly("peak_bytes", &Stats::peak_bytes)
       .def_readonly("limit_bytes", &Stats::limit_bytes)
@@ -84,32 +86,47 @@ void bind_stats(py::module_& m) {
       .def_readonly("ooms", &Stats::ooms)
       .def("__repr__", &repr);
   m.def("memory_install", &install);
-  m.def("memory_stats", [](py::handle device) { return stats(as_device(device)); }, "device"_a);
-  m.def("memory_set_limit",
-        [](py::handle device, std::optional<int64_t> bytes) { set_limit(as_device(device), bytes); }, "device"_a,
-        "bytes"_a.none(true));
-  m.def("memory_reset_peak", [](py::handle device) { reset_peak(as_device(device)); }, "device"_a);
-  m.def("memory_release_cached",
-        [](py::handle given) {
-          const auto device = as_device(given);
-          const py::gil_scoped_release no_gil;  // waits for the device
-          release_cached(device);
-        },
-        "device"_a);
+  m.def(
+      "memory_stats", [](py::handle device) { return stats(as_device(device)); }, "device"_a);
+  m.def(
+      "memory_set_limit",
+      [](py::handle device, std::optional<int64_t> bytes) { set_limit(as_device(device), bytes); },
+      "device"_a, "bytes"_a.none(true));
+  m.def(
+      "memory_reset_peak", [](py::handle device) { reset_peak(as_device(device)); }, "device"_a);
+  m.def(
+      "memory_release_cached",
+      [](py::handle given) {
+        const auto device = as_device(given);
+        const py::gil_scoped_release no_gil;  // waits for the device
+        release_cached(device);
+      },
+      "device"_a);
 }
 
 void bind_scopes(py::module_& m) {
   py::class_<PyPeakScope>(m, "_PeakScope", "with _PeakScope(device) as scope: scope.peak_bytes")
-      .def(py::init([](py::handle device) { return std::make_unique<PyPeakScope>(as_device(device)); }), "device"_a)
-      .def("__enter__", [](py::object self) { self.cast<PyPeakScope&>().enter(); return self; })
+      .def(py::init(
+               [](py::handle device) { return std::make_unique<PyPeakScope>(as_device(device)); }),
+           "device"_a)
+      .def("__enter__",
+           [](py::object self) {
+             self.cast<PyPeakScope&>().enter();
+             return self;
+           })
       .def("__exit__", [](PyPeakScope& self, const py::args&) { self.exit(); })
       .def_property_readonly("peak_bytes", &PyPeakScope::peak_bytes);
-  py::class_<PyUnlimited>(m, "_Unlimited", "This thread's CPU allocations are never refused inside.")
+  py::class_<PyUnlimited>(m, "_Unlimited",
+                          "This thread's CPU allocations are never refused inside.")
       .def(py::init<>())
       .def("__enter__",
-           [](py::object self) { self.cast<PyUnlimited&>().scope = std::make_unique<Unlimited>(); return self; })
+           [](py::object self) {
+             self.cast<PyUnlimited&>().scope = std::make_unique<Unlimited>();
+             return self;
+           })
       .def("__exit__", [](PyUnlimited& self, const py::args&) { self.scope.reset(); });
-  py::class_<PyFaultAt>(m, "_FaultAt", "This thread's CPU allocation number index raises torch.OutOfMemoryError.")
+  py::class_<PyFaultAt>(m, "_FaultAt",
+                        "This thread's CPU allocation number index raises torch.OutOfMemoryError.")
       .def(py::init<int64_t>(), "index"_a)
       .def("__enter__",
            [](py::object self) {
@@ -118,8 +135,12 @@ void bind_scopes(py::module_& m) {
              return self;
            })
       .def("__exit__", [](PyFaultAt& self, const py::args&) { self.exit(); })
-      .def_property_readonly("fired", [](const PyFaultAt& self) { return self.scope ? self.scope->fired() : self.fired; })
-      .def_property_readonly("seen", [](const PyFaultAt& self) { return self.scope ? self.scope->seen() : self.seen; });
+      .def_property_readonly(
+          "fired",
+          [](const PyFaultAt& self) { return self.scope ? self.scope->fired() : self.fired; })
+      .def_property_readonly("seen", [](const PyFaultAt& self) {
+        return self.scope ? self.scope->seen() : self.seen;
+      });
 }
 
 }  // namespace

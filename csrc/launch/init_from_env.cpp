@@ -68,7 +68,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Environment& env,
   options.port = env.master_port;
   options.isServer = !env.agent_serves_store && env.rank == 0;
   options.numWorkers = env.world_size;
-  options.waitWorkers = !env.agent_serves_store;
+  options.waitWorkers = false;
   options.timeout = timeout;
   options.multiTenant = true;  // a later group of this process uses the same port
   return c10::make_intrusive<c10d::TCPStore>(env.master_addr, options);

@@ -51,8 +51,8 @@ void BudgetAllocator::install() {
     former_deleter_.store(c10::GetCPUAllocator()->raw_deleter(), std::memory_order_relaxed);
     c10::SetCPUAllocator(this, kPriority);
     TORCH_CHECK(c10::GetCPUAllocator() == this,
-                "another CPU allocator is in front of brimful's (priority above: ", static_cast<int>(kPriority),
-                "); set it with a lower priority");
+                "another CPU allocator is in front of brimful's (priority above: ",
+                static_cast<int>(kPriority), "); set it with a lower priority");
   });
 }
 
@@ -119,7 +119,8 @@ int64_t BudgetAllocator::reserve(int64_t bytes, bool unlimited) {
   do {
     if (bytes > limit - used) [[unlikely]] {
       refuse(static_cast<size_t>(bytes),
-             "Use smaller batches (brimful's BatchSizer splits them) or raise the limit (brimful's memory.set_limit).");
+             "Use smaller batches (brimful's BatchSizer splits them) or raise the limit (brimful's "
+             "memory.set_limit).");
     }
   } while (!used_bytes_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
   return used + bytes;
@@ -131,13 +132,14 @@ void* BudgetAllocator::allocate_block(size_t nbytes) {
   } catch (const c10::Error&) {
     used_bytes_.fetch_sub(static_cast<int64_t>(nbytes), std::memory_order_relaxed);
   }
-  refuse(nbytes, "The system has none left: use smaller batches (brimful's BatchSizer splits them).");
+  refuse(nbytes,
+         "The system has none left: use smaller batches (brimful's BatchSizer splits them).");
 }
 
 void BudgetAllocator::raise_watermark(int64_t used_bytes) {
   int64_t watermark = watermark_bytes_.load(std::memory_order_relaxed);
-  while (used_bytes > watermark &&
-         !watermark_bytes_.compare_exchange_weak(watermark, used_bytes, std::memory_order_release)) {
+  while (used_bytes > watermark && !watermark_bytes_.compare_exchange_weak(
+                                       watermark, used_bytes, std::memory_order_release)) {
   }
 }
 
@@ -164,7 +166,8 @@ void BudgetAllocator::refuse(size_t nbytes, const char* remedy) {
   const std::string limit = now.limit_bytes ? format_bytes(*now.limit_bytes) : "none";
   TORCH_CHECK_WITH(OutOfMemoryError, false, "CPU out of memory. Tried to allocate ",
                    format_bytes(static_cast<int64_t>(nbytes)), " (limit: ", limit,
-                   ", used: ", format_bytes(now.used_bytes), ", peak: ", format_bytes(now.peak_bytes), "). ", remedy);
+                   ", used: ", format_bytes(now.used_bytes),
+                   ", peak: ", format_bytes(now.peak_bytes), "). ", remedy);
 }
 
 Unlimited::Unlimited() noexcept {
@@ -176,7 +179,8 @@ Unlimited::~Unlimited() {
 }
 
 FaultAt::FaultAt(int64_t index) : index_(index), outer_(thread_state.newest_fault) {
-  TORCH_CHECK_VALUE(index >= 0, "index must not be negative (index: ", index, "); 0 is the next allocation");
+  TORCH_CHECK_VALUE(index >= 0, "index must not be negative (index: ", index,
+                    "); 0 is the next allocation");
   install();
   thread_state.newest_fault = this;
 }

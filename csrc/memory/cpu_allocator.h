@@ -11,7 +11,8 @@ namespace brimful::memory {
 ///
 /// Each block is | 64-byte header | data |: the data keep malloc's 64-byte alignment, and the context of a DataPtr is
 /// its data, without which torch's raw_allocate (oneDNN, conv2d) asserts. The header carries the size and a seal.
-/// raw_deallocate is asked for blocks of the former allocator too (oneDNN's, say); these have no seal and go back to it.
+/// raw_deallocate is asked for blocks of the former allocator too (oneDNN's, say): these have no seal
+/// and go back to it.
 class BudgetAllocator final : public c10::Allocator {
  public:
   static constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();

@@ -20,7 +20,8 @@ c10::DeviceIndex checked_cuda_index(c10::Device device) {
                     "); use device cpu, or check the driver and CUDA_VISIBLE_DEVICES");
   const auto index = device.has_index() ? device.index() : c10::cuda::current_device();
   TORCH_CHECK_VALUE(index >= 0 && index < count, "there is no such CUDA device (device: ", device,
-                    ", devices: ", static_cast<int>(count), "); use an index below the number of devices");
+                    ", devices: ", static_cast<int>(count),
+                    "); use an index below the number of devices");
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
   return index;
 }
@@ -28,8 +29,8 @@ c10::DeviceIndex checked_cuda_index(c10::Device device) {
 CudaCounters cuda_counters(c10::DeviceIndex index) {
   const auto stats = caching::getDeviceStats(index);
   const auto& used = stats.allocated_bytes[kAggregate];
-  return {used.current, used.peak, stats.reserved_bytes[kAggregate].current, stats.allocation[kAggregate].allocated,
-          stats.num_ooms};
+  return {used.current, used.peak, stats.reserved_bytes[kAggregate].current,
+          stats.allocation[kAggregate].allocated, stats.num_ooms};
 }
 
 void cuda_lower_watermark(c10::DeviceIndex index) {

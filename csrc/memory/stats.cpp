@@ -26,7 +26,8 @@ struct Slot {
 
 Slot& slot_of(c10::Device device) {
   constexpr size_t kIndices = size_t{std::numeric_limits<c10::DeviceIndex>::max()} + 1;
-  static auto* const slots = new std::array<Slot, 1 + kIndices>;  // for ever: the allocator asks until the end
+  static auto* const slots =
+      new std::array<Slot, 1 + kIndices>;  // for ever: the allocator asks until the end
   return (*slots)[device.is_cpu() ? 0 : 1 + static_cast<size_t>(device.index())];
 }
 
@@ -41,7 +42,8 @@ c10::Device checked(c10::Device device) {
 }
 
 int64_t watermark_bytes(c10::Device device) {
-  return device.is_cpu() ? BudgetAllocator::instance().watermark_bytes() : cuda_counters(device.index()).watermark_bytes;
+  return device.is_cpu() ? BudgetAllocator::instance().watermark_bytes()
+                         : cuda_counters(device.index()).watermark_bytes;
 }
 
 int64_t lower_watermark(c10::Device device) {
@@ -83,7 +85,8 @@ Stats stats(c10::Device given) {
 
 void set_limit(c10::Device given, std::optional<int64_t> bytes) {
   const auto device = checked(given);
-  TORCH_CHECK_VALUE(bytes.value_or(0) >= 0, "limit must not be negative (bytes: ", bytes.value_or(0),
+  TORCH_CHECK_VALUE(bytes.value_or(0) >= 0,
+                    "limit must not be negative (bytes: ", bytes.value_or(0),
                     "); None (C++: std::nullopt) removes the limit");
   auto& slot = slot_of(device);
   const std::lock_guard lock(slot.mutex);

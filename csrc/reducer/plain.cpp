@@ -76,6 +76,7 @@ bool Reducer::begin_plain_backward() {
   });
   s.mode = State::Mode::plain;
   s.forward_open = false;
+  s.ooms_before = memory::stats(s.device).ooms;
   s.scale = 1.0;
   if (s.sync) {
     s.scale = 1.0 / s.world_size;
@@ -128,7 +129,9 @@ void Reducer::plain_backward_died() noexcept {
     if (!s.launching) {
       s.mode = State::Mode::idle;
     } else if (!s.in_scope) {
-      abort_step(FailureKind::error, "");
+      // The error is not known here, but a refused allocation is evidence enough for its kind.
+      const bool memory = memory::stats(s.device).ooms > s.ooms_before;
+      abort_step(memory ? FailureKind::out_of_memory : FailureKind::error, memory ? "an allocation was refused in backward" : "");
     }
   } catch (const std::exception& e) {
     log(LogLevel::error, std::string("could not announce the failure of this rank: ") + e.what());

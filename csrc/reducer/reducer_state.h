@@ -58,6 +58,7 @@ struct Reducer::State {
   bool sync = true;
   bool forward_open = false;
   bool in_scope = false;
+  int64_t ooms_before = 0; ///< refused allocations before this backward
   int64_t scope_step = 0;
   bool aborted = false; ///< drained after a failure, not yet waited for
 

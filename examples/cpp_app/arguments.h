@@ -8,7 +8,7 @@ struct Arguments {
   int64_t epochs = 5;
   int64_t batch = 512;
   int64_t samples = 60000;
-  int64_t budget_mib = 64;
+  int64_t budget_mib = 32;
   int64_t fault_rank = 1;
   std::string data;          ///< folder
   std::string initial_file;  ///< file with the parameters to start from

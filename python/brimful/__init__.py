@@ -14,8 +14,8 @@ from brimful._compat import check_torch
 
 check_torch()
 
-from brimful import memory  # noqa: E402
-from brimful._C import (  # noqa: E402
+from brimful import memory
+from brimful._C import (
     Attempt,
     BatchTooLarge,
     HalfStepError,
@@ -25,9 +25,9 @@ from brimful._C import (  # noqa: E402
     RankOutOfMemory,
     memory_install,
 )
-from brimful._log import connect_logging  # noqa: E402
-from brimful.reducer import DistributedDataParallel  # noqa: E402
-from brimful.sizer import NO_DATA, BatchSizer  # noqa: E402
+from brimful._log import connect_logging
+from brimful.reducer import DistributedDataParallel
+from brimful.sizer import NO_DATA, BatchSizer
 
 memory_install()
 connect_logging()

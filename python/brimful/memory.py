@@ -12,8 +12,6 @@ import torch
 
 from brimful._C import (
     MemoryStats as Stats,
-)
-from brimful._C import (
     memory_release_cached,
     memory_reset_peak,
     memory_set_limit,

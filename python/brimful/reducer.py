@@ -109,14 +109,22 @@ class DistributedDataParallel(torch.nn.Module):
         }
         for name, value in refused.items():
             if value is not None:
-                raise NotImplementedError(f"DistributedDataParallel does not take this argument (name: {name})")
+                raise NotImplementedError(
+                    f"DistributedDataParallel does not take this argument (name: {name})"
+                )
         if device_ids is not None and len(device_ids) > 1:
-            raise ValueError(f"one process drives one device (device_ids: {device_ids}); start one process per device")
+            raise ValueError(
+                f"one process drives one device (device_ids: {device_ids}); start one process per device"
+            )
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"only a torch.nn.Module can be wrapped (type: {type(module)})")
         self.process_group = _process_group(process_group)
         self.module = module
-        self.device = torch.device("cuda", device_ids[0]) if device_ids and isinstance(device_ids[0], int) else None
+        self.device = (
+            torch.device("cuda", device_ids[0])
+            if device_ids and isinstance(device_ids[0], int)
+            else None
+        )
         trainable = _trainable(module)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         cap = 25.0 if bucket_cap_mb is None else float(bucket_cap_mb)
@@ -136,7 +144,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.device is not None:
-            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs)
+            )
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self.reducer.prepare_forward()
@@ -197,8 +207,12 @@ def _announce(error: BaseException | None) -> None:
         if isinstance(error, _C.RankFailed) or (error is None and not reducer.owes):
             continue
         try:
-            words = _words(error) if error is not None else "its process ended in the middle of a step"
-            reducer.announce_failure(error is not None and _is_out_of_memory(error), words, _EXIT_PATIENCE_MS)
+            words = (
+                _words(error) if error is not None else "its process ended in the middle of a step"
+            )
+            reducer.announce_failure(
+                error is not None and _is_out_of_memory(error), words, _EXIT_PATIENCE_MS
+            )
         except Exception as unheard:
             print(f"brimful: could not announce this rank's failure: {unheard}", file=sys.stderr)
 
@@ -211,9 +225,13 @@ def _install_hooks() -> None:
     if _hooks_installed:
         return
     _hooks_installed = True
-    before: Callable[[type[BaseException], BaseException, TracebackType | None], object] = sys.excepthook
+    before: Callable[[type[BaseException], BaseException, TracebackType | None], object] = (
+        sys.excepthook
+    )
 
-    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def excepthook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
         before(kind, error, traceback)
         sys.stderr.flush()
         _announce(error)

@@ -44,7 +44,9 @@ def _modules(model: Any) -> list[torch.nn.Module]:
     modules = [model] if isinstance(model, torch.nn.Module) else list(model)
     for module in modules:
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"model must be a module or a sequence of modules (type: {type(module)})")
+            raise TypeError(
+                f"model must be a module or a sequence of modules (type: {type(module)})"
+            )
         for child in module.modules():
             if isinstance(child, torch.nn.parallel.DistributedDataParallel):
                 raise TypeError(
@@ -64,7 +66,9 @@ def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     for item in optimizers:
         if not isinstance(item, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a sequence of them (type: {type(item)})")
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer or a sequence of them (type: {type(item)})"
+            )
     return optimizers
 
 
@@ -93,18 +97,29 @@ class BatchSizer:
         lockstep: bool | None = None,
     ) -> None:
         modules = _modules(model)
-        wrapped = [child for m in modules for child in m.modules() if isinstance(child, DistributedDataParallel)]
+        wrapped = [
+            child
+            for m in modules
+            for child in m.modules()
+            if isinstance(child, DistributedDataParallel)
+        ]
         parameters = list(dict.fromkeys(p for m in modules for p in m.parameters()))
         optimizers = _optimizers(optimizer)
         reduced = {p for w in wrapped for p in w.parameters()}
         asked = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        outside = [p for p in dict.fromkeys([*parameters, *asked]) if p.requires_grad and p not in reduced]
+        outside = [
+            p for p in dict.fromkeys([*parameters, *asked]) if p.requires_grad and p not in reduced
+        ]
         if not any(p.requires_grad for p in parameters):
-            raise ValueError("the model has no parameter that needs a gradient (parameters: 0); nothing can be trained")
+            raise ValueError(
+                "the model has no parameter that needs a gradient (parameters: 0); nothing can be trained"
+            )
         buffers = list(dict.fromkeys(b for m in modules for b in m.buffers()))
         devices = list(dict.fromkeys(p.device for p in parameters if p.requires_grad))
         if lockstep is None:
-            lockstep = any(isinstance(c, torch.nn.SyncBatchNorm) for m in modules for c in m.modules())
+            lockstep = any(
+                isinstance(c, torch.nn.SyncBatchNorm) for m in modules for c in m.modules()
+            )
         self._model = model
         self._parameters = parameters
         self._optimizers = optimizers
@@ -137,14 +152,17 @@ class BatchSizer:
         as before the call. Waits once for the device.
         """
         data = None if batch is NO_DATA else batch
-        outcome = self._core.step(data, loss_fn, self._model, None if split is None else list(split))
+        outcome = self._core.step(
+            data, loss_fn, self._model, None if split is None else list(split)
+        )
         self._consumed += data is not None
         return outcome
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch | _NoData]:
-        """Yield the loader's batches, then ``NO_DATA`` while other ranks have some: all ranks leave after the same step.
+        """Yield the loader's batches, then ``NO_DATA`` while other ranks have some.
 
-        Looks one batch ahead, and begins with one exchange between the ranks. Every batch must be given to ``step``.
+        All ranks leave the loop after the same step. Looks one batch ahead, and begins with one
+        exchange between the ranks. Every batch must be given to ``step``.
         """
         core = self._core
         source = iter(loader)
@@ -167,7 +185,9 @@ class BatchSizer:
             steps = core.steps
             yield NO_DATA if current is None else current
             if core.steps == steps:
-                raise RuntimeError(f"a batch was left out (steps: {steps}); call sizer.step for every batch of the loop")
+                raise RuntimeError(
+                    f"a batch was left out (steps: {steps}); call sizer.step for every batch"
+                )
             any_rank = not core.at_end
 
     def _fail(self, error: BaseException) -> None:
@@ -183,10 +203,15 @@ class BatchSizer:
             if isinstance(value, torch.Tensor)
         ]
         gradients = [p for p in self._parameters if p.requires_grad]
-        return sum(_bytes(tensors, self._device) for tensors in (self._parameters, gradients, states))
+        return sum(
+            _bytes(tensors, self._device) for tensors in (self._parameters, gradients, states)
+        )
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed job needs to start with the sizes found: plain numbers. ``consumed`` counts stepped batches."""
+        """What a resumed job needs to start with the sizes found, as plain numbers.
+
+        ``consumed`` counts the batches that were stepped; the one looked ahead is not among them.
+        """
         return {**self._core.state(), "consumed": float(self._consumed)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -26,7 +26,9 @@ class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = torch.nn.Conv2d(2, 4, 3)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(144, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(144, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3)
+        )
 
     def forward(self, x):
         return self.layers(self.conv(x).relu().flatten(1))
@@ -72,7 +74,10 @@ def test_the_limit_holds_to_the_byte():
     memory.set_limit("cpu", base + 1000)
     assert memory.stats("cpu").limit_bytes == base + 1000
     ooms = memory.stats("cpu").ooms
-    with pytest.raises(torch.OutOfMemoryError, match=r"CPU out of memory\. Tried to allocate 1001 B \(limit: .*used: "):
+    with pytest.raises(
+        torch.OutOfMemoryError,
+        match=r"CPU out of memory\. Tried to allocate 1001 B \(limit: .*used: ",
+    ):
         bytes_tensor(1001)
     assert memory.stats("cpu").ooms == ooms + 1
     tensor = bytes_tensor(1000)
@@ -117,7 +122,10 @@ def test_a_fault_at_any_allocation_of_a_step_arrives_typed_and_leaves_no_byte_be
     optimizer.zero_grad()
     assert never.seen > 20
     for index in range(never.seen):
-        with pytest.raises(torch.OutOfMemoryError, match="planted fault"), _C._FaultAt(index) as fault:
+        with (
+            pytest.raises(torch.OutOfMemoryError, match="planted fault"),
+            _C._FaultAt(index) as fault,
+        ):
             step()
         assert fault.fired
         optimizer.zero_grad()
@@ -148,7 +156,9 @@ def test_peak_scopes_nest_and_keep_their_peak():
 
 
 def test_the_profiler_still_sees_cpu_memory():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         tensor = bytes_tensor(12345)
         del tensor
     sizes = [event.cpu_memory_usage for event in profile.events()]
@@ -176,7 +186,9 @@ def test_release_cached_changes_no_count():
 
 @pytest.mark.parametrize("bytes", [-1, -5])
 def test_set_limit_refuses_a_negative_limit(bytes):
-    with pytest.raises(ValueError, match=rf"limit must not be negative \(bytes: {bytes}\); None .*removes"):
+    with pytest.raises(
+        ValueError, match=rf"limit must not be negative \(bytes: {bytes}\); None .*removes"
+    ):
         memory.set_limit("cpu", bytes)
 
 
@@ -186,7 +198,9 @@ def test_set_limit_refuses_what_is_no_integer(bytes):
         memory.set_limit("cpu", bytes)
 
 
-@pytest.mark.parametrize("device", ["meta", "mps", torch.device("meta"), "cuda:127", "nonsense", "cpu:x", ""])
+@pytest.mark.parametrize(
+    "device", ["meta", "mps", torch.device("meta"), "cuda:127", "nonsense", "cpu:x", ""]
+)
 def test_unknown_devices_are_refused_by_name(device):
     for call in (
         memory.stats,

@@ -1,5 +1,5 @@
-#include "base/format.h"
 #include <limits>
+#include "base/format.h"
 #include "support/catch.h"
 
 using brimful::format_bytes;

@@ -1,15 +1,18 @@
-#include "base/json.h"
 #include <c10/util/Exception.h>
 #include <limits>
+#include "base/json.h"
 #include "support/catch.h"
 
 using brimful::from_json;
 using brimful::to_json;
 
 TEST_CASE("to_json and from_json give back the same doubles", "[base]") {
-  const std::map<std::string, double> values{
-      {"third", 1.0 / 3}, {"tiny", std::numeric_limits<double>::denorm_min()},
-      {"largest", std::numeric_limits<double>::max()}, {"bytes", 9007199254740991.0}, {"a \"key\"\n", -0.1}, {"", 0}};
+  const std::map<std::string, double> values{{"third", 1.0 / 3},
+                                             {"tiny", std::numeric_limits<double>::denorm_min()},
+                                             {"largest", std::numeric_limits<double>::max()},
+                                             {"bytes", 9007199254740991.0},
+                                             {"a \"key\"\n", -0.1},
+                                             {"", 0}};
   CHECK(from_json(to_json(values)) == values);
   CHECK(from_json(to_json({})).empty());
 }
@@ -21,8 +24,9 @@ TEST_CASE("to_json refuses what JSON cannot hold", "[base]") {
 }
 
 TEST_CASE("from_json refuses anything but an object of numbers", "[base]") {
-  const auto text = GENERATE(as<std::string>{}, "", "{", "[1]", "1", "null", "{\"a\": \"1\"}", "{\"a\": null}", "{\"a\": {}}",
-                             "{\"a\": true}", "{\"a\": 1e999}", "{\"a\": NaN}", "{\"a\": 1} x");
+  const auto text =
+      GENERATE(as<std::string>{}, "", "{", "[1]", "1", "null", "{\"a\": \"1\"}", "{\"a\": null}",
+               "{\"a\": {}}", "{\"a\": true}", "{\"a\": 1e999}", "{\"a\": NaN}", "{\"a\": 1} x");
   CAPTURE(text);
   CHECK_THROWS_AS(from_json(text), c10::ValueError);
 }

@@ -1,5 +1,7 @@
 #include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include "launch/gloo_group.h"
 #include "support/catch.h"
 #include "support/counting_backend.h"
 #include "support/watchdog.h"
@@ -14,6 +16,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -223,4 +226,26 @@ TEST_CASE("init_from_env names the variable that is wrong", "[launch]") {
   CHECK_THROWS_AS(brimful::init_from_env(), c10::ValueError);
   CHECK_THROWS_WITH(brimful::init_from_env(), Catch::Contains(bad.message));
   CHECK_THROWS_AS(brimful::init_from_env(std::chrono::milliseconds(-1)), c10::ValueError);
+}
+
+TEST_CASE("ranks that disagree on the world size say so at once", "[launch]") {
+  const Watchdog watchdog("world size");
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::array<std::string, 2> errors;
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      try {
+        brimful::launch::make_gloo_group(store, rank, 2 + rank, brimful::launch::GlooDevice::loopback,
+                                         std::chrono::seconds(15));
+      } catch (const c10::ValueError& e) {
+        errors[rank] = e.what_without_backtrace();
+      }
+    });
+  }
+  for (auto& thread : ranks) {
+    thread.join();
+  }
+  CHECK(errors[0].find("rank 0: 2, rank 1: 3") != std::string::npos);
+  CHECK(errors[1].find("rank 1: 3, rank 0: 2") != std::string::npos);
 }

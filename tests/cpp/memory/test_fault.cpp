@@ -53,8 +53,8 @@ struct Net {
 
   at::Tensor input = at::randn({4, 2, 8, 8});
   at::Tensor target = at::ones({4, 3});
-  std::vector<at::Tensor> parameters{at::randn({4, 2, 3, 3}), at::randn({4}), at::randn({16, 144}), at::randn({16}),
-                                     at::randn({3, 16})};
+  std::vector<at::Tensor> parameters{at::randn({4, 2, 3, 3}), at::randn({4}), at::randn({16, 144}),
+                                     at::randn({16}), at::randn({3, 16})};
 };
 
 }  // namespace
@@ -95,15 +95,14 @@ TEST_CASE("FaultAts nest, each with its own count", "[memory]") {
 }
 
 TEST_CASE("FaultAt ends with its scope and wants an index that is not negative", "[memory]") {
-  {
-    const FaultAt fault(0);
-  }
+  { const FaultAt fault(0); }
   CHECK_NOTHROW(take(10));
   CHECK_THROWS_AS(FaultAt(-1), c10::ValueError);
   CHECK_NOTHROW(take(10));
 }
 
-TEST_CASE("a fault at any allocation of a training step arrives typed and leaves no byte behind", "[memory]") {
+TEST_CASE("a fault at any allocation of a training step arrives typed and leaves no byte behind",
+          "[memory]") {
   memory::install();
   Net net;
   net.step();

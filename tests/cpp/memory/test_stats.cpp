@@ -158,10 +158,12 @@ TEST_CASE("a refusal says what was asked, the limit, the use and a remedy", "[me
   memory::set_limit(kCpu, cpu.before);
   const auto message = message_of([] { take(1572864); });
   CHECK_THAT(message, Catch::StartsWith("CPU out of memory. Tried to allocate 1.5 MiB (limit: "));
-  CHECK_THAT(message, Catch::Contains(", used: ") && Catch::Contains(", peak: ") && Catch::Contains("set_limit"));
+  CHECK_THAT(message, Catch::Contains(", used: ") && Catch::Contains(", peak: ") &&
+                          Catch::Contains("set_limit"));
 }
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // their malloc ends the process instead
+#if !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__)  // their malloc ends the process instead
 TEST_CASE("what the system refuses is an OutOfMemoryError and is not counted", "[memory]") {
   const Cpu cpu;
   const auto ooms = memory::stats(kCpu).ooms;
@@ -184,9 +186,7 @@ TEST_CASE("Unlimited counts and refuses nothing, on its thread only", "[memory]"
   memory::set_limit(kCpu, cpu.before);
   {
     const memory::Unlimited outer;
-    {
-      const memory::Unlimited inner;
-    }
+    { const memory::Unlimited inner; }
     const auto block = take(1000);
     CHECK(used() == cpu.before + 1000);
     CHECK(peak() == cpu.before + 1000);
@@ -305,7 +305,8 @@ TEST_CASE("of two blocks that fit one at a time, one is given", "[memory]") {
   CHECK(used() == cpu.before);
 }
 
-TEST_CASE("peak scopes that open beside allocating threads miss nothing that lives on", "[memory]") {
+TEST_CASE("peak scopes that open beside allocating threads miss nothing that lives on",
+          "[memory]") {
   const Cpu cpu;
   std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
