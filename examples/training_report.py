@@ -85,8 +85,9 @@ class Report:
         if self.rank == 0:
             split = f"{outcome.pieces} x {outcome.split[0]}" if outcome.split else "no data"
             text = f"epoch {epoch + 1}/{self.args.epochs}  step {seen['steps']}/{self.steps_in_all}"
-            text += f"  split {split}  peak {mib(outcome.peak_bytes)} of {mib(budget)}"
-            text += f"  retries {seen['retries_alone'] + seen['retries_agreed']}  loss {outcome.loss:.3f}"
+            text += f"  loss {outcome.loss:.3f}  split {split}"
+            text += f"  peak {mib(outcome.peak_bytes)} of {mib(budget)}"
+            text += f"  retries {seen['retries_alone'] + seen['retries_agreed']}"
             self.screen.progress(text, seen["steps"])
 
     def after_cut(self, used, buckets_left):

@@ -7,9 +7,10 @@
 #include "base/format.h"
 #include "bindings/bindings.h"
 
+namespace brimful {
 namespace {
 
-using namespace brimful::memory;
+using namespace memory;
 using namespace py::literals;
 
 c10::Device as_device(py::handle given) {
@@ -31,7 +32,7 @@ c10::Device as_device(py::handle given) {
 
 std::string repr(const Stats& stats) {
   std::ostringstream out;
-  const auto bytes = [](int64_t count) { return brimful::format_bytes(count); };
+  const auto bytes = [](int64_t count) { return format_bytes(count); };
   out << "Stats(used=" << bytes(stats.used_bytes) << ", peak=" << bytes(stats.peak_bytes)
       << ", limit=" << (stats.limit_bytes ? bytes(*stats.limit_bytes) : "None")
       << ", reserved=" << bytes(stats.reserved_bytes) << ", allocations=" << stats.allocations
@@ -145,7 +146,9 @@ void bind_scopes(py::module_& m) {
 
 }  // namespace
 
-void brimful::bind_memory(py::module_& m) {
+void bind_memory(py::module_& m) {
   bind_stats(m);
   bind_scopes(m);
 }
+
+}  // namespace brimful

@@ -103,6 +103,7 @@ void BatchSizer::announce_next(Next next, const StepInput& next_input) {
 
 bool BatchSizer::begin_loop(Next next, const StepInput& first) {
   announce_next(next, first);
+  at_end_ = false;
   const auto records = group_.exchange(next_);
   adopt(records);
   return !nobody_continues(records);

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import random
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -137,6 +140,27 @@ class BatchSizer:
             pieces=pieces,
             lockstep=lockstep,
         )
+        for item in optimizers:
+            self._guard(item)
+
+    def _guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an error inside `optimizer.step` a HalfStepError that the other ranks hear of."""
+        inner = optimizer.step
+
+        @functools.wraps(optimizer.step.__func__)  # type: ignore[attr-defined]
+        def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return inner(*args, **kwargs)
+            except (_C.RankFailed, _C.HalfStepError):
+                raise
+            except Exception as error:
+                self._announce(error)
+                raise _C.HalfStepError(
+                    f"the optimizer failed in the middle of its step ({_words(error)}); parameters "
+                    "may be half updated: load a checkpoint"
+                ) from error
+
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def step(
         self, batch: Any, loss_fn: Callable[[Any, Any], Any], *, split: Sequence[int] | None = None
@@ -191,8 +215,17 @@ class BatchSizer:
             any_rank = not core.at_end
 
     def _fail(self, error: BaseException) -> None:
-        self._core.announce_failure(_is_out_of_memory(error), _words(error))
+        self._announce(error)
         raise error
+
+    def _announce(self, error: BaseException) -> None:
+        """Tell the other ranks, which wait in their next step; nobody does after the last one."""
+        if self._core.at_end or self._core.world_size == 1:
+            return
+        try:
+            self._core.announce_failure(_is_out_of_memory(error), _words(error))
+        except _C.RankFailed as broken:
+            logging.getLogger("brimful").warning("nobody heard of this rank's failure: %s", broken)
 
     def _required_bytes(self) -> int:
         states = [
