@@ -155,7 +155,7 @@ def largest_difference(net):
 def save(path, net):
     """Writes the parameters, as the C++ program in cpp_app reads and writes them too."""
     if path and dist.get_rank() == 0:
-        torch.save({name: value.detach() for name, value in net.named_parameters()}, path)
+        torch.save(tuple((name, value.detach()) for name, value in net.named_parameters()), path)
 
 
 def parse_arguments():

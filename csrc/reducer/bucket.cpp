@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "reducer/scaled_copy.h"
+
 namespace brimful {
 namespace {
 constexpr int64_t kAlignmentBytes = 64;
@@ -37,10 +39,7 @@ bool copy_small(const at::Tensor& view, const at::Tensor& gradient, double scale
     std::memcpy(to, from, sizeof(T) * count);
     return true;
   }
-  const T factor = static_cast<T>(scale);
-  for (int64_t i = 0; i < count; ++i) {
-    to[i] = from[i] * factor;
-  }
+  scaled_copy(to, from, count, static_cast<T>(scale));
   return true;
 }
 

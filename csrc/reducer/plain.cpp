@@ -106,18 +106,25 @@ void Reducer::end_plain_backward() {
     return;
   }
   discard();
+  int first = -1;
+  bool memory = false;
+  std::string words;
   for (int rank = 0; rank < s.world_size; ++rank) {
     if (records[rank].verdict < Verdict::retry) {
       continue;
     }
     const auto text = read_failure(rank, kTextPatience);
-    const bool memory = records[rank].verdict == Verdict::failed_memory || text.rfind("out of memory", 0) == 0;
-    detail::throw_rank_failed(
-        rank,
-        s.step - 1,
-        memory ? FailureKind::out_of_memory : FailureKind::error,
-        "rank " + std::to_string(rank) + " failed in step " + std::to_string(s.step - 1) + ": " + text);
+    if (first < 0) {
+      first = rank;
+      memory = records[rank].verdict == Verdict::failed_memory || text.rfind("out of memory", 0) == 0;
+    }
+    words += (words.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + text;
   }
+  detail::throw_rank_failed(
+      first,
+      s.step - 1,
+      memory ? FailureKind::out_of_memory : FailureKind::error,
+      "step " + std::to_string(s.step - 1) + " failed on " + words);
 }
 
 void Reducer::plain_backward_died() noexcept {

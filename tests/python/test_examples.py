@@ -91,7 +91,7 @@ def test_cpp_app_ends_with_the_parameters_of_the_python_program(demo, cpp_app, t
     _, _, initial, final = demo
     of_cpp = tmp_path / "final.pt"
     torchrun("--no-python", cpp_app, *SMALL, "--initial", initial, "--save-final", of_cpp)
-    ours, theirs = torch.load(final), torch.load(of_cpp)
+    ours, theirs = dict(torch.load(final)), dict(torch.load(of_cpp))
     assert list(ours) == list(theirs)
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), f"{name}: {(value - theirs[name]).abs().max()}"

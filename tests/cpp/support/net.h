@@ -12,7 +12,10 @@ namespace brimful::test {
 /// Numbers without a random generator, which ranks in threads would share.
 inline at::Tensor filled(at::IntArrayRef sizes, double salt, c10::ScalarType dtype = at::kFloat) {
   const auto numel = c10::multiply_integers(sizes);
-  return at::sin(at::arange(1, numel + 1, at::kDouble) * 1.7 + salt).mul(0.5).to(dtype).reshape(sizes);
+  return at::sin(at::arange(1, numel + 1, at::kDouble) * 1.7 + salt)
+      .mul(0.5)
+      .to(dtype)
+      .reshape(sizes);
 }
 
 inline std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
@@ -44,7 +47,7 @@ struct Fault {
   Kind kind = Kind::error;
   std::string text = "planted";
   bool armed = false;
-  bool stays = false;   // armed after it has fired
+  bool stays = false;  // armed after it has fired
   int current_piece = 0;
 
   void reached(At where, int of_parameter = 0) {
@@ -75,7 +78,8 @@ class Net {
 
   static constexpr int kInputs = 4;
 
-  explicit Net(bool norm = true, c10::ScalarType dtype = at::kFloat, double salt = 0, int outputs = 1)
+  explicit Net(bool norm = true, c10::ScalarType dtype = at::kFloat, double salt = 0,
+               int outputs = 1)
       : norm_(norm) {
     add("first.weight", filled({6, kInputs}, salt + 1, dtype));
     add("first.bias", filled({6}, salt + 2, dtype));

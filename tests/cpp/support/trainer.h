@@ -37,7 +37,8 @@ class Trainer {
                    BatchSizerOptions options = {}, const ReducerOptions& reducer = tiny_buckets())
       : model(std::move(net), group, reducer),
         sizer(StepGroup({model.reducer()}, {}),
-              Transaction(model->buffers(), {c10::Device(c10::DeviceType::CPU)}), std::move(options)) {}
+              Transaction(model->buffers(), {c10::Device(c10::DeviceType::CPU)}),
+              std::move(options)) {}
 
   PieceWork work(const std::optional<Batch>& batch) {
     return {[this, batch](int64_t begin, int64_t end) {
@@ -78,7 +79,17 @@ class Trainer {
 
 /// What a rank's call ended with.
 struct Caught {
-  enum class Type { nothing, rank_out_of_memory, rank_failed, batch_too_large, out_of_memory, value_error, type_error, runtime_error, other };
+  enum class Type {
+    nothing,
+    rank_out_of_memory,
+    rank_failed,
+    batch_too_large,
+    out_of_memory,
+    value_error,
+    type_error,
+    runtime_error,
+    other
+  };
   Type type = Type::nothing;
   std::string text;
   int rank = -2;  // of a RankFailed

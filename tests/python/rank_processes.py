@@ -1,0 +1,157 @@
+"""Runs a function on several ranks, each a process of its own over gloo, under a watchdog."""
+
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import connection
+
+import torch
+import torch.distributed as dist
+
+WATCHDOG_S = 20
+PATIENCE_S = 2  # with the others when one rank has failed
+
+# A fork of a process that has imported torch and run nothing: a rank starts in a tenth of a second.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["numpy", "torch", "torch.distributed", "brimful"])
+
+
+@dataclass
+class Rank:
+    """What the function of a rank gets as its first argument."""
+
+    index: int
+    size: int
+
+    def barrier(self):
+        dist.barrier()
+
+
+def join_group(rank, size, port, timeout_s):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _rank_main(rank, size, port, timeout_s, output, pipe, function, args):
+    with open(output, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=2)  # the watchdog's SIGABRT prints every thread's stack
+    try:
+        join_group(rank, size, port, timeout_s)
+        answer = (True, function(Rank(rank, size), *args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))
+    pipe.recv_bytes()  # all have answered: nobody needs this rank's sockets any more
+    os._exit(0)
+
+
+def run_ranks(function, *args, size=2, timeout_s=15, watchdog_s=WATCHDOG_S):
+    """Call function(Rank, *args) on every rank and return the results by rank.
+
+    Fails, with what each rank printed, if one raises, dies, or is not done within `watchdog_s`. `timeout_s` is the
+    process group's.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [os.path.join(folder, str(rank)) for rank in range(size)]
+        ends = [_context.Pipe() for _ in range(size)]
+        processes = [
+            _context.Process(
+                target=_rank_main,
+                args=(rank, size, store.port, timeout_s, outputs[rank], ends[rank][1], function, args),
+                daemon=True,
+            )
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for _, theirs in ends:
+            theirs.close()
+        try:
+            answers = _wait([mine for mine, _ in ends], watchdog_s)
+            if all(answer is not None and answer[0] for answer in answers):
+                return [answer[1] for answer in answers]
+            _abort(processes, [answer is None for answer in answers])
+            raise AssertionError(_describe(answers, outputs, watchdog_s))
+        finally:
+            for mine, _ in ends:
+                _release(mine)
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _wait(pipes, watchdog_s):
+    """What each rank answered: (True, its result), (False, its traceback), or None for nothing."""
+    answers = [None] * len(pipes)
+    open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
+    deadline = time.monotonic() + watchdog_s
+    while open_pipes:
+        ready = connection.wait(list(open_pipes), max(0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = open_pipes.pop(pipe)
+            try:
+                answers[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                answers[rank] = (False, "the process died")
+            if not answers[rank][0]:  # the others may wait for it: their stacks tell
+                deadline = min(deadline, time.monotonic() + PATIENCE_S)
+    return answers
+
+
+def _abort(processes, hanging):
+    for process, hangs in zip(processes, hanging, strict=True):
+        if hangs and process.is_alive():
+            os.kill(process.pid, signal.SIGABRT)
+            process.join(5)
+
+
+def _release(pipe):
+    try:
+        pipe.send_bytes(b"")
+    except OSError:
+        pass  # the process has ended
+    pipe.close()
+
+
+def _describe(answers, outputs, watchdog_s):
+    lines = []
+    for rank, (answer, output) in enumerate(zip(answers, outputs, strict=True)):
+        if answer is None:
+            lines.append(f"rank {rank} was not done (watchdog: {watchdog_s} s, {PATIENCE_S} s after a failure)")
+        else:
+            lines.append(f"rank {rank} {'is done' if answer[0] else 'failed: ' + answer[1]}")
+        if answer is None or not answer[0]:
+            with open(output, errors="replace") as file:
+                lines.append(file.read()[-4000:])
+    return "\n".join(lines)
+
+
+def raised(function, *args, **kwargs):
+    """The exception that a call raises, with the time it took as `seconds`, or None. Its frames are dropped."""
+    start = time.monotonic()
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        error.seconds = time.monotonic() - start
+        return error
+    return None
