@@ -11,6 +11,7 @@ wrong on purpose, and (in training_report.py) what it shows.
 
 import argparse
 import datetime
+import math
 import sys
 
 import fashion_mnist
@@ -147,7 +148,8 @@ def largest_difference(net):
     for parameter in net.parameters():
         of_rank_0 = parameter.clone()
         dist.broadcast(of_rank_0, 0)
-        largest = torch.maximum(largest, (parameter - of_rank_0).abs().max())
+        difference = (parameter - of_rank_0).abs().nan_to_num(nan=math.inf)
+        largest = torch.maximum(largest, difference.max())
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 

@@ -62,16 +62,21 @@ say "installing torch $torch and the build tools in $venv (some minutes the firs
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 pip install "torch==$torch" -r tools/requirements.txt
 
-# The CUDA headers that torch pulls in lack crt/. Without it, brimful is built without its CUDA sources.
+# The CUDA headers that torch pulls in are incomplete: what they lack depends on the torch. Without a toolkit and without
+# the missing parts, brimful is built without its CUDA sources.
 "$venv/bin/python" - >"$stamp.cuda" <<'PY'
 import glob, os, sysconfig, torch
-site = sysconfig.get_path("purelib")
-roots = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda", *glob.glob(site + "/nvidia/cu1*")]
-if torch.version.cuda and not any(os.path.exists(r + "/include/crt/host_config.h") for r in roots):
-    print(f"nvidia-cuda-crt=={torch.version.cuda}.*")
+parts = {"crt/host_config.h": "nvidia-cuda-crt", "nv/target": "nvidia-cuda-cccl"}
+has = lambda root, part: os.path.exists(f"{root}/include/{part}")
+toolkits = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+wheels = glob.glob(sysconfig.get_path("purelib") + "/nvidia/cu1[3-9]")
+if torch.version.cuda and wheels and not any(all(has(t, p) for p in parts) for t in toolkits):
+    for part, package in parts.items():
+        if not has(wheels[0], part):
+            print(f"{package}=={torch.version.cuda}.*")
 PY
 if [ -s "$stamp.cuda" ]; then
-  pip install --no-deps "$(cat "$stamp.cuda")" || say "no $(cat "$stamp.cuda"): building without CUDA sources"
+  pip install --no-deps -r "$stamp.cuda" || say "building without CUDA sources, for want of" $(cat "$stamp.cuda")
 fi
 rm "$stamp.cuda"
 echo "$key" >"$stamp"

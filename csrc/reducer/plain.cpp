@@ -85,6 +85,11 @@ bool Reducer::begin_plain_backward() {
     s.record = {};
     s.record.verdict = Verdict::ok;
     s.record.weight = 1;
+    if (s.untold) {
+      s.record.verdict = s.untold->first == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed;
+      publish_failure(s.untold->first, s.untold->second);
+      s.untold.reset();
+    }
     s.before = nullptr;
     s.after = nullptr;
   }
@@ -101,7 +106,8 @@ void Reducer::end_plain_backward() {
   complete(Part::early);
   complete(Part::last);
   const auto records = finish();
-  if (worst(records) < Verdict::retry) {
+  s.stands = worst(records) < Verdict::retry;
+  if (s.stands) {
     accept(1.0, true);
     return;
   }
@@ -155,6 +161,7 @@ void Reducer::abort_step(FailureKind kind, const std::string& text) {
   s.loss_sum.reset();
   s.forward_open = false;
   s.aborted = true;
+  s.untold.reset();
   drain(Part::early);
   drain(Part::last);
   const std::lock_guard<std::mutex> lock(s.mutex);
@@ -188,6 +195,8 @@ void Reducer::end_scope_failed(FailureKind kind, const std::string& text) {
   s.in_scope = false;
   if (s.scope_step == s.step) { // no collective of this step has ended: the other ranks wait for it
     announce_failure(kind, text, 0);
+  } else if (s.stands) {
+    s.untold = {kind, text};
   }
 }
 

@@ -60,6 +60,8 @@ struct Reducer::State {
   bool in_scope = false;
   int64_t ooms_before = 0; ///< refused allocations before this backward
   int64_t scope_step = 0;
+  bool stands = false; ///< the last plain backward's sums became gradients
+  std::optional<std::pair<FailureKind, std::string>> untold; ///< failed behind that: told with the next step
   bool aborted = false; ///< drained after a failure, not yet waited for
 
   int64_t step = 0;

@@ -286,7 +286,9 @@ void BatchSizer::split_finer(int64_t rows, Outcome& outcome) {
 }
 
 void BatchSizer::throw_failure(const AttemptResult& result, const Outcome& outcome) {
-  if (result.own == AttemptResult::Own::out_of_memory) {
+  const bool too_large = result.own == AttemptResult::Own::out_of_memory &&
+      (result.records.empty() || result.records[group_.rank()].verdict == Verdict::failed_memory);
+  if (too_large) {
     std::ostringstream text;
     text << (result.records.empty() ? "in lockstep no rank may split further by itself: memory ran out"
                                     : "no split of the batch fits")

@@ -1,7 +1,7 @@
 // The training of ../train_fashion_mnist.py in C++: same data, same batches, same shortage in the
 // middle, and from the same initial parameters the same final ones. See README.md.
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <brimful/launch/init_from_env.h>
 #include <brimful/log.h>
@@ -9,9 +9,13 @@
 #include <brimful/reducer/distributed_data_parallel.h>
 #include <brimful/sizer/batch_sizer.h>
 
-#include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <cstdio>
+#include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "arguments.h"
 #include "fashion_mnist.h"
@@ -50,13 +54,13 @@ using Model = brimful::DistributedDataParallel<Net>;
 class Shortage {
  public:
   Shortage(const Model& model, int64_t at_step) : steps_before_(at_step) {
-    auto reducer = model.reducer();
+    const brimful::Reducer* reducer = model.reducer().get();
     model.module()->conv2->weight.register_hook([this, reducer](const torch::Tensor&) {
       if (!over_ && !cut_ && steps_before_ <= 0 && reducer->launched() > 0) {
         cut_ = true;
         memory::set_limit(kCpu, memory::stats(kCpu).used_bytes);
-        std::printf("  a budget is cut inside backward (buckets that have left: %lld)\n",
-                    static_cast<long long>(reducer->launched()));
+        std::printf("  rank %d loses memory inside backward (buckets that have left: %lld)\n",
+                    reducer->rank(), static_cast<long long>(reducer->launched()));
       }
     });
   }
@@ -94,7 +98,8 @@ double largest_difference(const Net& net, const Group& group) {
   for (const auto& parameter : net.parameters()) {
     std::vector<torch::Tensor> of_rank_0{parameter.clone()};
     group->broadcast(of_rank_0)->wait();
-    largest = torch::maximum(largest, (parameter - of_rank_0[0]).abs().max());
+    const auto difference = (parameter - of_rank_0[0]).abs().nan_to_num(INFINITY);
+    largest = torch::maximum(largest, difference.max());
   }
   std::vector<torch::Tensor> tensors{largest};
   c10d::AllreduceOptions options;

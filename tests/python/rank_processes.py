@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -143,6 +144,36 @@ def _describe(answers, outputs, watchdog_s):
             with open(output, errors="replace") as file:
                 lines.append(file.read()[-4000:])
     return "\n".join(lines)
+
+
+def run_script(source, *arguments, size=2, watchdog_s=WATCHDOG_S):
+    """Run Python source as `size` programs with the arguments rank, port of the store, *arguments.
+
+    Returns exit status and output by rank; fails if one is not done within `watchdog_s`.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here = os.path.dirname(os.path.abspath(__file__))
+    path = os.pathsep.join([here, *filter(None, sys.path)])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", source, str(rank), str(store.port), *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    deadline = time.monotonic() + watchdog_s
+    results = []
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            results.append((process.returncode, output))
+    finally:
+        for process in processes:
+            process.kill()
+    return results
 
 
 def raised(function, *args, **kwargs):

@@ -40,6 +40,22 @@ struct Cpu {
   int64_t before = used();
 };
 
+/// Lets threads go on together, within nanoseconds of each other.
+class Meeting {
+ public:
+  void wait_for(int arrivals) {
+    ++arrived_;
+    for (int spins = 0; arrived_ < arrivals; ++spins) {
+      if (spins > 1000) {
+        std::this_thread::yield();
+      }
+    }
+  }
+
+ private:
+  std::atomic<int> arrived_{0};
+};
+
 template <typename Call>
 std::string message_of(const Call& call) {
   try {
@@ -276,26 +292,18 @@ TEST_CASE("of two blocks that fit one at a time, one is given", "[memory]") {
   const Cpu cpu;
   constexpr int kRounds = 20000;
   memory::set_limit(kCpu, cpu.before + 64);
-  std::atomic<int> arrived{0};
+  Meeting meeting;
   std::atomic<int> given{0};
-  const auto wait_for = [&arrived](int count) {
-    ++arrived;
-    for (int spins = 0; arrived < count; ++spins) {
-      if (spins > 1000) {
-        std::this_thread::yield();
-      }
-    }
-  };
   const auto compete = [&] {
     for (int round = 0; round < kRounds; ++round) {
       c10::DataPtr block;
-      wait_for(4 * round + 2);
+      meeting.wait_for(4 * round + 2);
       try {
         block = take(64);
         ++given;
       } catch (const c10::OutOfMemoryError&) {
       }
-      wait_for(4 * round + 4);
+      meeting.wait_for(4 * round + 4);
     }
   };
   std::thread other(compete);
@@ -303,6 +311,32 @@ TEST_CASE("of two blocks that fit one at a time, one is given", "[memory]") {
   other.join();
   CHECK(given == kRounds);  // one a round: never both, and never none
   CHECK(used() == cpu.before);
+}
+
+TEST_CASE("blocks that two threads take at once are both in the peak", "[memory]") {
+  const Cpu cpu;
+  constexpr int kRounds = 20000;
+  Meeting meeting;
+  const auto take_one = [&meeting](int round) {
+    meeting.wait_for(6 * round + 2);
+    const auto block = take(64);
+    meeting.wait_for(6 * round + 4);
+  };
+  std::thread other([&] {
+    for (int round = 0; round < kRounds; ++round) {
+      take_one(round);
+      meeting.wait_for(6 * round + 6);
+    }
+  });
+  int wrong = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    take_one(round);
+    meeting.wait_for(6 * round + 6);
+    wrong += peak() != cpu.before + 128;
+    memory::reset_peak(kCpu);
+  }
+  other.join();
+  CHECK(wrong == 0);
 }
 
 TEST_CASE("peak scopes that open beside allocating threads miss nothing that lives on",

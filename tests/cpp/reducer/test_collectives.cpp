@@ -1,0 +1,128 @@
+// A clean step makes as many collectives as it has buckets, and waits once.
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include "support/catch.h"
+#include "support/checks.h"
+#include "support/counting_backend.h"
+#include "support/trainer.h"
+#include "support/watchdog.h"
+
+#include <brimful/launch/run_ranks.h>
+#include <brimful/log.h>
+
+using namespace brimful::test;
+using brimful::BatchSizerOptions;
+using brimful::Reducer;
+using brimful::run_ranks;
+
+namespace {
+
+constexpr int kSteps = 3;
+constexpr int64_t kRows = 8;
+
+/// Counts from construction to expect().
+class Count {
+ public:
+  Count(const CountedGroup& group, const Reducer& reducer)
+      : backend_(*group.backend), reducer_(reducer), before_(reducer.counters()) {
+    backend_.reset();
+  }
+  void expect(Checks& checks, const std::string& what, int64_t steps) const {
+    const auto counters = reducer_.counters();
+    const int64_t calls = steps * reducer_.buckets();
+    checks.expect(backend_.count(Call::allreduce) == calls,
+                  what + ": allreduces: " + std::to_string(backend_.count(Call::allreduce)));
+    checks.expect(backend_.total() == calls,
+                  what + ": calls of all kinds: " + std::to_string(backend_.total()));
+    checks.expect(counters.launches - before_.launches == calls, what + ": launches");
+    checks.expect(counters.host_waits - before_.host_waits == steps, what + ": host waits");
+    checks.expect(counters.exchanges == before_.exchanges, what + ": exchanges");
+  }
+
+ private:
+  CountingBackend& backend_;
+  const Reducer& reducer_;
+  Reducer::Counters before_;
+};
+
+}  // namespace
+
+TEST_CASE("A clean step makes as many collectives as it has buckets", "[reducer][collectives]") {
+  const int world_size = GENERATE(1, 2, 3);
+  const double cap_mb = GENERATE(24.0 / (1 << 20), 25.0);
+  const Watchdog watchdog("collectives of a clean step");
+  Checks checks;
+  run_ranks({world_size}, [&](int rank, const Group& group) {
+    const CountedGroup counted(group);
+    brimful::ReducerOptions buckets;
+    buckets.bucket_cap_mb = buckets.first_bucket_cap_mb = cap_mb;
+
+    brimful::DistributedDataParallel<Net> plain(std::make_shared<Net>(), counted.group, buckets);
+    const Count in_plain_loop(counted, *plain.reducer());
+    for (int step = 0; step < kSteps; ++step) {
+      const auto batch = batch_of(rank, step, kRows);
+      at::mse_loss(plain(batch.data), batch.target).backward();
+      plain->update();
+    }
+    in_plain_loop.expect(checks, "plain loop", kSteps);
+
+    BatchSizerOptions options;
+    options.pieces = 2;
+    Trainer trainer(counted.group, std::make_shared<Net>(), options, buckets);
+    checks.expect(trainer.model.reducer()->buckets() == (cap_mb < 1 ? 6 : 1), "buckets");
+    trainer.step(batch_of(rank, 0, kRows));  // begins with an exchange
+    checks.expect(trainer.model.reducer()->counters().exchanges == 1, "one exchange at the start");
+    const Count in_sizer(counted, *trainer.model.reducer());
+    for (int step = 0; step < kSteps; ++step) {
+      const bool without_data = step == 1 && rank == 0;
+      trainer.step(without_data ? std::nullopt : std::optional(batch_of(rank, step, kRows + rank)));
+    }
+    in_sizer.expect(checks, "sizer", kSteps);
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("A loop over batches makes one exchange and no other call", "[sizer][collectives]") {
+  const Watchdog watchdog("collectives of a loop");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    const CountedGroup counted(group);
+    Trainer trainer(counted.group);
+    std::vector<Batch> loader;
+    for (int i = 0; i < 1 + 2 * rank; ++i) {
+      loader.push_back(batch_of(rank, i, kRows));
+    }
+    counted.backend->reset();
+    for (auto& batch : trainer.sizer.batches(loader)) {
+      trainer.sizer.step(batch, [&](const Batch& piece) {
+        return at::mse_loss(trainer.model(piece.data), piece.target);
+      });
+      trainer.model->update();
+    }
+    const auto expected = 3 * trainer.model.reducer()->buckets() + 1;
+    checks.expect(counted.backend->total() == expected,
+                  "calls: " + std::to_string(counted.backend->total()));
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("A retry alone costs no call, one of all ranks a step's", "[sizer][collectives]") {
+  brimful::set_log_level(brimful::LogLevel::error);
+  const bool alone = GENERATE(true, false);
+  const Watchdog watchdog("collectives of a retry");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    const CountedGroup counted(group);
+    Trainer trainer(counted.group);
+    trainer.step(batch_of(rank, 0, kRows));
+    auto& fault = *trainer.model->fault;
+    fault.at = alone ? Fault::At::forward : Fault::At::gradient;
+    fault.kind = Fault::Kind::out_of_memory;
+    fault.armed = rank == 1;
+    const Count count(counted, *trainer.model.reducer());
+    trainer.step(batch_of(rank, 1, kRows));
+    count.expect(checks, alone ? "alone" : "all", alone ? 1 : 2);
+  });
+  brimful::set_log_level(brimful::LogLevel::warning);
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
