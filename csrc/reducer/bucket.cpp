@@ -1,6 +1,7 @@
 #include "reducer/bucket.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -101,6 +102,8 @@ Bucket make_bucket(
     numel += aligned(reals * parameters[i].numel(), element_bytes);
   }
   bucket.flat = at::zeros({numel + tail_numel}, at::TensorOptions().dtype(dtype).device(plan.device));
+  // Not views to autograd: LibTorch's zero_grad() detaches gradients in place, which views refuse.
+  const at::AutoDispatchBelowADInplaceOrView no_view_metadata;
   bucket.gradients = bucket.flat.narrow(0, 0, numel);
   int64_t offset = 0;
   for (const auto i : plan.parameters) {

@@ -301,7 +301,7 @@ def require_plain_error(rank, fault, scope, error):
         return
     assert isinstance(error, brimful.RankFailed), (fault, error)
     assert error.rank == fault.ranks[0], (fault, error)
-    assert f"step 1 failed on rank {error.rank}: " in str(error), (fault, error)
+    assert f" failed on rank {error.rank}: " in str(error), (fault, error)
     assert error.seconds < SOON_S, (fault, error.seconds)
     in_forward = fault.point == "forward"
     known = scope or (fault.kind == "budget" and not in_forward)  # its kind is seen or told

@@ -1,0 +1,10 @@
+#pragma once
+// Everything that brimful offers to C++ programs. Files that need one part compile faster with that part's header.
+#include <brimful/error.h>
+#include <brimful/launch/init_from_env.h>
+#include <brimful/launch/run_ranks.h>
+#include <brimful/log.h>
+#include <brimful/memory/stats.h>
+#include <brimful/reducer/distributed_data_parallel.h>
+#include <brimful/sizer/batch_sizer.h>
+#include <brimful/version.h>
