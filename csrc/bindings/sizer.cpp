@@ -28,6 +28,15 @@ PieceLoss as_piece_loss(const py::object& result, int64_t rows) {
   return {THPVariable_Unpack(loss.ptr()), weight};
 }
 
+std::exception_ptr as_exception(const py::object& error) {
+  try {
+    PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
+    throw py::error_already_set();
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
 void run_backward(const at::Tensor& loss, const at::Tensor& gradient) {
   try {
     torch::autograd::backward({loss}, {gradient});
@@ -84,10 +93,14 @@ class PythonSizer {
 
   Outcome step(
       const std::optional<py::object>& batch,
-      const py::function& loss_fn,
+      const py::object& loss_fn,
       const py::object& model,
-      std::optional<std::vector<int64_t>> split) {
+      std::optional<std::vector<int64_t>> split,
+      const std::optional<py::object>& error) {
     StepInput input = input_of(batch);
+    if (error) {
+      input.error = as_exception(*error);
+    }
     input.split = std::move(split);
     if (batch && input.rows.value_or(0) > 0) {
       rows_ = *input.rows;
@@ -198,7 +211,8 @@ void bind_sizer(py::module_& m) {
           py::arg("batch"),
           py::arg("loss_fn"),
           py::arg("model"),
-          py::arg("split"))
+          py::arg("split"),
+          py::arg("error"))
       .def("begin_loop", &PythonSizer::begin_loop, py::arg("first"))
       .def("announce_next", &PythonSizer::announce_next, py::arg("next"))
       .def(
@@ -210,6 +224,7 @@ void bind_sizer(py::module_& m) {
           py::arg("out_of_memory"),
           py::arg("text"))
       .def_property_readonly("steps", [](PythonSizer& self) { return self.sizer().steps(); })
+      .def_property_readonly("calls", [](PythonSizer& self) { return self.sizer().calls(); })
       .def_property_readonly("at_end", [](PythonSizer& self) { return self.sizer().at_end(); })
       .def_property_readonly("world_size", [](PythonSizer& self) { return self.sizer().world_size(); })
       .def("state", [](PythonSizer& self) { return self.sizer().state(); })

@@ -13,6 +13,7 @@
 namespace brimful {
 namespace {
 constexpr int64_t kAlignmentBytes = 64;
+constexpr int64_t kSparseDim = 1; // as of an embedding's gradient; gloo kills a process whose peer sends another one
 constexpr int64_t kSmallNumel = 32768; // below, an own loop beats the dispatcher; above, ATen's vectorised one wins
 
 int64_t aligned(int64_t numel, int64_t element_bytes) {
@@ -90,8 +91,7 @@ Bucket make_bucket(
   if (plan.sparse) {
     const auto& parameter = parameters[plan.parameters.front()];
     slots[plan.parameters.front()] = {{}, index};
-    bucket.sparse_zero =
-        at::zeros(parameter.sizes(), parameter.options().layout(at::kSparse).requires_grad(false))._coalesced_(true);
+    bucket.sparse_zero = sparse_scaled(at::zeros_like(parameter), 1);
     return bucket;
   }
   const auto dtype = c10::toRealValueType(plan.dtype);
@@ -127,6 +127,14 @@ void copy_scaled(const at::Tensor& view, const at::Tensor& gradient, double scal
     view.copy_(gradient, /*non_blocking=*/true);
     view.mul_(scale);
   }
+}
+
+at::Tensor sparse_scaled(const at::Tensor& gradient, double scale) {
+  auto rows = gradient.detach();
+  if (!rows.is_sparse() || rows.sparse_dim() != kSparseDim) {
+    rows = (rows.is_sparse() ? rows.to_dense() : rows).to_sparse(kSparseDim);
+  }
+  return (scale == 1 ? rows : rows * scale).coalesce();
 }
 
 void write_bytes(const at::Tensor& buffer, int64_t offset, const uint8_t* bytes, int64_t count) {

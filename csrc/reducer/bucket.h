@@ -37,6 +37,9 @@ Bucket make_bucket(
 /// view = gradient * scale in one pass; same shape, any dtype.
 void copy_scaled(const at::Tensor& view, const at::Tensor& gradient, double scale);
 
+/// gradient * scale as a sparse tensor of rows, whatever it was: all ranks of a sparse bucket must send the same kind.
+at::Tensor sparse_scaled(const at::Tensor& gradient, double scale);
+
 /// Reads and writes elements of a real floating buffer on the CPU as whole numbers from 0 to 255, which are
 /// exact in every dtype; larger sums read as 255.
 void write_bytes(const at::Tensor& buffer, int64_t offset, const uint8_t* bytes, int64_t count);

@@ -179,7 +179,7 @@ void Reducer::fill(int64_t index) {
     }
     s.used[i] = 1;
     if (!view.defined()) {
-      bucket.sparse = (s.scale == 1 ? gradient.detach() : gradient.detach() * s.scale).coalesce();
+      bucket.sparse = sparse_scaled(gradient, s.scale);
     } else if (!is_alias(gradient, view)) {
       copy_scaled(view, gradient, s.scale);
       gradient = view;
@@ -350,7 +350,7 @@ void Reducer::accept(double scale, bool keep_unused) {
       continue; // its gradient is the view since fill()
     }
     auto& gradient = s.parameters[i].mutable_grad();
-    if (keep_unused && !s.tail->used_anywhere(static_cast<int64_t>(i))) {
+    if (keep_unused && s.tail->users(static_cast<int64_t>(i)) == 0) {
       gradient.reset();
     } else if (slot.view.defined()) {
       gradient = slot.view;

@@ -31,9 +31,9 @@ class Tail {
   const std::vector<ControlRecord>& records() const {
     return records_;
   }
-  /// True if any rank used the parameter in this step; valid after read().
-  bool used_anywhere(int64_t parameter) const {
-    return used_[parameter] != 0;
+  /// How many ranks used the parameter in this step (255: or more); valid after read().
+  int users(int64_t parameter) const {
+    return used_[parameter];
   }
   /// Gives the buffers the values of the source rank, without a bump of their version: a graph may hold them.
   void write_back_buffers();

@@ -159,6 +159,7 @@ void BatchSizer::check_input(const StepInput& input) {
 Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
   const Running running(running_);
   const auto begin = std::chrono::steady_clock::now();
+  ++calls_;
   std::exception_ptr bad_input;
   try {
     check_input(input);
@@ -173,7 +174,7 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
     next_.next_pieces = record_for(Next::unknown, input).next_pieces; // as if the next batch were like this one
   }
   if (bad_input) {
-    group_.run_failed(FailureKind::error, describe(bad_input), next_);
+    at_end_ = nobody_continues(group_.run_failed(FailureKind::error, describe(bad_input), next_));
     next_ = {};
     std::rethrow_exception(bad_input);
   }
@@ -230,7 +231,6 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
       outcome.loss = mean_loss(result.records);
       outcome.weight = total;
       outcome.last = nobody_continues(result.records);
-      at_end_ = outcome.last;
       outcome.peak_bytes = peak.peak_bytes();
       outcome.pieces = static_cast<int64_t>(outcome.split.size());
       return outcome;
@@ -253,6 +253,7 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, StepInput input, Ou
     split_finer(*input.rows, outcome);
     return false;
   }
+  at_end_ = !result.records.empty() && nobody_continues(result.records);
   if (result.own == Own::error) {
     std::rethrow_exception(result.error);
   }

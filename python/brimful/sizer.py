@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import random
 import sys
 import types
@@ -61,6 +62,20 @@ def _modules(model: Any) -> list[torch.nn.Module]:
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t.device == device)
+
+
+def _checked(batch: Any, loss_fn: Any, split: Sequence[int] | None) -> list[int] | None:
+    """The split as integers. Raises TypeError for arguments that are of no use."""
+    if batch is None:
+        raise TypeError("the batch is None; pass brimful.NO_DATA where this rank has none")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable (type: {type(loss_fn)})")
+    if split is None:
+        return None
+    try:
+        return [operator.index(rows) for rows in split]
+    except TypeError:
+        raise TypeError(f"split must be a sequence of row counts (split: {split!r})") from None
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -176,9 +191,12 @@ class BatchSizer:
         as before the call. Waits once for the device.
         """
         data = None if batch is NO_DATA else batch
-        outcome = self._core.step(
-            data, loss_fn, self._model, None if split is None else list(split)
-        )
+        sizes, error = None, None
+        try:
+            sizes = _checked(batch, loss_fn, split)
+        except Exception as caught:  # must fail the step, not this call: the other ranks wait
+            error = caught
+        outcome = self._core.step(data, loss_fn, self._model, sizes, error)
         self._consumed += data is not None
         return outcome
 
@@ -206,11 +224,11 @@ class BatchSizer:
             except BaseException as caught:
                 self._fail(caught)
             core.announce_next(following)
-            steps = core.steps
+            calls = core.calls
             yield NO_DATA if current is None else current
-            if core.steps == steps:
+            if core.calls == calls:
                 raise RuntimeError(
-                    f"a batch was left out (steps: {steps}); call sizer.step for every batch"
+                    f"a batch was left out (steps: {core.steps}); call sizer.step for every batch"
                 )
             any_rank = not core.at_end
 

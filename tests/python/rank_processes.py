@@ -20,9 +20,10 @@ import torch.distributed as dist
 WATCHDOG_S = 20
 PATIENCE_S = 2  # with the others when one rank has failed
 
-# A fork of a process that has imported torch and run nothing: a rank starts in a tenth of a second.
+# A fork of a process that has imported torch and run nothing: a rank starts in a tenth of a second. (The first step of
+# an optimizer imports torch._dynamo, which takes seconds.)
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["numpy", "torch", "torch.distributed", "brimful"])
+_context.set_forkserver_preload(["numpy", "torch._dynamo", "brimful"])
 
 
 @dataclass
@@ -31,9 +32,6 @@ class Rank:
 
     index: int
     size: int
-
-    def barrier(self):
-        dist.barrier()
 
 
 def join_group(rank, size, port, timeout_s):
@@ -73,7 +71,16 @@ def run_ranks(function, *args, size=2, timeout_s=15, watchdog_s=WATCHDOG_S):
         processes = [
             _context.Process(
                 target=_rank_main,
-                args=(rank, size, store.port, timeout_s, outputs[rank], ends[rank][1], function, args),
+                args=(
+                    rank,
+                    size,
+                    store.port,
+                    timeout_s,
+                    outputs[rank],
+                    ends[rank][1],
+                    function,
+                    args,
+                ),
                 daemon=True,
             )
             for rank in range(size)
@@ -137,7 +144,9 @@ def _describe(answers, outputs, watchdog_s):
     lines = []
     for rank, (answer, output) in enumerate(zip(answers, outputs, strict=True)):
         if answer is None:
-            lines.append(f"rank {rank} was not done (watchdog: {watchdog_s} s, {PATIENCE_S} s after a failure)")
+            lines.append(
+                f"rank {rank} was not done (watchdog: {watchdog_s} s, {PATIENCE_S} s after a failure)"
+            )
         else:
             lines.append(f"rank {rank} {'is done' if answer[0] else 'failed: ' + answer[1]}")
         if answer is None or not answer[0]:

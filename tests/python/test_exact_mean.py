@@ -16,9 +16,9 @@ IGNORED = -100
 
 def net(dtype=torch.float32):
     torch.manual_seed(3)
-    return torch.nn.Sequential(
-        torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 3)
-    ).to(dtype)
+    return torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 3)).to(
+        dtype
+    )
 
 
 def exact(module, loss_fn, batches):
@@ -43,9 +43,7 @@ def rows_job(rank, dtype):
     model = wrap(copy.deepcopy(module))
     rows = [7, 4, 5]
     batches = [classes(rows[r], seed=r, dtype=dtype) for r in range(rank.size)]
-    expected, loss = exact(
-        module, cross_entropy, [(len(b[1]), in_double(b)) for b in batches]
-    )
+    expected, loss = exact(module, cross_entropy, [(len(b[1]), in_double(b)) for b in batches])
     worst = 0.0
     mine = batches[rank.index]
     for number in range(5):
@@ -119,9 +117,7 @@ def tokens_job(rank, dtype, known, kinds):
         if mine is not None:
             rows = len(mine[0])
             split = [rows] if pieces == 1 else [2, rows - 2] if pieces == 2 else [1] * rows
-        outcome = sizer.step(
-            brimful.NO_DATA if mine is None else mine, token_loss, split=split
-        )
+        outcome = sizer.step(brimful.NO_DATA if mine is None else mine, token_loss, split=split)
         assert outcome.weight == sum(weight for weight, _ in full)
         if full:
             expected, loss = exact(module, mean_token_loss, full)

@@ -347,6 +347,35 @@ def test_in_a_plain_loop_an_error_behind_backward_is_told_in_the_next_step(ranks
     assert healthy[3] is failed[3] is None
 
 
+def half_step_job(rank, in_loop):
+    model = wrap(dropout_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizer = brimful.BatchSizer(model, optimizer)
+    data = [classes(4, seed=step) for step in range(4)]
+    log = []
+
+    def loop():
+        for number, batch in enumerate(sizer.batches(data) if in_loop else data):
+            log.append(number)
+            sizer.step(batch, cross_entropy)
+            if rank.index == 1 and number == 1:
+                optimizer.param_groups[0]["lr"] = "broken"
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return raised(loop), log
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+def test_an_error_inside_the_optimizer_is_told_in_the_next_step_and_never_repeated(ranks, in_loop):
+    (healthy, _), (failed, log) = ranks(half_step_job, in_loop)
+    assert type(failed) is brimful.HalfStepError, failed
+    assert "the optimizer failed in the middle of its step" in str(failed)
+    assert log == [0, 1]
+    assert type(healthy) is brimful.RankFailed and healthy.rank == 1
+    assert healthy.seconds < 2 * SOON_S
+
+
 SCRIPT = """
 import sys, time
 from models import classes, cross_entropy, dropout_net, wrap

@@ -236,8 +236,8 @@ TEST_CASE("ranks that disagree on the world size say so at once", "[launch]") {
   for (int rank = 0; rank < 2; ++rank) {
     ranks.emplace_back([&, rank] {
       try {
-        brimful::launch::make_gloo_group(store, rank, 2 + rank, brimful::launch::GlooDevice::loopback,
-                                         std::chrono::seconds(15));
+        brimful::launch::make_gloo_group(
+            store, rank, 2 + rank, brimful::launch::GlooDevice::loopback, std::chrono::seconds(15));
       } catch (const c10::ValueError& e) {
         errors[rank] = e.what_without_backtrace();
       }

@@ -150,6 +150,38 @@ TEST_CASE("A rank without data follows one that runs out or fails", "[sizer][fau
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 
+TEST_CASE("A rank that runs out beside one that fails learns of it", "[sizer][faults]") {
+  const Quiet quiet;
+  const int world_size = GENERATE(2, 3);
+  const Watchdog watchdog("mixed failures");
+  Checks checks;
+  run_ranks({world_size}, [&](int rank, const Group& group) {
+    for (int parameter = 0; parameter < 6; ++parameter) {
+      for (int other = 0; other < 6; ++other) {
+        Trainer trainer(group, exact_net());
+        const auto before = trainer.state();
+        if (rank < 2) {
+          const auto kind = rank == 0 ? Fault::Kind::out_of_memory : Fault::Kind::error;
+          *trainer.model->fault =
+              fault_at(Fault::At::gradient, 0, rank == 0 ? parameter : other, kind, "planted");
+        }
+        const auto caught = catching([&] { trainer.step(batch_of(rank, 0, kRows, at::kDouble)); });
+        const auto name = "parameters " + std::to_string(parameter) + " and " +
+                          std::to_string(other) + ", rank " + std::to_string(rank) + ": ";
+        checks.expect(caught.type == (rank == 1 ? Type::runtime_error : Type::rank_failed),
+                      name + caught.text);
+        checks.expect(rank == 1 || caught.rank == 1,
+                      name + "names rank " + std::to_string(caught.rank));
+        checks.expect(same_bits(before, trainer.state()), name + "left a trace");
+        trainer.model->fault->armed = false;
+        const auto after = catching([&] { trainer.step(batch_of(rank, 1, kRows, at::kDouble)); });
+        checks.expect(after.type == Type::nothing, name + "the next step raised " + after.text);
+      }
+    }
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
 TEST_CASE("A loop over uneven data ends on all ranks after the same step", "[sizer]") {
   const Quiet quiet;
   const auto counts =
@@ -271,7 +303,7 @@ TEST_CASE("Retries that run out fail the step on all ranks and the next step wor
     checks.expect(caught.text.find("planted") != std::string::npos, "no words in: " + caught.text);
     const auto tried = std::min<int64_t>(max_retries, 3);
     checks.expect(
-        rank != 1 || caught.text.find("retries: " + std::to_string(tried)) != std::string::npos,
+        rank != 1 || caught.text.find(", retries: " + std::to_string(tried)) != std::string::npos,
         caught.text);
     checks.expect(same_bits(before, trainer.state()), "the failed step left a trace");
     const auto after = catching([&] { trainer.step(batch_of(rank, 1, kRows, at::kDouble)); });

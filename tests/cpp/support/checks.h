@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <mutex>
 #include <string>
 #include <vector>

@@ -100,6 +100,10 @@ class BRIMFUL_API BatchSizer {
   int64_t steps() const {
     return steps_;
   }
+  /// Of step(), the ones that failed included.
+  int64_t calls() const {
+    return calls_;
+  }
   Transaction& transaction() {
     return transaction_;
   }
@@ -125,6 +129,7 @@ class BRIMFUL_API BatchSizer {
   bool agreed_ = false; ///< the records of an exchange or of the last step hold for the next one
   int64_t piece_rows_ = 0; ///< rows of a piece that fits; 0: not known yet
   int64_t steps_ = 0;
+  int64_t calls_ = 0;
   double last_total_ = 0;
   double announced_total_ = 0;
   int64_t announced_pieces_ = 1; ///< the most that a rank wants

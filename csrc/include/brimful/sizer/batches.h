@@ -113,12 +113,15 @@ class Batches {
       throw;
     }
     sizer_.announce_next(next_ ? Next::yes : Next::no, input());
-    steps_ = sizer_.steps();
+    calls_ = sizer_.calls();
   }
 
   void advance() {
     TORCH_CHECK(
-        sizer_.steps() > steps_, "a batch was left out (steps: ", steps_, "); call sizer.step for every batch of the loop");
+        sizer_.calls() > calls_,
+        "a batch was left out (steps: ",
+        sizer_.steps(),
+        "); call sizer.step for every batch of the loop");
     done_ = sizer_.at_end();
     if (!done_) {
       turn();
@@ -130,7 +133,7 @@ class Batches {
   std::optional<std::decay_t<decltype(std::declval<Loader&>().begin())>> position_;
   std::optional<Batch> current_;
   std::optional<Batch> next_;
-  int64_t steps_ = 0;
+  int64_t calls_ = 0;
   bool done_ = false;
 };
 

@@ -1,0 +1,101 @@
+#include "support/catch.h"
+
+#include <brimful/step/control_record.h>
+
+#include <cmath>
+#include <cstring>
+
+using namespace brimful;
+
+namespace {
+ControlRecord record_of(Verdict verdict, Next next = Next::unknown, double weight = 0,
+                        double loss_sum = 0) {
+  ControlRecord record;
+  record.verdict = verdict;
+  record.next = next;
+  record.weight = weight;
+  record.loss_sum = loss_sum;
+  return record;
+}
+
+template <typename T>
+bool same_bits(T a, T b) {
+  return std::memcmp(&a, &b, sizeof(T)) == 0;
+}
+}  // namespace
+
+TEST_CASE("A record survives its bytes bit by bit", "[step]") {
+  const double value = GENERATE(0.0, -0.0, 1.0 / 3, -1e308, 5e-324, HUGE_VAL, std::nan(""));
+  ControlRecord record;
+  record.verdict = Verdict::failed_memory;
+  record.next = Next::no;
+  record.next_pieces = 0xABCD;
+  record.weight = value;
+  record.loss_sum = -value;
+  record.next_weight = value + 1;
+  record.free_bytes = value * 2;
+  record.step_ms = static_cast<float>(value);
+  const auto back = decode(encode(record));
+  CHECK(back.verdict == record.verdict);
+  CHECK(back.next == record.next);
+  CHECK(back.next_pieces == record.next_pieces);
+  CHECK(same_bits(back.weight, record.weight));
+  CHECK(same_bits(back.loss_sum, record.loss_sum));
+  CHECK(same_bits(back.next_weight, record.next_weight));
+  CHECK(same_bits(back.free_bytes, record.free_bytes));
+  CHECK(same_bits(back.step_ms, record.step_ms));
+}
+
+TEST_CASE("The loss stands where a device may write it", "[step]") {
+  const auto record = record_of(Verdict::ok, Next::yes, 0, 1.25);
+  const auto bytes = encode(record);
+  double loss = 0;
+  std::memcpy(&loss, bytes.data() + kLossSumOffset, sizeof(loss));
+  CHECK(loss == 1.25);
+  CHECK(decode(RecordBytes{}).verdict == Verdict::silent);  // what a rank that wrote nothing sends
+}
+
+TEST_CASE("The severest verdict decides", "[step]") {
+  CHECK(worst({}) == Verdict::silent);
+  CHECK(worst({record_of(Verdict::ok), record_of(Verdict::no_data)}) == Verdict::no_data);
+  CHECK(worst({record_of(Verdict::retry), record_of(Verdict::ok)}) == Verdict::retry);
+  CHECK(worst({record_of(Verdict::retry), record_of(Verdict::failed)}) == Verdict::failed);
+  CHECK(worst({record_of(Verdict::failed_memory), record_of(Verdict::failed)}) ==
+        Verdict::failed_memory);
+  CHECK_FALSE(is_failure(Verdict::retry));
+  CHECK(is_failure(Verdict::failed));
+  CHECK(is_failure(Verdict::failed_memory));
+}
+
+TEST_CASE("The mean loss is weighted, and 0 where nothing weighs", "[step]") {
+  const std::vector<ControlRecord> records{record_of(Verdict::ok, Next::no, 3, 6),
+                                           record_of(Verdict::ok, Next::no, 1, 4)};
+  CHECK(total_weight(records) == 4);
+  CHECK(mean_loss(records) == 2.5);
+  CHECK(mean_loss({record_of(Verdict::no_data)}) == 0);
+}
+
+TEST_CASE("The loop ends when every rank says that it has no more", "[step]") {
+  CHECK(nobody_continues({record_of(Verdict::ok, Next::no), record_of(Verdict::ok, Next::no)}));
+  CHECK_FALSE(
+      nobody_continues({record_of(Verdict::ok, Next::no), record_of(Verdict::ok, Next::yes)}));
+  CHECK_FALSE(
+      nobody_continues({record_of(Verdict::ok, Next::no), record_of(Verdict::ok, Next::unknown)}));
+}
+
+TEST_CASE("The next step's weight is known if every rank knows its own", "[step]") {
+  auto first = record_of(Verdict::ok, Next::yes);
+  auto second = record_of(Verdict::ok, Next::yes);
+  first.next_weight = 3;
+  CHECK(std::isnan(next_total_weight({first, second})));
+  second.next = Next::no;  // its weight no longer matters
+  CHECK(next_total_weight({first, second}) == 3);
+}
+
+TEST_CASE("Buffers come from the lowest rank that has a batch", "[step]") {
+  const auto none = record_of(Verdict::ok, Next::no);
+  const auto some = record_of(Verdict::ok, Next::yes);
+  CHECK(lowest_next_rank({none, some, some}) == 1);
+  CHECK(lowest_next_rank({some, none}) == 0);
+  CHECK(lowest_next_rank({none, none}) == 0);
+}
