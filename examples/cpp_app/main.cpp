@@ -137,8 +137,7 @@ int train(const Arguments& args) {
   options.bucket_cap_mb = options.first_bucket_cap_mb = 0.01;  // small like the model
   Model model(net, group, options);
   torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
-  brimful::BatchSizer sizer(brimful::StepGroup({model.reducer()}, {}),
-                            brimful::Transaction(net->buffers(), {kCpu}));
+  brimful::BatchSizer sizer(model);
 
   std::optional<Shortage> shortage;
   if (rank == args.fault_rank) {

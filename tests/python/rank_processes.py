@@ -1,5 +1,6 @@
 """Runs a function on several ranks, each a process of its own over gloo, under a watchdog."""
 
+import contextlib
 import datetime
 import faulthandler
 import multiprocessing
@@ -133,10 +134,8 @@ def _abort(processes, hanging):
 
 
 def _release(pipe):
-    try:
+    with contextlib.suppress(OSError):  # the process may have ended
         pipe.send_bytes(b"")
-    except OSError:
-        pass  # the process has ended
     pipe.close()
 
 

@@ -59,6 +59,13 @@ class BRIMFUL_API BatchSizer {
  public:
   /// @throws c10::ValueError for bad options
   BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptions options = {});
+  /// For one wrapped module, such as a DistributedDataParallel; `options.device` is that of its parameters.
+  template <typename Model>
+    requires requires(Model& model) {
+      model.reducer()->parameters();
+      model.module()->buffers();
+    }
+  explicit BatchSizer(Model& model, BatchSizerOptions options = {});
 
   /// Fills the gradients of one step, and returns when all ranks agree on how it ended.
   /// @throws the error of this rank's own work, RankFailed for another rank's (RankOutOfMemory if it could not split

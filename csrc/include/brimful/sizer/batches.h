@@ -24,6 +24,17 @@ inline PieceLoss as_piece_loss(PieceLoss loss, int64_t /*rows*/) {
 }
 } // namespace detail
 
+template <typename Model>
+  requires requires(Model& model) {
+    model.reducer()->parameters();
+    model.module()->buffers();
+  }
+BatchSizer::BatchSizer(Model& model, BatchSizerOptions options)
+    : BatchSizer(
+          StepGroup({model.reducer()}, {}),
+          Transaction(model.module()->buffers(), {model.reducer()->parameters().front().device()}),
+          (options.device = model.reducer()->parameters().front().device(), std::move(options))) {}
+
 template <typename Batch, typename LossFn>
 Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn) {
   if constexpr (detail::IsOptional<Batch>::value) {
