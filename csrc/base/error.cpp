@@ -10,7 +10,7 @@ detail::RankFailedThrower& thrower() {
   static detail::RankFailedThrower instance;
   return instance;
 }
-} // namespace
+}  // namespace
 
 RankFailed::RankFailed(int rank, int64_t step, FailureKind kind, const std::string& message)
     : c10::Error(here(), message), rank_(rank), step_(step), kind_(kind) {}
@@ -40,7 +40,7 @@ void throw_rank_failed(int rank, int64_t step, FailureKind kind, const std::stri
     raise(RankOutOfMemory(rank, step, message));
   }
   raise(RankFailed(rank, step, kind, message));
-  std::abort(); // not reached: raise throws
+  std::abort();  // not reached: raise throws
 }
-} // namespace detail
-} // namespace brimful
+}  // namespace detail
+}  // namespace brimful

@@ -18,7 +18,9 @@ LogLevel level_from_environment() {
         return static_cast<LogLevel>(i);
       }
     }
-    std::fprintf(stderr, "brimful: BRIMFUL_LOG is none of debug, info, warning, error, off (value: %s)\n", wanted);
+    std::fprintf(stderr,
+                 "brimful: BRIMFUL_LOG is none of debug, info, warning, error, off (value: %s)\n",
+                 wanted);
   }
   return LogLevel::warning;
 }
@@ -38,7 +40,7 @@ Sink& sink() {
   static auto* instance = new Sink;
   return *instance;
 }
-} // namespace
+}  // namespace
 
 void set_log_sink(LogSink write) {
   const std::lock_guard<std::mutex> lock(sink().mutex);
@@ -66,8 +68,9 @@ void log(LogLevel level, const std::string& line) {
     write(level, line);
   } else {
     const auto name = kNames[static_cast<size_t>(level)];
-    std::fprintf(stderr, "brimful %.*s: %s\n", static_cast<int>(name.size()), name.data(), line.c_str());
+    std::fprintf(stderr, "brimful %.*s: %s\n", static_cast<int>(name.size()), name.data(),
+                 line.c_str());
   }
 }
 
-} // namespace brimful
+}  // namespace brimful

@@ -12,7 +12,8 @@ bool is_tensor(const py::handle& object) {
 }
 
 bool is_container(const py::handle& object) {
-  return py::isinstance<py::tuple>(object) || py::isinstance<py::list>(object) || py::isinstance<py::dict>(object);
+  return py::isinstance<py::tuple>(object) || py::isinstance<py::list>(object) ||
+         py::isinstance<py::dict>(object);
 }
 
 /// Visits the entries of a tuple, list or dict with the text that indexes them.
@@ -37,7 +38,9 @@ struct Found {
 
 void find_rows(const py::handle& object, const std::string& path, std::optional<Found>& found) {
   if (is_container(object)) {
-    for_each_entry(object, [&](const py::handle& value, const std::string& index) { find_rows(value, path + index, found); });
+    for_each_entry(object, [&](const py::handle& value, const std::string& index) {
+      find_rows(value, path + index, found);
+    });
     return;
   }
   if (!is_tensor(object)) {
@@ -50,17 +53,9 @@ void find_rows(const py::handle& object, const std::string& path, std::optional<
   if (!found) {
     found = {tensor.size(0), path};
   }
-  TORCH_CHECK_VALUE(
-      found->rows == tensor.size(0),
-      "tensors of the batch disagree in size (",
-      found->path,
-      ": ",
-      found->rows,
-      ", ",
-      path,
-      ": ",
-      tensor.size(0),
-      "); give all the same first dimension");
+  TORCH_CHECK_VALUE(found->rows == tensor.size(0), "tensors of the batch disagree in size (",
+                    found->path, ": ", found->rows, ", ", path, ": ", tensor.size(0),
+                    "); give all the same first dimension");
 }
 
 bool has_tensor(const py::handle& object) {
@@ -70,18 +65,21 @@ bool has_tensor(const py::handle& object) {
 }
 
 py::object rebuild_tuple(const py::handle& original, const py::list& items) {
-  if (py::hasattr(original, "_make")) { // namedtuple
+  if (py::hasattr(original, "_make")) {  // namedtuple
     return original.attr("_make")(items);
   }
   return py::tuple(items);
 }
-} // namespace
+}  // namespace
 
-void for_each_tensor(const py::handle& object, const std::function<void(const at::Tensor&)>& visit) {
+void for_each_tensor(const py::handle& object,
+                     const std::function<void(const at::Tensor&)>& visit) {
   if (is_tensor(object)) {
     visit(THPVariable_Unpack(object.ptr()));
   } else if (is_container(object)) {
-    for_each_entry(object, [&](const py::handle& value, const std::string&) { for_each_tensor(value, visit); });
+    for_each_entry(object, [&](const py::handle& value, const std::string&) {
+      for_each_tensor(value, visit);
+    });
   } else if (py::hasattr(object, "__dataclass_fields__")) {
     for (const auto& field : object.attr("__dataclass_fields__")) {
       for_each_tensor(py::getattr(object, field, py::none()), visit);
@@ -92,18 +90,17 @@ void for_each_tensor(const py::handle& object, const std::function<void(const at
 int64_t rows_of(const py::handle& batch) {
   std::optional<Found> found;
   find_rows(batch, "batch", found);
-  TORCH_CHECK_TYPE(
-      found,
-      "the batch holds no tensor that could be split (type: ",
-      py::str(py::type::handle_of(batch)).cast<std::string>(),
-      "); pass a tensor, or a tuple, list or dict of tensors");
+  TORCH_CHECK_TYPE(found, "the batch holds no tensor that could be split (type: ",
+                   py::str(py::type::handle_of(batch)).cast<std::string>(),
+                   "); pass a tensor, or a tuple, list or dict of tensors");
   return found->rows;
 }
 
 py::object slice_rows(const py::handle& batch, int64_t rows, int64_t begin, int64_t end) {
   if (is_tensor(batch)) {
     const auto& tensor = THPVariable_Unpack(batch.ptr());
-    return tensor.dim() == 0 ? py::reinterpret_borrow<py::object>(batch) : py::cast(tensor.narrow(0, begin, end - begin));
+    return tensor.dim() == 0 ? py::reinterpret_borrow<py::object>(batch)
+                             : py::cast(tensor.narrow(0, begin, end - begin));
   }
   if (!is_container(batch)) {
     return py::reinterpret_borrow<py::object>(batch);
@@ -116,7 +113,8 @@ py::object slice_rows(const py::handle& batch, int64_t rows, int64_t begin, int6
     return copy;
   }
   const auto sequence = py::reinterpret_borrow<py::sequence>(batch);
-  if (py::isinstance<py::list>(batch) && static_cast<int64_t>(sequence.size()) == rows && !has_tensor(batch)) {
+  if (py::isinstance<py::list>(batch) && static_cast<int64_t>(sequence.size()) == rows &&
+      !has_tensor(batch)) {
     return batch[py::slice(begin, end, 1)];
   }
   py::list items;
@@ -133,4 +131,4 @@ void bind_batch(py::module_& m) {
   });
 }
 
-} // namespace brimful
+}  // namespace brimful

@@ -18,4 +18,4 @@ py::object slice_rows(const py::handle& batch, int64_t rows, int64_t begin, int6
 /// Calls `visit` for every tensor in an object's structure.
 void for_each_tensor(const py::handle& object, const std::function<void(const at::Tensor&)>& visit);
 
-} // namespace brimful
+}  // namespace brimful

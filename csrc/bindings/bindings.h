@@ -11,4 +11,4 @@ void bind_batch(py::module_& m);
 void bind_reducer(py::module_& m);
 void bind_sizer(py::module_& m);
 
-} // namespace brimful
+}  // namespace brimful

@@ -22,4 +22,4 @@ auto call_python(Fn&& fn) {
   }
 }
 
-} // namespace brimful
+}  // namespace brimful

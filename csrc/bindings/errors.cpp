@@ -14,7 +14,7 @@ struct Types {
   PyObject* batch_too_large = nullptr;
   PyObject* half_step = nullptr;
   PyObject* plan_mismatch = nullptr;
-  PyObject* out_of_memory = nullptr; ///< torch's
+  PyObject* out_of_memory = nullptr;  ///< torch's
 };
 Types types;
 
@@ -68,9 +68,10 @@ bool is_out_of_memory(const py::error_already_set& error) {
   if (error.matches(py::handle(types.out_of_memory)) || error.matches(PyExc_MemoryError)) {
     return true;
   }
-  return error.matches(PyExc_RuntimeError) && is_out_of_memory_message(py::str(error.value()).cast<std::string>());
+  return error.matches(PyExc_RuntimeError) &&
+         is_out_of_memory_message(py::str(error.value()).cast<std::string>());
 }
-} // namespace
+}  // namespace
 
 void throw_to_core(py::error_already_set& error) {
   // A peer's failure is not this rank's own shortage, although it is an out-of-memory error to Python.
@@ -85,28 +86,26 @@ void bind_errors(py::module_& m) {
   const py::object out_of_memory = py::module_::import("torch").attr("OutOfMemoryError");
   types.out_of_memory = py::object(out_of_memory).release().ptr();
   types.rank_failed = new_type(
-      m,
-      "RankFailed",
-      "A rank failed the step and every rank raises: parameters, buffers and RNG are as before it.\n\n"
+      m, "RankFailed",
+      "A rank failed the step and every rank raises: parameters, buffers and RNG are as before "
+      "it.\n\n"
       "Attributes: rank (the lowest that failed), step, kind ('error' or 'out_of_memory').",
       py::make_tuple(py::handle(PyExc_RuntimeError)));
   types.rank_out_of_memory = new_type(
-      m,
-      "RankOutOfMemory",
+      m, "RankOutOfMemory",
       "The rank that failed had run out of memory, and nothing was left to split or to retry.",
       py::make_tuple(py::handle(types.rank_failed), out_of_memory));
-  types.batch_too_large = new_type(
-      m, "BatchTooLarge", "Raised on the rank for which no split of the batch fits.", py::make_tuple(out_of_memory));
-  types.half_step = new_type(
-      m,
-      "HalfStepError",
-      "The optimizer failed in the middle of its step: parameters may be half updated. Never retried.",
-      py::make_tuple(py::handle(PyExc_RuntimeError)));
-  types.plan_mismatch = new_type(
-      m,
-      "PlanMismatch",
-      "The ranks' models differ in the number, shape or dtype of their parameters.",
-      py::make_tuple(py::handle(PyExc_ValueError)));
+  types.batch_too_large =
+      new_type(m, "BatchTooLarge", "Raised on the rank for which no split of the batch fits.",
+               py::make_tuple(out_of_memory));
+  types.half_step = new_type(m, "HalfStepError",
+                             "The optimizer failed in the middle of its step: parameters may be "
+                             "half updated. Never retried.",
+                             py::make_tuple(py::handle(PyExc_RuntimeError)));
+  types.plan_mismatch =
+      new_type(m, "PlanMismatch",
+               "The ranks' models differ in the number, shape or dtype of their parameters.",
+               py::make_tuple(py::handle(PyExc_ValueError)));
   py::register_local_exception_translator(&translate);
   // From an autograd callback only an error that Python has set reaches the caller of backward() with its type.
   detail::set_rank_failed_thrower([](const RankFailed& error) {
@@ -134,4 +133,4 @@ void bind_errors(py::module_& m) {
   m.def("_log_level", [] { return static_cast<int>(log_level()); });
 }
 
-} // namespace brimful
+}  // namespace brimful

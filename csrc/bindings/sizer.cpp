@@ -15,16 +15,14 @@ PieceLoss as_piece_loss(const py::object& result, int64_t rows) {
   double weight = static_cast<double>(rows);
   if (py::isinstance<py::tuple>(result)) {
     const auto pair = result.cast<py::tuple>();
-    TORCH_CHECK_TYPE(
-        pair.size() == 2, "the loss function returned a tuple (length: ", pair.size(), "); return (mean loss, weight)");
+    TORCH_CHECK_TYPE(pair.size() == 2, "the loss function returned a tuple (length: ", pair.size(),
+                     "); return (mean loss, weight)");
     loss = pair[0];
     weight = py::float_(pair[1]).cast<double>();
   }
-  TORCH_CHECK_TYPE(
-      THPVariable_Check(loss.ptr()),
-      "the loss function returned no tensor (type: ",
-      py::str(py::type::handle_of(loss)).cast<std::string>(),
-      "); return the mean loss, or (mean loss, weight)");
+  TORCH_CHECK_TYPE(THPVariable_Check(loss.ptr()), "the loss function returned no tensor (type: ",
+                   py::str(py::type::handle_of(loss)).cast<std::string>(),
+                   "); return the mean loss, or (mean loss, weight)");
   return {THPVariable_Unpack(loss.ptr()), weight};
 }
 
@@ -40,7 +38,7 @@ std::exception_ptr as_exception(const py::object& error) {
 void run_backward(const at::Tensor& loss, const at::Tensor& gradient) {
   try {
     torch::autograd::backward({loss}, {gradient});
-  } catch (python_error& error) { // from a Python hook or function in the graph
+  } catch (python_error& error) {  // from a Python hook or function in the graph
     call_python([&] {
       error.restore();
       throw py::error_already_set();
@@ -60,43 +58,33 @@ Transaction::Keeper keeper_of(py::function capture, py::function restore) {
     const py::gil_scoped_acquire gil;
     delete p;
   });
-  return {
-      [kept] { call_python([&] { kept->state = kept->capture(); }); },
-      [kept] { call_python([&] { kept->restore(kept->state); }); }};
+  return {[kept] { call_python([&] { kept->state = kept->capture(); }); },
+          [kept] { call_python([&] { kept->restore(kept->state); }); }};
 }
 
 /// BatchSizer with batches and losses of Python.
 class PythonSizer {
  public:
-  PythonSizer(
-      const std::vector<std::shared_ptr<Reducer>>& reducers,
-      std::vector<at::Tensor> outside,
-      std::vector<at::Tensor> buffers,
-      std::vector<c10::Device> devices,
-      const std::vector<std::pair<py::function, py::function>>& keepers,
-      const py::function& required_bytes,
-      std::optional<py::function> weight_fn,
-      int64_t max_retries,
-      int64_t pieces,
-      bool lockstep)
+  PythonSizer(const std::vector<std::shared_ptr<Reducer>>& reducers,
+              std::vector<at::Tensor> outside, std::vector<at::Tensor> buffers,
+              std::vector<c10::Device> devices,
+              const std::vector<std::pair<py::function, py::function>>& keepers,
+              const py::function& required_bytes, std::optional<py::function> weight_fn,
+              int64_t max_retries, int64_t pieces, bool lockstep)
       : weight_fn_(std::move(weight_fn)),
-        sizer_(
-            StepGroup({reducers.begin(), reducers.end()}, std::move(outside)),
-            Transaction(std::move(buffers), devices),
-            {max_retries, pieces, lockstep, devices.at(0), [required_bytes] {
-               return call_python([&] { return required_bytes().cast<int64_t>(); });
-             }}) {
+        sizer_(StepGroup({reducers.begin(), reducers.end()}, std::move(outside)),
+               Transaction(std::move(buffers), devices),
+               {max_retries, pieces, lockstep, devices.at(0), [required_bytes] {
+                  return call_python([&] { return required_bytes().cast<int64_t>(); });
+                }}) {
     for (const auto& [capture, restore] : keepers) {
       sizer_.transaction().add(keeper_of(capture, restore));
     }
   }
 
-  Outcome step(
-      const std::optional<py::object>& batch,
-      const py::object& loss_fn,
-      const py::object& model,
-      std::optional<std::vector<int64_t>> split,
-      const std::optional<py::object>& error) {
+  Outcome step(const std::optional<py::object>& batch, const py::object& loss_fn,
+               const py::object& model, std::optional<std::vector<int64_t>> split,
+               const std::optional<py::object>& error) {
     StepInput input = input_of(batch);
     if (error) {
       input.error = as_exception(*error);
@@ -109,8 +97,9 @@ class PythonSizer {
     PieceWork work;
     work.forward = [&](int64_t begin, int64_t end) {
       return call_python([&] {
-        TORCH_CHECK_VALUE(
-            batch_, "a rank without any data cannot take part in the model's own collectives (lockstep: true)");
+        TORCH_CHECK_VALUE(batch_,
+                          "a rank without any data cannot take part in the model's own collectives "
+                          "(lockstep: true)");
         return as_piece_loss(loss_fn(model, slice_rows(batch_, rows_, begin, end)), end - begin);
       });
     };
@@ -129,9 +118,7 @@ class PythonSizer {
     sizer_.announce_next(next ? Next::yes : Next::no, input_of(next));
   }
 
-  BatchSizer& sizer() {
-    return sizer_;
-  }
+  BatchSizer& sizer() { return sizer_; }
 
  private:
   StepInput input_of(const std::optional<py::object>& batch) const {
@@ -139,7 +126,7 @@ class PythonSizer {
     if (!batch) {
       return input;
     }
-    try { // what is wrong here must fail the step, not this call: the other ranks wait
+    try {  // what is wrong here must fail the step, not this call: the other ranks wait
       input.rows = rows_of(*batch);
       if (weight_fn_) {
         input.weight = py::float_((*weight_fn_)(*batch)).cast<double>();
@@ -152,18 +139,19 @@ class PythonSizer {
 
   std::optional<py::function> weight_fn_;
   BatchSizer sizer_;
-  py::object batch_; ///< the last one: gives empty pieces in lockstep
+  py::object batch_;  ///< the last one: gives empty pieces in lockstep
   int64_t rows_ = 0;
 };
 
 std::string to_string(const Outcome& outcome) {
   std::ostringstream out;
-  out << "Outcome(loss=" << outcome.loss << ", weight=" << outcome.weight << ", pieces=" << outcome.pieces
-      << ", retries=" << outcome.retries << ", peak_bytes=" << outcome.peak_bytes << ", last="
-      << (outcome.last ? "True" : "False") << ")";
+  out << "Outcome(loss=" << outcome.loss << ", weight=" << outcome.weight
+      << ", pieces=" << outcome.pieces << ", retries=" << outcome.retries
+      << ", peak_bytes=" << outcome.peak_bytes << ", last=" << (outcome.last ? "True" : "False")
+      << ")";
   return out.str();
 }
-} // namespace
+}  // namespace
 
 void bind_sizer(py::module_& m) {
   py::class_<AttemptNote>(m, "Attempt", "One try of a step.")
@@ -182,56 +170,37 @@ void bind_sizer(py::module_& m) {
       .def_readonly("attempts", &Outcome::attempts)
       .def("__repr__", &to_string);
   py::class_<PythonSizer>(m, "BatchSizer")
-      .def(
-          py::init<
-              const std::vector<std::shared_ptr<Reducer>>&,
-              std::vector<at::Tensor>,
-              std::vector<at::Tensor>,
-              std::vector<c10::Device>,
-              const std::vector<std::pair<py::function, py::function>>&,
-              const py::function&,
-              std::optional<py::function>,
-              int64_t,
-              int64_t,
-              bool>(),
-          py::kw_only(),
-          py::arg("reducers"),
-          py::arg("outside"),
-          py::arg("buffers"),
-          py::arg("devices"),
-          py::arg("keepers"),
-          py::arg("required_bytes"),
-          py::arg("weight_fn"),
-          py::arg("max_retries"),
-          py::arg("pieces"),
-          py::arg("lockstep"))
-      .def(
-          "step",
-          &PythonSizer::step,
-          py::arg("batch"),
-          py::arg("loss_fn"),
-          py::arg("model"),
-          py::arg("split"),
-          py::arg("error"))
+      .def(py::init<const std::vector<std::shared_ptr<Reducer>>&, std::vector<at::Tensor>,
+                    std::vector<at::Tensor>, std::vector<c10::Device>,
+                    const std::vector<std::pair<py::function, py::function>>&, const py::function&,
+                    std::optional<py::function>, int64_t, int64_t, bool>(),
+           py::kw_only(), py::arg("reducers"), py::arg("outside"), py::arg("buffers"),
+           py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"), py::arg("weight_fn"),
+           py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"))
+      .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
+           py::arg("split"), py::arg("error"))
       .def("begin_loop", &PythonSizer::begin_loop, py::arg("first"))
       .def("announce_next", &PythonSizer::announce_next, py::arg("next"))
       .def(
           "announce_failure",
           [](PythonSizer& self, bool out_of_memory, const std::string& text) {
             const py::gil_scoped_release no_gil;
-            self.sizer().announce_failure(out_of_memory ? FailureKind::out_of_memory : FailureKind::error, text);
+            self.sizer().announce_failure(
+                out_of_memory ? FailureKind::out_of_memory : FailureKind::error, text);
           },
-          py::arg("out_of_memory"),
-          py::arg("text"))
+          py::arg("out_of_memory"), py::arg("text"))
       .def_property_readonly("steps", [](PythonSizer& self) { return self.sizer().steps(); })
       .def_property_readonly("calls", [](PythonSizer& self) { return self.sizer().calls(); })
       .def_property_readonly("at_end", [](PythonSizer& self) { return self.sizer().at_end(); })
-      .def_property_readonly("world_size", [](PythonSizer& self) { return self.sizer().world_size(); })
+      .def_property_readonly("world_size",
+                             [](PythonSizer& self) { return self.sizer().world_size(); })
       .def("state", [](PythonSizer& self) { return self.sizer().state(); })
       .def(
           "load_state",
-          [](PythonSizer& self, const std::map<std::string, double>& state) { self.sizer().load_state(state); },
+          [](PythonSizer& self, const std::map<std::string, double>& state) {
+            self.sizer().load_state(state);
+          },
           py::arg("state"));
 }
 
-} // namespace brimful
+}  // namespace brimful

@@ -19,13 +19,14 @@ namespace {
 
 // Ranks that disagree on their number would wait for each other until the timeout. Each compares itself with rank 0 and
 // leaves its own number only after it has read rank 0's, which may serve the store and goes away on an error.
-void require_same_world_size(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size) {
+void require_same_world_size(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                             int world_size) {
   const auto key = [](int of_rank) { return "world_size/" + std::to_string(of_rank); };
   const auto text = std::to_string(world_size);
   const std::vector<uint8_t> own(text.begin(), text.end());
   const auto require_same = [&](int other, const std::vector<uint8_t>& theirs) {
-    TORCH_CHECK_VALUE(theirs == own, "ranks disagree on the world size (rank ", rank, ": ", world_size, ", rank ",
-                      other, ": ", std::string(theirs.begin(), theirs.end()),
+    TORCH_CHECK_VALUE(theirs == own, "ranks disagree on the world size (rank ", rank, ": ",
+                      world_size, ", rank ", other, ": ", std::string(theirs.begin(), theirs.end()),
                       "); start all ranks with the same WORLD_SIZE");
   };
   if (rank == 0) {

@@ -13,15 +13,14 @@ namespace brimful {
 namespace {
 constexpr size_t kBroadcastBytes = size_t{25} << 20;
 
-std::vector<std::string> describe_model(
-    const std::vector<at::Tensor>& parameters,
-    const std::vector<std::string>& names,
-    const std::string& plan) {
+std::vector<std::string> describe_model(const std::vector<at::Tensor>& parameters,
+                                        const std::vector<std::string>& names,
+                                        const std::string& plan) {
   std::vector<std::string> lines;
   for (size_t i = 0; i < parameters.size(); ++i) {
     std::ostringstream line;
-    line << "parameter " << i << (i < names.size() ? " '" + names[i] + "'" : "") << " is " << parameters[i].sizes()
-         << " " << c10::toString(parameters[i].scalar_type());
+    line << "parameter " << i << (i < names.size() ? " '" + names[i] + "'" : "") << " is "
+         << parameters[i].sizes() << " " << c10::toString(parameters[i].scalar_type());
     lines.push_back(line.str());
   }
   lines.push_back("buckets are planned as\n" + plan);
@@ -29,7 +28,7 @@ std::vector<std::string> describe_model(
 }
 
 uint64_t hash_lines(const std::vector<std::string>& lines) {
-  uint64_t hash = 14695981039346656037ULL; // FNV-1a
+  uint64_t hash = 14695981039346656037ULL;  // FNV-1a
   for (const auto& line : lines) {
     for (const auto byte : line + "\n") {
       hash = (hash ^ static_cast<uint8_t>(byte)) * 1099511628211ULL;
@@ -56,20 +55,18 @@ std::vector<std::string> split_records(const std::vector<uint8_t>& bytes) {
     const auto& theirs = models[rank];
     for (size_t i = 0; i < std::min(mine.size(), theirs.size()); ++i) {
       if (mine[i] != theirs[i]) {
-        throw PlanMismatch(
-            "the ranks' models differ: on rank 0 " + mine[i] + ", on rank " + std::to_string(rank) + " " + theirs[i] +
-            "; build the same model on every rank");
+        throw PlanMismatch("the ranks' models differ: on rank 0 " + mine[i] + ", on rank " +
+                           std::to_string(rank) + " " + theirs[i] +
+                           "; build the same model on every rank");
       }
     }
   }
   throw PlanMismatch("the ranks' models differ; build the same model on every rank");
 }
-} // namespace
+}  // namespace
 
-std::vector<std::vector<uint8_t>> exchange_bytes(
-    const Group& group,
-    c10::Device device,
-    const std::vector<uint8_t>& own) {
+std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device device,
+                                                 const std::vector<uint8_t>& own) {
   const auto size = static_cast<int64_t>(own.size());
   const int64_t ranks = group->getSize();
   auto all = at::zeros({ranks, size}, at::kByte);
@@ -86,12 +83,9 @@ std::vector<std::vector<uint8_t>> exchange_bytes(
   return result;
 }
 
-void require_same_model(
-    const Group& group,
-    c10::Device device,
-    const std::vector<at::Tensor>& parameters,
-    const std::vector<std::string>& names,
-    const std::string& plan) {
+void require_same_model(const Group& group, c10::Device device,
+                        const std::vector<at::Tensor>& parameters,
+                        const std::vector<std::string>& names, const std::string& plan) {
   const auto lines = describe_model(parameters, names, plan);
   std::string text;
   for (const auto& line : lines) {
@@ -101,7 +95,8 @@ void require_same_model(
   std::vector<uint8_t> head_bytes(sizeof(head));
   std::memcpy(head_bytes.data(), head, sizeof(head));
   const auto heads = exchange_bytes(group, device, head_bytes);
-  if (std::all_of(heads.begin(), heads.end(), [&](const auto& other) { return other == heads[0]; })) {
+  if (std::all_of(heads.begin(), heads.end(),
+                  [&](const auto& other) { return other == heads[0]; })) {
     return;
   }
   uint64_t longest = 0;
@@ -131,4 +126,4 @@ void broadcast_from_rank_0(const Group& group, const std::vector<at::Tensor>& te
   c10d::broadcast_coalesced(group, detached, kBroadcastBytes);
 }
 
-} // namespace brimful
+}  // namespace brimful

@@ -13,8 +13,10 @@
 namespace brimful {
 namespace {
 constexpr int64_t kAlignmentBytes = 64;
-constexpr int64_t kSparseDim = 1; // as of an embedding's gradient; gloo kills a process whose peer sends another one
-constexpr int64_t kSmallNumel = 32768; // below, an own loop beats the dispatcher; above, ATen's vectorised one wins
+constexpr int64_t kSparseDim =
+    1;  // as of an embedding's gradient; gloo kills a process whose peer sends another one
+constexpr int64_t kSmallNumel =
+    32768;  // below, an own loop beats the dispatcher; above, ATen's vectorised one wins
 
 int64_t aligned(int64_t numel, int64_t element_bytes) {
   const int64_t step = kAlignmentBytes / element_bytes;
@@ -47,9 +49,10 @@ bool copy_small(const at::Tensor& view, const at::Tensor& gradient, double scale
 
 bool try_copy_small(const at::Tensor& view, const at::Tensor& gradient, double scale) {
   const bool alike = view.numel() <= kSmallNumel && view.is_cpu() && gradient.is_cpu() &&
-      gradient.layout() == at::kStrided && gradient.scalar_type() == view.scalar_type() &&
-      gradient.strides() == view.strides() && view.is_non_overlapping_and_dense() && !gradient.is_conj() &&
-      !gradient.is_neg();
+                     gradient.layout() == at::kStrided &&
+                     gradient.scalar_type() == view.scalar_type() &&
+                     gradient.strides() == view.strides() && view.is_non_overlapping_and_dense() &&
+                     !gradient.is_conj() && !gradient.is_neg();
   if (!alike) {
     return false;
   }
@@ -78,14 +81,10 @@ void with_elements(const at::Tensor& buffer, const Visit& visit) {
       TORCH_INTERNAL_ASSERT(false, "no bucket has this dtype: ", buffer.scalar_type());
   }
 }
-} // namespace
+}  // namespace
 
-Bucket make_bucket(
-    const BucketPlan::Bucket& plan,
-    int64_t index,
-    int64_t tail_numel,
-    const std::vector<at::Tensor>& parameters,
-    std::vector<Slot>& slots) {
+Bucket make_bucket(const BucketPlan::Bucket& plan, int64_t index, int64_t tail_numel,
+                   const std::vector<at::Tensor>& parameters, std::vector<Slot>& slots) {
   Bucket bucket;
   bucket.parameters = plan.parameters;
   if (plan.sparse) {
@@ -101,7 +100,8 @@ Bucket make_bucket(
   for (const auto i : plan.parameters) {
     numel += aligned(reals * parameters[i].numel(), element_bytes);
   }
-  bucket.flat = at::zeros({numel + tail_numel}, at::TensorOptions().dtype(dtype).device(plan.device));
+  bucket.flat =
+      at::zeros({numel + tail_numel}, at::TensorOptions().dtype(dtype).device(plan.device));
   // Not views to autograd: LibTorch's zero_grad() detaches gradients in place, which views refuse.
   const at::AutoDispatchBelowADInplaceOrView no_view_metadata;
   bucket.gradients = bucket.flat.narrow(0, 0, numel);
@@ -154,4 +154,4 @@ void read_bytes(const at::Tensor& buffer, int64_t offset, uint8_t* bytes, int64_
   });
 }
 
-} // namespace brimful
+}  // namespace brimful

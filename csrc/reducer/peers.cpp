@@ -8,7 +8,7 @@
 
 namespace brimful {
 namespace {
-constexpr int64_t kMissingPatience = 2000; // ms
+constexpr int64_t kMissingPatience = 2000;  // ms
 constexpr const char* kMemoryPrefix = "out of memory: ";
 
 std::vector<uint8_t> as_bytes(const std::string& text) {
@@ -18,7 +18,7 @@ std::vector<uint8_t> as_bytes(const std::string& text) {
 std::string as_text(const std::vector<uint8_t>& bytes) {
   return {bytes.begin(), bytes.end()};
 }
-} // namespace
+}  // namespace
 
 std::string Reducer::State::failure_key(int64_t at_step, int of_rank) const {
   return key + "failed/" + std::to_string(at_step) + "/" + std::to_string(of_rank);
@@ -34,7 +34,8 @@ void Reducer::publish_failure(FailureKind kind, const std::string& text) {
     // The first words stay: later ones know less.
     s.store->compareSet(s.failure_key(s.step, s.rank), {}, as_bytes(words));
   } catch (const std::exception& e) {
-    log(LogLevel::warning, std::string("could not leave word of a failure for the other ranks: ") + e.what());
+    log(LogLevel::warning,
+        std::string("could not leave word of a failure for the other ranks: ") + e.what());
   }
 }
 
@@ -55,7 +56,8 @@ std::string Reducer::read_failure(int rank, int64_t patience_ms) {
 void Reducer::abandon(FailureKind kind, const std::string& text) {
   auto& s = *s_;
   publish_failure(kind, text);
-  s.broken = std::make_exception_ptr(std::runtime_error("this rank left a step whose collectives it could not match"));
+  s.broken = std::make_exception_ptr(
+      std::runtime_error("this rank left a step whose collectives it could not match"));
   try {
     s.group->abort();
   } catch (const std::exception& e) {
@@ -74,7 +76,7 @@ std::optional<PeerFailure> Reducer::failed_peer() {
         return PeerFailure{rank, as_text(s.store->get(key))};
       }
     } catch (const std::exception&) {
-      return std::nullopt; // the store's rank died
+      return std::nullopt;  // the store's rank died
     }
   }
   return std::nullopt;
@@ -84,7 +86,8 @@ void Reducer::throw_broken(const std::string& cause) {
   auto& s = *s_;
   const auto at_step = s.step - 1;
   const auto here = s.key + "broken/";
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(kMissingPatience);
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::milliseconds(kMissingPatience);
   std::string missing;
   int first = -1;
   // A rank that also finds the group broken says so; one that failed left its words. Who does neither is missing.
@@ -94,7 +97,8 @@ void Reducer::throw_broken(const std::string& cause) {
       const bool has_words = s.store->check({failed});
       if (has_words || std::chrono::steady_clock::now() > deadline) {
         missing += (missing.empty() ? "rank " : "; rank ") + std::to_string(rank) +
-            (has_words ? " failed: " + as_text(s.store->get(failed)) : " did not come (it left its loop, died or hangs)");
+                   (has_words ? " failed: " + as_text(s.store->get(failed))
+                              : " did not come (it left its loop, died or hangs)");
         first = first < 0 ? rank : first;
         return;
       }
@@ -111,14 +115,15 @@ void Reducer::throw_broken(const std::string& cause) {
       }
     }
   } catch (const std::exception&) {
-    missing += std::string(missing.empty() ? "" : "; ") + "the store is gone too (the rank that serves it died)";
+    missing += std::string(missing.empty() ? "" : "; ") +
+               "the store is gone too (the rank that serves it died)";
   }
   detail::throw_rank_failed(
-      first,
-      at_step,
-      missing.find(kMemoryPrefix) == std::string::npos ? FailureKind::error : FailureKind::out_of_memory,
+      first, at_step,
+      missing.find(kMemoryPrefix) == std::string::npos ? FailureKind::error
+                                                       : FailureKind::out_of_memory,
       "the process group broke in step " + std::to_string(at_step) + ": " +
           (missing.empty() ? "no rank is missing" : missing) + " (cause: " + cause + ")");
 }
 
-} // namespace brimful
+}  // namespace brimful

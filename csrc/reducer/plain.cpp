@@ -13,9 +13,9 @@
 
 namespace brimful {
 namespace {
-constexpr int64_t kTextPatience = 1000; // ms
+constexpr int64_t kTextPatience = 1000;  // ms
 constexpr const char* kUnknown = "unknown (see that rank's own output)";
-} // namespace
+}  // namespace
 
 void Reducer::prepare_forward() {
   auto& s = *s_;
@@ -26,7 +26,7 @@ void Reducer::prepare_forward() {
     }
   }
   if (s.forward_open && !s.aborted) {
-    abort_step(FailureKind::error, kUnknown); // the last forward never ended
+    abort_step(FailureKind::error, kUnknown);  // the last forward never ended
   }
   settle();
   s.forward_open = s.sync && at::GradMode::is_enabled();
@@ -54,7 +54,7 @@ bool Reducer::begin_plain_backward() {
   auto& s = *s_;
   const auto* selected = torch::autograd::get_current_graph_task_exec_info();
   if (selected == nullptr || !selected->empty()) {
-    return false; // autograd.grad or backward(inputs=...): not a training step's backward
+    return false;  // autograd.grad or backward(inputs=...): not a training step's backward
   }
   struct Guard {
     std::weak_ptr<Reducer> reducer;
@@ -86,7 +86,8 @@ bool Reducer::begin_plain_backward() {
     s.record.verdict = Verdict::ok;
     s.record.weight = 1;
     if (s.untold) {
-      s.record.verdict = s.untold->first == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed;
+      s.record.verdict =
+          s.untold->first == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed;
       publish_failure(s.untold->first, s.untold->second);
       s.untold.reset();
     }
@@ -122,15 +123,14 @@ void Reducer::end_plain_backward() {
     const auto text = read_failure(rank, kTextPatience);
     if (first < 0) {
       first = rank;
-      memory = records[rank].verdict == Verdict::failed_memory || text.rfind("out of memory", 0) == 0;
+      memory =
+          records[rank].verdict == Verdict::failed_memory || text.rfind("out of memory", 0) == 0;
     }
     words += (words.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + text;
   }
-  detail::throw_rank_failed(
-      first,
-      s.step - 1,
-      memory ? FailureKind::out_of_memory : FailureKind::error,
-      "step " + std::to_string(s.step - 1) + " failed on " + words);
+  detail::throw_rank_failed(first, s.step - 1,
+                            memory ? FailureKind::out_of_memory : FailureKind::error,
+                            "step " + std::to_string(s.step - 1) + " failed on " + words);
 }
 
 void Reducer::plain_backward_died() noexcept {
@@ -144,7 +144,8 @@ void Reducer::plain_backward_died() noexcept {
     } else if (!s.in_scope) {
       // The error is not known here, but a refused allocation is evidence enough for its kind.
       const bool memory = memory::stats(s.device).ooms > s.ooms_before;
-      abort_step(memory ? FailureKind::out_of_memory : FailureKind::error, memory ? "an allocation was refused in backward" : "");
+      abort_step(memory ? FailureKind::out_of_memory : FailureKind::error,
+                 memory ? "an allocation was refused in backward" : "");
     }
   } catch (const std::exception& e) {
     log(LogLevel::error, std::string("could not announce the failure of this rank: ") + e.what());
@@ -174,7 +175,7 @@ void Reducer::settle() {
   if (!s.aborted) {
     return;
   }
-  publish_failure(FailureKind::error, kUnknown); // kept only where no words were left yet
+  publish_failure(FailureKind::error, kUnknown);  // kept only where no words were left yet
   s.aborted = false;
   finish();
   discard();
@@ -193,7 +194,8 @@ void Reducer::end_scope_ok() {
 void Reducer::end_scope_failed(FailureKind kind, const std::string& text) {
   auto& s = *s_;
   s.in_scope = false;
-  if (s.scope_step == s.step) { // no collective of this step has ended: the other ranks wait for it
+  if (s.scope_step ==
+      s.step) {  // no collective of this step has ended: the other ranks wait for it
     announce_failure(kind, text, 0);
   } else if (s.stands) {
     s.untold = {kind, text};
@@ -209,7 +211,8 @@ void Reducer::announce_failure(FailureKind kind, const std::string& text, int64_
   }
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
   const auto done = [&] {
-    return std::all_of(s.buckets.begin(), s.buckets.end(), [](const auto& b) { return !b.work || b.work->isCompleted(); });
+    return std::all_of(s.buckets.begin(), s.buckets.end(),
+                       [](const auto& b) { return !b.work || b.work->isCompleted(); });
   };
   while (!done() && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -228,4 +231,4 @@ bool Reducer::sync() const {
   return s_->sync;
 }
 
-} // namespace brimful
+}  // namespace brimful

@@ -19,7 +19,8 @@ bool is_alias(const at::Tensor& gradient, const at::Tensor& view) {
   return gradient.layout() == at::kStrided && gradient.const_data_ptr() == view.const_data_ptr();
 }
 
-std::vector<ParameterInfo> infos_of(const std::vector<at::Tensor>& parameters, const std::vector<bool>& sparse) {
+std::vector<ParameterInfo> infos_of(const std::vector<at::Tensor>& parameters,
+                                    const std::vector<bool>& sparse) {
   std::vector<ParameterInfo> infos;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& p = parameters[i];
@@ -35,19 +36,17 @@ void require_parameters(const std::vector<at::Tensor>& parameters) {
         "only leaves that require a gradient can be reduced; leave frozen parameters out");
   }
 }
-} // namespace
+}  // namespace
 
-std::shared_ptr<Reducer> Reducer::create(
-    std::vector<at::Tensor> parameters,
-    std::vector<at::Tensor> buffers,
-    const Group& group,
-    const ReducerOptions& options) {
-  TORCH_CHECK_VALUE(group, "no process group (group: null); call init_process_group or init_from_env first");
+std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
+                                         std::vector<at::Tensor> buffers, const Group& group,
+                                         const ReducerOptions& options) {
+  TORCH_CHECK_VALUE(
+      group, "no process group (group: null); call init_process_group or init_from_env first");
   require_parameters(parameters);
   const auto infos = infos_of(parameters, options.sparse);
-  const auto plan = plan_buckets(
-      infos,
-      {static_cast<int64_t>(options.first_bucket_cap_mb * kMiB), static_cast<int64_t>(options.bucket_cap_mb * kMiB)});
+  const auto plan = plan_buckets(infos, {static_cast<int64_t>(options.first_bucket_cap_mb * kMiB),
+                                         static_cast<int64_t>(options.bucket_cap_mb * kMiB)});
 
   auto state = std::make_unique<State>();
   auto& s = *state;
@@ -69,18 +68,23 @@ std::shared_ptr<Reducer> Reducer::create(
   if (!options.broadcast_buffers) {
     buffers.clear();
   }
-  std::erase_if(buffers, [&](const auto& buffer) { return buffer.device() != s.device || buffer.numel() == 0; });
+  std::erase_if(buffers, [&](const auto& buffer) {
+    return buffer.device() != s.device || buffer.numel() == 0;
+  });
   const auto count = static_cast<int64_t>(parameters.size());
-  s.tail.emplace(count, s.rank, s.world_size, std::move(buffers), c10::toRealValueType(plan.buckets.back().dtype));
+  s.tail.emplace(count, s.rank, s.world_size, std::move(buffers),
+                 c10::toRealValueType(plan.buckets.back().dtype));
   s.slots.resize(parameters.size());
   for (const auto& bucket : plan.buckets) {
     const auto index = static_cast<int64_t>(s.buckets.size());
     const bool last = index + 1 == static_cast<int64_t>(plan.buckets.size());
-    s.buckets.push_back(make_bucket(bucket, index, last ? s.tail->numel() : 0, parameters, s.slots));
+    s.buckets.push_back(
+        make_bucket(bucket, index, last ? s.tail->numel() : 0, parameters, s.slots));
   }
   const auto& last = s.buckets.back().flat;
   s.tail->attach(last.narrow(0, last.numel() - s.tail->numel(), s.tail->numel()));
-  s.exchange_buffer = at::zeros({s.world_size * kRecordBytes}, at::TensorOptions().dtype(at::kFloat).device(s.device));
+  s.exchange_buffer = at::zeros({s.world_size * kRecordBytes},
+                                at::TensorOptions().dtype(at::kFloat).device(s.device));
   s.seen.assign(parameters.size(), -1);
   s.used.assign(parameters.size(), 0);
   s.parameters = std::move(parameters);
@@ -109,8 +113,8 @@ void Reducer::add_hooks() {
       }
       return outputs;
     };
-    s_->hook_keys.push_back(
-        accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(std::move(hook))));
+    s_->hook_keys.push_back(accumulator->add_post_hook(
+        std::make_unique<torch::autograd::utils::LambdaPostHook>(std::move(hook))));
     s_->accumulators.push_back(std::move(accumulator));
   }
 }
@@ -153,13 +157,14 @@ void Reducer::on_late_gradient(int64_t parameter) {
   auto& s = *s_;
   s.late = true;
   s.launch_late = true;
-  const auto name = static_cast<size_t>(parameter) < s.names.size() ? s.names[parameter] : std::to_string(parameter);
-  TORCH_CHECK(
-      false,
-      "a parameter got a second gradient after its bucket had left (parameter: ",
-      name,
-      "); a module used several times under reentrant checkpointing does that. From now on buckets leave after backward: "
-      "repeat the step (a BatchSizer does so by itself), or pass use_reentrant=False to checkpoint");
+  const auto name = static_cast<size_t>(parameter) < s.names.size() ? s.names[parameter]
+                                                                    : std::to_string(parameter);
+  TORCH_CHECK(false,
+              "a parameter got a second gradient after its bucket had left (parameter: ", name,
+              "); a module used several times under reentrant checkpointing does that. From now on "
+              "buckets leave after backward: "
+              "repeat the step (a BatchSizer does so by itself), or pass use_reentrant=False to "
+              "checkpoint");
 }
 
 void Reducer::fill(int64_t index) {
@@ -214,7 +219,8 @@ void Reducer::advance_early() {
   if (!s.launching || s.launch_late) {
     return;
   }
-  while (s.next < s.last() && s.buckets[s.next].pending == 0 && (s.before == nullptr || s.before->early_left())) {
+  while (s.next < s.last() && s.buckets[s.next].pending == 0 &&
+         (s.before == nullptr || s.before->early_left())) {
     if (s.mode == State::Mode::plain || s.buckets[s.next].parameters.empty()) {
       fill(s.next);
     }
@@ -347,7 +353,7 @@ void Reducer::accept(double scale, bool keep_unused) {
   for (size_t i = 0; i < s.parameters.size(); ++i) {
     const auto& slot = s.slots[i];
     if (slot.view.defined() && s.used[i] != 0) {
-      continue; // its gradient is the view since fill()
+      continue;  // its gradient is the view since fill()
     }
     auto& gradient = s.parameters[i].mutable_grad();
     if (keep_unused && s.tail->users(static_cast<int64_t>(i)) == 0) {
@@ -435,4 +441,4 @@ std::string Reducer::plan() const {
   return s_->plan;
 }
 
-} // namespace brimful
+}  // namespace brimful

@@ -8,7 +8,7 @@ void copy(T* __restrict to, const T* __restrict from, int64_t count, T factor) {
     to[i] = from[i] * factor;
   }
 }
-} // namespace
+}  // namespace
 
 void scaled_copy(float* to, const float* from, int64_t count, float factor) {
   copy(to, from, count, factor);
@@ -18,4 +18,4 @@ void scaled_copy(double* to, const double* from, int64_t count, double factor) {
   copy(to, from, count, factor);
 }
 
-} // namespace brimful
+}  // namespace brimful

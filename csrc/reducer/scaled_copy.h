@@ -7,4 +7,4 @@ namespace brimful {
 void scaled_copy(float* to, const float* from, int64_t count, float factor);
 void scaled_copy(double* to, const double* from, int64_t count, double factor);
 
-} // namespace brimful
+}  // namespace brimful

@@ -10,7 +10,8 @@
 
 namespace brimful {
 
-Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers, c10::ScalarType dtype)
+Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers,
+           c10::ScalarType dtype)
     : parameters_(parameters),
       rank_(rank),
       world_size_(world_size),
@@ -19,7 +20,8 @@ Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor>
       used_(parameters) {
   for (auto& buffer : buffers) {
     const bool as_bytes = buffer.scalar_type() != dtype;
-    const int64_t numel = buffer.numel() * (as_bytes ? static_cast<int64_t>(buffer.element_size()) : 1);
+    const int64_t numel =
+        buffer.numel() * (as_bytes ? static_cast<int64_t>(buffer.element_size()) : 1);
     riders_.push_back({std::move(buffer), numel_, numel, as_bytes});
     numel_ += numel;
   }
@@ -27,16 +29,14 @@ Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor>
 
 void Tail::attach(at::Tensor region) {
   region_ = std::move(region);
-  const auto host = at::TensorOptions().dtype(region_.scalar_type()).pinned_memory(region_.is_cuda());
+  const auto host =
+      at::TensorOptions().dtype(region_.scalar_type()).pinned_memory(region_.is_cuda());
   outgoing_ = at::zeros({head_numel_}, host);
   incoming_ = region_.is_cpu() ? region_.narrow(0, 0, head_numel_) : at::zeros({head_numel_}, host);
 }
 
-void Tail::write(
-    const std::vector<uint8_t>& used,
-    const ControlRecord& record,
-    const at::Tensor& loss_sum,
-    int buffer_source) {
+void Tail::write(const std::vector<uint8_t>& used, const ControlRecord& record,
+                 const at::Tensor& loss_sum, int buffer_source) {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
   auto own = record;
@@ -48,7 +48,8 @@ void Tail::write(
   write_bytes(outgoing_, record_offset(rank_), bytes.data(), kRecordBytes);
   region_.narrow(0, 0, head_numel_).copy_(outgoing_, /*non_blocking=*/true);
   if (loss_sum.defined() && !loss_sum.is_cpu()) {
-    region_.narrow(0, record_offset(rank_) + kLossSumOffset, 8).copy_(loss_sum.reshape({1}).view(at::kByte));
+    region_.narrow(0, record_offset(rank_) + kLossSumOffset, 8)
+        .copy_(loss_sum.reshape({1}).view(at::kByte));
   }
   if (riders_.empty()) {
     return;
@@ -59,7 +60,8 @@ void Tail::write(
   }
   for (const auto& rider : riders_) {
     const auto values = rider.buffer.detach().reshape({-1});
-    region_.narrow(0, rider.offset, rider.numel).copy_(rider.as_bytes ? values.view(at::kByte) : values);
+    region_.narrow(0, rider.offset, rider.numel)
+        .copy_(rider.as_bytes ? values.view(at::kByte) : values);
   }
 }
 
@@ -67,7 +69,8 @@ void Tail::read() {
   if (!region_.is_cpu()) {
     incoming_.copy_(region_.narrow(0, 0, head_numel_), /*non_blocking=*/true);
     c10::Event arrived(region_.device().type());
-    arrived.record(c10::impl::VirtualGuardImpl(region_.device().type()).getStream(region_.device()));
+    arrived.record(
+        c10::impl::VirtualGuardImpl(region_.device().type()).getStream(region_.device()));
     arrived.synchronize();
   }
   read_bytes(incoming_, 0, used_.data(), parameters_);
@@ -91,4 +94,4 @@ void Tail::write_back_buffers() {
   }
 }
 
-} // namespace brimful
+}  // namespace brimful

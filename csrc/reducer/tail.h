@@ -13,28 +13,20 @@ namespace brimful {
 /// bytes.
 class Tail {
  public:
-  Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers, c10::ScalarType dtype);
-  int64_t numel() const {
-    return numel_;
-  }
+  Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers,
+       c10::ScalarType dtype);
+  int64_t numel() const { return numel_; }
   /// `region`: the numel() last elements of the bucket.
   void attach(at::Tensor region);
 
   /// `loss_sum` (0-dim float64 on the region's device), where defined, stands in for record.loss_sum: no wait for it.
-  void write(
-      const std::vector<uint8_t>& used,
-      const ControlRecord& record,
-      const at::Tensor& loss_sum,
-      int buffer_source);
+  void write(const std::vector<uint8_t>& used, const ControlRecord& record,
+             const at::Tensor& loss_sum, int buffer_source);
   /// The one host wait of a step: on CUDA for an event behind an asynchronous copy.
   void read();
-  const std::vector<ControlRecord>& records() const {
-    return records_;
-  }
+  const std::vector<ControlRecord>& records() const { return records_; }
   /// How many ranks used the parameter in this step (255: or more); valid after read().
-  int users(int64_t parameter) const {
-    return used_[parameter];
-  }
+  int users(int64_t parameter) const { return used_[parameter]; }
   /// Gives the buffers the values of the source rank, without a bump of their version: a graph may hold them.
   void write_back_buffers();
 
@@ -42,17 +34,15 @@ class Tail {
   struct Rider {
     at::Tensor buffer;
     int64_t offset = 0;
-    int64_t numel = 0; ///< elements of the region
+    int64_t numel = 0;  ///< elements of the region
     bool as_bytes = false;
   };
-  int64_t record_offset(int rank) const {
-    return parameters_ + rank * kRecordBytes;
-  }
+  int64_t record_offset(int rank) const { return parameters_ + rank * kRecordBytes; }
 
   int64_t parameters_;
   int rank_;
   int world_size_;
-  int64_t head_numel_; ///< used flags and records, staged through host memory
+  int64_t head_numel_;  ///< used flags and records, staged through host memory
   int64_t numel_;
   std::vector<Rider> riders_;
   at::Tensor region_;
@@ -62,4 +52,4 @@ class Tail {
   std::vector<ControlRecord> records_;
 };
 
-} // namespace brimful
+}  // namespace brimful

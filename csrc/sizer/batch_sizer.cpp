@@ -37,23 +37,23 @@ std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Verdict v
 
 struct Running {
   explicit Running(bool& flag) : flag_(flag) {
-    TORCH_CHECK_VALUE(!flag, "step is running already; a step cannot contain another one of the same sizer");
+    TORCH_CHECK_VALUE(
+        !flag, "step is running already; a step cannot contain another one of the same sizer");
     flag = true;
   }
-  ~Running() {
-    flag_ = false;
-  }
+  ~Running() { flag_ = false; }
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
   bool& flag_;
 };
-} // namespace
+}  // namespace
 
 BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptions options)
     : group_(std::move(group)), transaction_(std::move(transaction)), options_(std::move(options)) {
-  TORCH_CHECK_VALUE(
-      options_.max_retries >= 0, "max_retries must not be negative (max_retries: ", options_.max_retries, ")");
-  TORCH_CHECK_VALUE(options_.pieces >= 1, "a batch has at least one piece (pieces: ", options_.pieces, ")");
+  TORCH_CHECK_VALUE(options_.max_retries >= 0,
+                    "max_retries must not be negative (max_retries: ", options_.max_retries, ")");
+  TORCH_CHECK_VALUE(options_.pieces >= 1,
+                    "a batch has at least one piece (pieces: ", options_.pieces, ")");
 }
 
 double BatchSizer::own_weight(const StepInput& input) const {
@@ -76,7 +76,8 @@ int64_t BatchSizer::wanted_pieces(const StepInput& input) const {
   if (input.split) {
     return static_cast<int64_t>(input.split->size());
   }
-  return piece_rows_ > 0 ? pieces_for(*input.rows, piece_rows_) : std::min(options_.pieces, *input.rows);
+  return piece_rows_ > 0 ? pieces_for(*input.rows, piece_rows_)
+                         : std::min(options_.pieces, *input.rows);
 }
 
 void BatchSizer::adopt(const std::vector<ControlRecord>& records) {
@@ -111,7 +112,7 @@ bool BatchSizer::begin_loop(Next next, const StepInput& first) {
 
 void BatchSizer::announce_failure(FailureKind kind, const std::string& text) {
   if (!agreed_) {
-    group_.exchange({}); // the others begin their step with one
+    group_.exchange({});  // the others begin their step with one
   }
   agreed_ = false;
   group_.run_failed(kind, text, {});
@@ -122,23 +123,19 @@ void BatchSizer::check_input(const StepInput& input) {
   if (input.error) {
     std::rethrow_exception(input.error);
   }
-  TORCH_CHECK_VALUE(
-      !input.rows || *input.rows > 0, "the batch is empty (rows: 0); pass NO_DATA where this rank has none");
+  TORCH_CHECK_VALUE(!input.rows || *input.rows > 0,
+                    "the batch is empty (rows: 0); pass NO_DATA where this rank has none");
   if (input.weight) {
     TORCH_CHECK_VALUE(
         std::isfinite(*input.weight) && *input.weight >= 0,
-        "the weight of a batch must be finite and not negative (weight: ",
-        *input.weight,
-        ")");
+        "the weight of a batch must be finite and not negative (weight: ", *input.weight, ")");
   }
   if (input.split) {
     const auto sum = std::accumulate(input.split->begin(), input.split->end(), int64_t{0});
     TORCH_CHECK_VALUE(
-        input.rows && sum == *input.rows && std::all_of(input.split->begin(), input.split->end(), [](auto n) { return n > 0; }),
-        "split does not cover the batch (sum of split: ",
-        sum,
-        ", rows: ",
-        input.rows.value_or(0),
+        input.rows && sum == *input.rows &&
+            std::all_of(input.split->begin(), input.split->end(), [](auto n) { return n > 0; }),
+        "split does not cover the batch (sum of split: ", sum, ", rows: ", input.rows.value_or(0),
         ")");
   }
   const auto limit = memory::stats(options_.device).limit_bytes;
@@ -147,9 +144,7 @@ void BatchSizer::check_input(const StepInput& input) {
     TORCH_CHECK_VALUE(
         *limit >= required,
         "the memory limit is below what parameters, gradients and optimizer state take (limit: ",
-        format_bytes(*limit),
-        ", needed before any sample: ",
-        format_bytes(required),
+        format_bytes(*limit), ", needed before any sample: ", format_bytes(required),
         "); raise it or shard the model");
   }
   checked_limit_ = limit;
@@ -167,11 +162,13 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
     bad_input = std::current_exception();
   }
   if (!agreed_) {
-    adopt(group_.exchange(bad_input ? ControlRecord{} : record_for(input.rows ? Next::yes : Next::no, input)));
+    adopt(group_.exchange(bad_input ? ControlRecord{}
+                                    : record_for(input.rows ? Next::yes : Next::no, input)));
   }
   agreed_ = false;
   if (next_.next == Next::unknown) {
-    next_.next_pieces = record_for(Next::unknown, input).next_pieces; // as if the next batch were like this one
+    next_.next_pieces =
+        record_for(Next::unknown, input).next_pieces;  // as if the next batch were like this one
   }
   if (bad_input) {
     at_end_ = nobody_continues(group_.run_failed(FailureKind::error, describe(bad_input), next_));
@@ -182,7 +179,8 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
   try {
     auto outcome = run(input, work);
     next_ = {};
-    next_.step_ms = std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - begin).count();
+    next_.step_ms =
+        std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - begin).count();
     ++steps_;
     return outcome;
   } catch (...) {
@@ -203,17 +201,17 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
   attempt.lockstep = lockstep;
   attempt.buffer_source = buffer_source_;
   attempt.ref = std::isfinite(announced_total_) && announced_total_ > 0 ? announced_total_
-      : last_total_ > 0                                                 ? last_total_
+                : last_total_ > 0                                       ? last_total_
                                                                         : 1;
   attempt.record = next_;
   attempt.record.verdict = input.rows ? Verdict::ok : Verdict::no_data;
-  const auto watched = PieceWork{
-      [&](int64_t first, int64_t end) {
-        auto piece = work.forward(first, end);
-        own_weights_ = own_weights_ || piece.weight != static_cast<double>(end - first);
-        return piece;
-      },
-      work.backward};
+  const auto watched =
+      PieceWork{[&](int64_t first, int64_t end) {
+                  auto piece = work.forward(first, end);
+                  own_weights_ = own_weights_ || piece.weight != static_cast<double>(end - first);
+                  return piece;
+                },
+                work.backward};
   while (true) {
     if (input.split && outcome.retries == 0) {
       attempt.split = *input.split;
@@ -271,7 +269,8 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, StepInput input, Ou
   if (result.own == Own::out_of_memory) {
     split_finer(*input.rows, outcome);
   } else {
-    log(LogLevel::info, "step " + std::to_string(steps_) + " is repeated for rank " + join(note.ran_out));
+    log(LogLevel::info,
+        "step " + std::to_string(steps_) + " is repeated for rank " + join(note.ran_out));
   }
   return false;
 }
@@ -281,23 +280,27 @@ void BatchSizer::split_finer(int64_t rows, Outcome& outcome) {
   outcome.pieces = finer(rows, before);
   piece_rows_ = pieces_for(rows, outcome.pieces);
   std::ostringstream line;
-  line << "rank " << group_.rank() << " ran out of memory in step " << steps_ << ": a batch of " << rows
-       << " is repeated in " << outcome.pieces << " pieces instead of " << before;
+  line << "rank " << group_.rank() << " ran out of memory in step " << steps_ << ": a batch of "
+       << rows << " is repeated in " << outcome.pieces << " pieces instead of " << before;
   log(LogLevel::warning, line.str());
 }
 
 void BatchSizer::throw_failure(const AttemptResult& result, const Outcome& outcome) {
-  const bool too_large = result.own == AttemptResult::Own::out_of_memory &&
+  const bool too_large =
+      result.own == AttemptResult::Own::out_of_memory &&
       (result.records.empty() || result.records[group_.rank()].verdict == Verdict::failed_memory);
   if (too_large) {
     std::ostringstream text;
-    text << (result.records.empty() ? "in lockstep no rank may split further by itself: memory ran out"
-                                    : "no split of the batch fits")
+    text << (result.records.empty()
+                 ? "in lockstep no rank may split further by itself: memory ran out"
+                 : "no split of the batch fits")
          << " on rank " << group_.rank() << " (device: " << options_.device
          << ", pieces: " << outcome.split.size() << ", largest piece: "
-         << (outcome.split.empty() ? 0 : *std::max_element(outcome.split.begin(), outcome.split.end()))
+         << (outcome.split.empty() ? 0
+                                   : *std::max_element(outcome.split.begin(), outcome.split.end()))
          << " rows, retries: " << outcome.retries << ", max_retries: " << options_.max_retries
-         << "); give the device more memory, use a smaller model or input, or checkpoint activations. The last error was: "
+         << "); give the device more memory, use a smaller model or input, or checkpoint "
+            "activations. The last error was: "
          << result.text;
     throw BatchTooLarge(text.str());
   }
@@ -307,8 +310,7 @@ void BatchSizer::throw_failure(const AttemptResult& result, const Outcome& outco
     failed = ranks_with(result.records, Verdict::failed);
   }
   detail::throw_rank_failed(
-      failed.empty() ? -1 : failed.front(),
-      steps_,
+      failed.empty() ? -1 : failed.front(), steps_,
       memory ? FailureKind::out_of_memory : FailureKind::error,
       "step " + std::to_string(steps_) + " failed on " + group_.failure_texts(result.records));
 }
@@ -330,18 +332,12 @@ void BatchSizer::load_state(const std::map<std::string, double>& state) {
   const double piece_rows = get("piece_rows");
   const double last_total = get("last_total");
   const double steps = get("steps");
-  TORCH_CHECK_VALUE(
-      piece_rows >= 0 && last_total >= 0 && steps >= 0,
-      "the sizer's state is not one that state_dict gave (piece_rows: ",
-      piece_rows,
-      ", last_total: ",
-      last_total,
-      ", steps: ",
-      steps,
-      ")");
+  TORCH_CHECK_VALUE(piece_rows >= 0 && last_total >= 0 && steps >= 0,
+                    "the sizer's state is not one that state_dict gave (piece_rows: ", piece_rows,
+                    ", last_total: ", last_total, ", steps: ", steps, ")");
   piece_rows_ = static_cast<int64_t>(piece_rows);
   last_total_ = last_total;
   steps_ = static_cast<int64_t>(steps);
 }
 
-} // namespace brimful
+}  // namespace brimful

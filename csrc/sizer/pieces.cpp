@@ -6,7 +6,8 @@
 namespace brimful {
 
 std::vector<int64_t> split_rows(int64_t rows, int64_t pieces) {
-  TORCH_CHECK_VALUE(rows >= 0 && pieces >= 1, "cannot split a batch (rows: ", rows, ", pieces: ", pieces, ")");
+  TORCH_CHECK_VALUE(rows >= 0 && pieces >= 1, "cannot split a batch (rows: ", rows,
+                    ", pieces: ", pieces, ")");
   std::vector<int64_t> split(pieces, rows / pieces);
   std::for_each(split.begin(), split.begin() + rows % pieces, [](int64_t& size) { ++size; });
   return split;
@@ -20,4 +21,4 @@ int64_t finer(int64_t rows, int64_t pieces) {
   return std::min(rows, 2 * pieces);
 }
 
-} // namespace brimful
+}  // namespace brimful

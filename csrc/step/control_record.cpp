@@ -24,7 +24,7 @@ void for_each_field(Record& record, const Visit& visit) {
 }
 static_assert(1 + 1 + 2 + 8 * 4 + 4 == kRecordBytes);
 static_assert(kLossSumOffset == 1 + 1 + 2 + 8);
-} // namespace
+}  // namespace
 
 RecordBytes encode(const ControlRecord& record) {
   RecordBytes bytes{};
@@ -76,13 +76,14 @@ double next_total_weight(const std::vector<ControlRecord>& records) {
 }
 
 bool nobody_continues(const std::vector<ControlRecord>& records) {
-  return std::all_of(records.begin(), records.end(), [](const auto& record) { return record.next == Next::no; });
+  return std::all_of(records.begin(), records.end(),
+                     [](const auto& record) { return record.next == Next::no; });
 }
 
 int lowest_next_rank(const std::vector<ControlRecord>& records) {
-  const auto found =
-      std::find_if(records.begin(), records.end(), [](const auto& record) { return record.next == Next::yes; });
+  const auto found = std::find_if(records.begin(), records.end(),
+                                  [](const auto& record) { return record.next == Next::yes; });
   return found == records.end() ? 0 : static_cast<int>(found - records.begin());
 }
 
-} // namespace brimful
+}  // namespace brimful

@@ -25,15 +25,17 @@ constexpr std::array<std::string_view, 14> kOutOfMemoryTexts{
     "std::bad_alloc",
 };
 constexpr size_t kMaxDescription = 2000;
-} // namespace
+}  // namespace
 
 bool is_out_of_memory_message(std::string_view message) {
-  const auto contains = [&](std::string_view text) { return message.find(text) != std::string_view::npos; };
+  const auto contains = [&](std::string_view text) {
+    return message.find(text) != std::string_view::npos;
+  };
   if (contains("NCCL")) {
     return false;
   }
   return std::any_of(kOutOfMemoryTexts.begin(), kOutOfMemoryTexts.end(), contains) ||
-      (contains("unable to mmap") && contains("Cannot allocate memory"));
+         (contains("unable to mmap") && contains("Cannot allocate memory"));
 }
 
 bool is_out_of_memory(const std::exception_ptr& error) {
@@ -70,4 +72,4 @@ std::string describe(const std::exception_ptr& error) {
   return text;
 }
 
-} // namespace brimful
+}  // namespace brimful

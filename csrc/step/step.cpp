@@ -9,49 +9,42 @@
 
 namespace brimful {
 namespace {
-constexpr int64_t kTextPatience = 1000; // how long the others wait for the words of a rank that failed, in ms
+constexpr int64_t kTextPatience =
+    1000;  // how long the others wait for the words of a rank that failed, in ms
 
 void require_loss(const PieceLoss& piece) {
-  TORCH_CHECK_TYPE(piece.loss.defined(), "the loss function returned no tensor; return the mean loss, or (mean loss, weight)");
-  TORCH_CHECK_VALUE(
-      piece.loss.numel() == 1,
-      "the loss is not a scalar (shape: ",
-      piece.loss.sizes(),
-      "); return its mean over the piece");
-  TORCH_CHECK_VALUE(
-      std::isfinite(piece.weight) && piece.weight >= 0,
-      "the weight of a piece must be finite and not negative (weight: ",
-      piece.weight,
-      ")");
-  TORCH_CHECK_VALUE(
-      piece.weight == 0 || piece.loss.requires_grad(),
-      "the loss needs no gradient (requires_grad: false); compute it from the model's output outside no_grad");
+  TORCH_CHECK_TYPE(
+      piece.loss.defined(),
+      "the loss function returned no tensor; return the mean loss, or (mean loss, weight)");
+  TORCH_CHECK_VALUE(piece.loss.numel() == 1,
+                    "the loss is not a scalar (shape: ", piece.loss.sizes(),
+                    "); return its mean over the piece");
+  TORCH_CHECK_VALUE(std::isfinite(piece.weight) && piece.weight >= 0,
+                    "the weight of a piece must be finite and not negative (weight: ", piece.weight,
+                    ")");
+  TORCH_CHECK_VALUE(piece.weight == 0 || piece.loss.requires_grad(),
+                    "the loss needs no gradient (requires_grad: false); compute it from the "
+                    "model's output outside no_grad");
 }
 
 bool has_nonzero(const at::Tensor& gradient) {
   const auto values = gradient.is_sparse() ? gradient._values() : gradient;
   return at::any(values != 0).item<bool>();
 }
-} // namespace
+}  // namespace
 
-StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants, std::vector<at::Tensor> outside)
+StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants,
+                     std::vector<at::Tensor> outside)
     : participants_(std::move(participants)), outside_(std::move(outside)) {
   for (size_t i = 0; i < participants_.size(); ++i) {
     const auto& participant = participants_[i];
     TORCH_CHECK_VALUE(
         participant->rank() == rank() && participant->world_size() == world_size(),
-        "modules of one step must share rank and world size (rank: ",
-        participant->rank(),
-        " of ",
-        participant->world_size(),
-        ", first module's: ",
-        rank(),
-        " of ",
-        world_size(),
+        "modules of one step must share rank and world size (rank: ", participant->rank(), " of ",
+        participant->world_size(), ", first module's: ", rank(), " of ", world_size(),
         "); wrap them with the same process group");
-    participant->set_order(
-        i == 0 ? nullptr : participants_[i - 1].get(),
-        i + 1 == participants_.size() ? nullptr : participants_[i + 1].get());
+    participant->set_order(i == 0 ? nullptr : participants_[i - 1].get(),
+                           i + 1 == participants_.size() ? nullptr : participants_[i + 1].get());
   }
 }
 
@@ -68,7 +61,8 @@ int64_t StepGroup::step() const {
 }
 
 std::vector<ControlRecord> StepGroup::exchange(const ControlRecord& record) {
-  return participants_.empty() ? std::vector<ControlRecord>{record} : participants_[0]->exchange(record);
+  return participants_.empty() ? std::vector<ControlRecord>{record}
+                               : participants_[0]->exchange(record);
 }
 
 void StepGroup::require_empty_gradients() {
@@ -78,15 +72,14 @@ void StepGroup::require_empty_gradients() {
     if (!gradient.defined()) {
       return;
     }
-    TORCH_CHECK_VALUE(
-        !has_nonzero(gradient),
-        "a gradient is not empty at the step's start (shape: ",
-        parameter.sizes(),
-        "); call optimizer.zero_grad() before every step");
+    TORCH_CHECK_VALUE(!has_nonzero(gradient),
+                      "a gradient is not empty at the step's start (shape: ", parameter.sizes(),
+                      "); call optimizer.zero_grad() before every step");
     gradient.reset();
   };
   for (const auto& participant : participants_) {
-    std::for_each(participant->parameters().begin(), participant->parameters().end(), require_empty);
+    std::for_each(participant->parameters().begin(), participant->parameters().end(),
+                  require_empty);
   }
   std::for_each(outside_.begin(), outside_.end(), require_empty);
 }
@@ -119,7 +112,8 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
       for (const auto& participant : participants_) {
         participant->begin_piece(last);
       }
-      work.backward(piece.loss, at::full_like(piece.loss, piece.weight / attempt.ref, at::TensorOptions().requires_grad(false)));
+      work.backward(piece.loss, at::full_like(piece.loss, piece.weight / attempt.ref,
+                                              at::TensorOptions().requires_grad(false)));
     }
   }
   complete();
@@ -162,9 +156,12 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
     return result;
   }
   result.text = describe(result.error);
-  const bool late = std::any_of(
-      participants_.begin(), participants_.end(), [](const auto& participant) { return participant->late_gradient(); });
-  result.own = late ? Own::late_gradient : is_out_of_memory(result.error) ? Own::out_of_memory : Own::error;
+  const bool late =
+      std::any_of(participants_.begin(), participants_.end(),
+                  [](const auto& participant) { return participant->late_gradient(); });
+  result.own = late                             ? Own::late_gradient
+               : is_out_of_memory(result.error) ? Own::out_of_memory
+                                                : Own::error;
   if (result.own != Own::error) {
     result.error = nullptr;
   }
@@ -179,15 +176,18 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
     leave_lockstep(result);
     return result;
   }
-  const bool can_retry = result.own == Own::late_gradient ? attempt.retries_left
-                                                          : result.own == Own::out_of_memory && attempt.can_split && attempt.retries_left;
+  const bool can_retry =
+      result.own == Own::late_gradient
+          ? attempt.retries_left
+          : result.own == Own::out_of_memory && attempt.can_split && attempt.retries_left;
   if (can_retry && result.own == Own::out_of_memory && result.buckets_left == 0) {
     result.retry_alone = true;
     return result;
   }
   auto verdict = Verdict::retry;
   if (!can_retry) {
-    const auto kind = result.own == Own::out_of_memory ? FailureKind::out_of_memory : FailureKind::error;
+    const auto kind =
+        result.own == Own::out_of_memory ? FailureKind::out_of_memory : FailureKind::error;
     verdict = result.own == Own::out_of_memory ? Verdict::failed_memory : Verdict::failed;
     publish_failure(kind, result.text);
   }
@@ -205,15 +205,14 @@ void StepGroup::leave_lockstep(const AttemptResult& result) {
   if (peer) {
     const bool peer_memory = peer->text.rfind("out of memory", 0) == 0;
     detail::throw_rank_failed(
-        peer->rank,
-        step() - 1,
-        peer_memory ? FailureKind::out_of_memory : FailureKind::error,
-        "rank " + std::to_string(peer->rank) + " failed between collectives of the model: " + peer->text +
-            " (here: " + result.text + ")");
+        peer->rank, step() - 1, peer_memory ? FailureKind::out_of_memory : FailureKind::error,
+        "rank " + std::to_string(peer->rank) + " failed between collectives of the model: " +
+            peer->text + " (here: " + result.text + ")");
   }
 }
 
-std::vector<ControlRecord> StepGroup::run_failed(FailureKind kind, const std::string& text, const ControlRecord& record) {
+std::vector<ControlRecord> StepGroup::run_failed(FailureKind kind, const std::string& text,
+                                                 const ControlRecord& record) {
   publish_failure(kind, text);
   for (const auto& participant : participants_) {
     participant->begin_attempt(0);
@@ -275,7 +274,9 @@ std::string StepGroup::failure_texts(const std::vector<ControlRecord>& records) 
     if (!is_failure(records[rank].verdict)) {
       continue;
     }
-    const auto text = participants_.empty() ? "" : participants_[0]->read_failure(static_cast<int>(rank), kTextPatience);
+    const auto text = participants_.empty()
+                          ? ""
+                          : participants_[0]->read_failure(static_cast<int>(rank), kTextPatience);
     texts += (texts.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + text;
   }
   return texts;
@@ -297,7 +298,8 @@ int64_t StepGroup::launched() const {
 
 bool StepGroup::gradients_complete() const {
   return !participants_.empty() &&
-      std::all_of(participants_.begin(), participants_.end(), [](const auto& p) { return p->gradients_complete(); });
+         std::all_of(participants_.begin(), participants_.end(),
+                     [](const auto& p) { return p->gradients_complete(); });
 }
 
-} // namespace brimful
+}  // namespace brimful

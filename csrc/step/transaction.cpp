@@ -18,7 +18,7 @@ void set_generator_state(c10::Device device, const at::Tensor& state) {
   const std::lock_guard<std::mutex> lock(generator.mutex());
   generator.set_state(state);
 }
-} // namespace
+}  // namespace
 
 Transaction::Transaction(std::vector<at::Tensor> buffers, std::vector<c10::Device> devices)
     : buffers_(std::move(buffers)), devices_(std::move(devices)) {
@@ -69,4 +69,4 @@ void Transaction::restore() {
   }
 }
 
-} // namespace brimful
+}  // namespace brimful

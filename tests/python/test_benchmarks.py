@@ -111,7 +111,7 @@ class TestIntervals:
     def test_drift_common_to_a_round_cancels(self):
         drift = [10.0 * k for k in range(1, 31)]
         found = intervals.overhead_ratio(
-            [d + 1 for d in drift], [d + 4 for d in drift], [d for d in drift]
+            [d + 1 for d in drift], [d + 4 for d in drift], list(drift)
         )
         assert (found.low, found.value, found.high) == pytest.approx((0.25, 0.25, 0.25))
 

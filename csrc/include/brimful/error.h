@@ -16,16 +16,10 @@ class BRIMFUL_API RankFailed : public c10::Error {
  public:
   RankFailed(int rank, int64_t step, FailureKind kind, const std::string& message);
   /// The lowest rank that failed, or -1 where the process group broke and nobody left word.
-  int rank() const {
-    return rank_;
-  }
+  int rank() const { return rank_; }
   /// The step's number, counted from 0 by the reducer.
-  int64_t step() const {
-    return step_;
-  }
-  FailureKind kind() const {
-    return kind_;
-  }
+  int64_t step() const { return step_; }
+  FailureKind kind() const { return kind_; }
 
  private:
   int rank_;
@@ -60,8 +54,9 @@ class BRIMFUL_API PlanMismatch : public c10::ValueError {
 namespace detail {
 /// Throws RankOutOfMemory or RankFailed by `kind`. A binding may put its own thrower in front (errors that cross the
 /// autograd engine keep only types that the engine's caller knows).
-[[noreturn]] BRIMFUL_API void throw_rank_failed(int rank, int64_t step, FailureKind kind, const std::string& message);
+[[noreturn]] BRIMFUL_API void throw_rank_failed(int rank, int64_t step, FailureKind kind,
+                                                const std::string& message);
 using RankFailedThrower = std::function<void(const RankFailed&)>;
 BRIMFUL_API void set_rank_failed_thrower(RankFailedThrower thrower);
-} // namespace detail
-} // namespace brimful
+}  // namespace detail
+}  // namespace brimful

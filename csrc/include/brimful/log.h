@@ -18,4 +18,4 @@ BRIMFUL_API void set_log_level(LogLevel level);
 BRIMFUL_API LogLevel log_level();
 BRIMFUL_API void log(LogLevel level, const std::string& line);
 
-} // namespace brimful
+}  // namespace brimful

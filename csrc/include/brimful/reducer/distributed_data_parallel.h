@@ -19,10 +19,9 @@ template <typename Module>
 class DistributedDataParallel {
  public:
   /// A collective; see Reducer::create for its errors. Parameters that need no gradient stay out of it.
-  DistributedDataParallel(
-      std::shared_ptr<Module> module,
-      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-      ReducerOptions options = {})
+  DistributedDataParallel(std::shared_ptr<Module> module,
+                          const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                          ReducerOptions options = {})
       : module_(std::move(module)) {
     std::vector<at::Tensor> parameters;
     for (const auto& item : module_->named_parameters()) {
@@ -52,26 +51,19 @@ class DistributedDataParallel {
     } catch (...) {
       const auto error = std::current_exception();
       reducer_->end_scope_failed(
-          is_out_of_memory(error) ? FailureKind::out_of_memory : FailureKind::error, describe(error));
+          is_out_of_memory(error) ? FailureKind::out_of_memory : FailureKind::error,
+          describe(error));
       throw;
     }
     reducer_->end_scope_ok();
   }
 
-  Module* operator->() {
-    return module_.get();
-  }
-  const std::shared_ptr<Module>& module() const {
-    return module_;
-  }
-  const std::shared_ptr<Reducer>& reducer() const {
-    return reducer_;
-  }
+  Module* operator->() { return module_.get(); }
+  const std::shared_ptr<Module>& module() const { return module_; }
+  const std::shared_ptr<Reducer>& reducer() const { return reducer_; }
 
  private:
-  void watch(const at::Tensor& output) {
-    reducer_->watch(output);
-  }
+  void watch(const at::Tensor& output) { reducer_->watch(output); }
   template <typename... T>
   void watch(const std::tuple<T...>& outputs) {
     std::apply([&](const auto&... output) { (watch(output), ...); }, outputs);
@@ -83,10 +75,10 @@ class DistributedDataParallel {
     }
   }
   template <typename T>
-  void watch(const T& /*other*/) {} // the first gradient's hook begins the backward instead
+  void watch(const T& /*other*/) {}  // the first gradient's hook begins the backward instead
 
   std::shared_ptr<Module> module_;
   std::shared_ptr<Reducer> reducer_;
 };
 
-} // namespace brimful
+}  // namespace brimful

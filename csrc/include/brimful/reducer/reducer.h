@@ -16,10 +16,11 @@ namespace brimful {
 struct ReducerOptions {
   double bucket_cap_mb = 25;
   double first_bucket_cap_mb = 1;
-  bool broadcast_buffers = true; ///< buffers agree after every step: those of the lowest rank that had data
-  bool synchronise_at_start = true; ///< give all ranks the parameters and buffers of rank 0
-  std::vector<std::string> names; ///< of the parameters, for messages
-  std::vector<bool> sparse; ///< by parameter: its gradient will be a sparse tensor
+  bool broadcast_buffers =
+      true;  ///< buffers agree after every step: those of the lowest rank that had data
+  bool synchronise_at_start = true;  ///< give all ranks the parameters and buffers of rank 0
+  std::vector<std::string> names;    ///< of the parameters, for messages
+  std::vector<bool> sparse;          ///< by parameter: its gradient will be a sparse tensor
 };
 
 /// Sums gradients over the ranks of a process group in buckets that leave during backward. One collective a bucket and
@@ -31,11 +32,10 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   /// A collective: all ranks construct at the same time.
   /// @throws PlanMismatch on every rank if their models differ; c10::ValueError if no parameter needs a gradient or
   /// the group is null
-  static std::shared_ptr<Reducer> create(
-      std::vector<at::Tensor> parameters,
-      std::vector<at::Tensor> buffers,
-      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-      const ReducerOptions& options = {});
+  static std::shared_ptr<Reducer> create(std::vector<at::Tensor> parameters,
+                                         std::vector<at::Tensor> buffers,
+                                         const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                         const ReducerOptions& options = {});
   ~Reducer() override;
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -116,4 +116,4 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   std::unique_ptr<State> s_;
 };
 
-} // namespace brimful
+}  // namespace brimful

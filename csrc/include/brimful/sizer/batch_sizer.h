@@ -15,10 +15,11 @@
 namespace brimful {
 
 struct BatchSizerOptions {
-  int64_t max_retries = 8; ///< repeats of one step, alone or agreed
-  int64_t pieces = 1; ///< of the first batch
-  bool lockstep = false; ///< the model has collectives of its own: all ranks run the same number of pieces
-  c10::Device device = c10::Device(c10::DeviceType::CPU); ///< whose peak and limit count
+  int64_t max_retries = 8;  ///< repeats of one step, alone or agreed
+  int64_t pieces = 1;       ///< of the first batch
+  bool lockstep =
+      false;  ///< the model has collectives of its own: all ranks run the same number of pieces
+  c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count
   /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
   std::function<int64_t()> required_bytes;
 };
@@ -26,28 +27,29 @@ struct BatchSizerOptions {
 /// One try of a step.
 struct AttemptNote {
   int64_t pieces = 0;
-  std::vector<int> ran_out; ///< ranks that ran out of memory in it, empty for the one that stands
-  int64_t buckets_left = 0; ///< of this rank, when its work ended
-  bool alone = false; ///< repeated without telling the other ranks
+  std::vector<int> ran_out;  ///< ranks that ran out of memory in it, empty for the one that stands
+  int64_t buckets_left = 0;  ///< of this rank, when its work ended
+  bool alone = false;        ///< repeated without telling the other ranks
 };
 
 struct Outcome {
-  double loss = 0; ///< weighted mean over all samples of all ranks
-  double weight = 0; ///< of all ranks
-  int64_t pieces = 0; ///< on this rank
-  std::vector<int64_t> split; ///< rows per piece; a step given the same split repeats it bit by bit
+  double loss = 0;     ///< weighted mean over all samples of all ranks
+  double weight = 0;   ///< of all ranks
+  int64_t pieces = 0;  ///< on this rank
+  std::vector<int64_t>
+      split;  ///< rows per piece; a step given the same split repeats it bit by bit
   int64_t retries = 0;
-  int64_t peak_bytes = 0; ///< of this rank's device during the step, retries included
-  bool last = false; ///< no rank has another batch
+  int64_t peak_bytes = 0;  ///< of this rank's device during the step, retries included
+  bool last = false;       ///< no rank has another batch
   std::vector<AttemptNote> attempts;
 };
 
 /// What a rank brings to a step.
 struct StepInput {
-  std::optional<int64_t> rows; ///< nothing: this rank has no data
-  std::optional<double> weight; ///< known beforehand; default: rows
-  std::optional<std::vector<int64_t>> split; ///< rows per piece to begin with
-  std::exception_ptr error; ///< what is wrong with the batch: fails the step on all ranks
+  std::optional<int64_t> rows;                ///< nothing: this rank has no data
+  std::optional<double> weight;               ///< known beforehand; default: rows
+  std::optional<std::vector<int64_t>> split;  ///< rows per piece to begin with
+  std::exception_ptr error;  ///< what is wrong with the batch: fails the step on all ranks
 };
 
 template <typename Loader>
@@ -61,10 +63,10 @@ class BRIMFUL_API BatchSizer {
   BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptions options = {});
   /// For one wrapped module, such as a DistributedDataParallel; `options.device` is that of its parameters.
   template <typename Model>
-    requires requires(Model& model) {
-      model.reducer()->parameters();
-      model.module()->buffers();
-    }
+  requires requires(Model& model) {
+    model.reducer()->parameters();
+    model.module()->buffers();
+  }
   explicit BatchSizer(Model& model, BatchSizerOptions options = {});
 
   /// Fills the gradients of one step, and returns when all ranks agree on how it ended.
@@ -101,22 +103,12 @@ class BRIMFUL_API BatchSizer {
   std::map<std::string, double> state() const;
   void load_state(const std::map<std::string, double>& state);
   /// Of the last step: no rank has another batch.
-  bool at_end() const {
-    return at_end_;
-  }
-  int64_t steps() const {
-    return steps_;
-  }
+  bool at_end() const { return at_end_; }
+  int64_t steps() const { return steps_; }
   /// Of step(), the ones that failed included.
-  int64_t calls() const {
-    return calls_;
-  }
-  Transaction& transaction() {
-    return transaction_;
-  }
-  int world_size() const {
-    return group_.world_size();
-  }
+  int64_t calls() const { return calls_; }
+  Transaction& transaction() { return transaction_; }
+  int world_size() const { return group_.world_size(); }
 
  private:
   ControlRecord record_for(Next next, const StepInput& input) const;
@@ -133,20 +125,20 @@ class BRIMFUL_API BatchSizer {
   Transaction transaction_;
   BatchSizerOptions options_;
   bool running_ = false;
-  bool agreed_ = false; ///< the records of an exchange or of the last step hold for the next one
-  int64_t piece_rows_ = 0; ///< rows of a piece that fits; 0: not known yet
+  bool agreed_ = false;  ///< the records of an exchange or of the last step hold for the next one
+  int64_t piece_rows_ = 0;  ///< rows of a piece that fits; 0: not known yet
   int64_t steps_ = 0;
   int64_t calls_ = 0;
   double last_total_ = 0;
   double announced_total_ = 0;
-  int64_t announced_pieces_ = 1; ///< the most that a rank wants
+  int64_t announced_pieces_ = 1;  ///< the most that a rank wants
   int buffer_source_ = 0;
   bool at_end_ = false;
-  bool own_weights_ = false; ///< the loss function gives weights that are not known beforehand
+  bool own_weights_ = false;  ///< the loss function gives weights that are not known beforehand
   std::optional<int64_t> checked_limit_;
   ControlRecord next_;
 };
 
-} // namespace brimful
+}  // namespace brimful
 
 #include <brimful/sizer/batches.h>

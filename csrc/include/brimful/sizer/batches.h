@@ -22,13 +22,13 @@ inline PieceLoss as_piece_loss(const at::Tensor& loss, int64_t rows) {
 inline PieceLoss as_piece_loss(PieceLoss loss, int64_t /*rows*/) {
   return loss;
 }
-} // namespace detail
+}  // namespace detail
 
 template <typename Model>
-  requires requires(Model& model) {
-    model.reducer()->parameters();
-    model.module()->buffers();
-  }
+requires requires(Model& model) {
+  model.reducer()->parameters();
+  model.module()->buffers();
+}
 BatchSizer::BatchSizer(Model& model, BatchSizerOptions options)
     : BatchSizer(
           StepGroup({model.reducer()}, {}),
@@ -47,7 +47,9 @@ Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn) {
     work.forward = [&](int64_t begin, int64_t end) {
       return detail::as_piece_loss(loss_fn(slice_rows(batch, begin, end)), end - begin);
     };
-    work.backward = [](const at::Tensor& loss, const at::Tensor& gradient) { loss.backward(gradient); };
+    work.backward = [](const at::Tensor& loss, const at::Tensor& gradient) {
+      loss.backward(gradient);
+    };
     return step(input_of(batch), work);
   }
 }
@@ -64,16 +66,12 @@ class Batches {
   class Iterator {
    public:
     explicit Iterator(Batches& loop) : loop_(loop) {}
-    std::optional<Batch>& operator*() {
-      return loop_.current_;
-    }
+    std::optional<Batch>& operator*() { return loop_.current_; }
     Iterator& operator++() {
       loop_.advance();
       return *this;
     }
-    bool operator==(End /*end*/) const {
-      return loop_.done_;
-    }
+    bool operator==(End /*end*/) const { return loop_.done_; }
 
    private:
     Batches& loop_;
@@ -98,14 +96,10 @@ class Batches {
     }
     return Iterator(*this);
   }
-  End end() const {
-    return {};
-  }
+  End end() const { return {}; }
 
  private:
-  StepInput input() const {
-    return next_ ? BatchSizer::input_of(*next_) : StepInput{};
-  }
+  StepInput input() const { return next_ ? BatchSizer::input_of(*next_) : StepInput{}; }
 
   void fetch() {
     next_.reset();
@@ -128,11 +122,8 @@ class Batches {
   }
 
   void advance() {
-    TORCH_CHECK(
-        sizer_.calls() > calls_,
-        "a batch was left out (steps: ",
-        sizer_.steps(),
-        "); call sizer.step for every batch of the loop");
+    TORCH_CHECK(sizer_.calls() > calls_, "a batch was left out (steps: ", sizer_.steps(),
+                "); call sizer.step for every batch of the loop");
     done_ = sizer_.at_end();
     if (!done_) {
       turn();
@@ -153,4 +144,4 @@ Batches<Loader> BatchSizer::batches(Loader& loader) {
   return Batches<Loader>(*this, loader);
 }
 
-} // namespace brimful
+}  // namespace brimful

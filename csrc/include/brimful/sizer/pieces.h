@@ -17,4 +17,4 @@ BRIMFUL_API int64_t pieces_for(int64_t rows, int64_t piece_rows);
 /// The number of pieces to try after `pieces` ran out of memory: twice as many, at most one row each. Pure.
 BRIMFUL_API int64_t finer(int64_t rows, int64_t pieces);
 
-} // namespace brimful
+}  // namespace brimful

@@ -15,7 +15,8 @@ namespace brimful {
 // For tensors, vectors, pairs, tuples, maps, and anything with `data` and `target` (torch::data::Example).
 
 inline int64_t rows_of(const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.defined() && tensor.dim() > 0, "a tensor of the batch has no dimension to split");
+  TORCH_CHECK_VALUE(tensor.defined() && tensor.dim() > 0,
+                    "a tensor of the batch has no dimension to split");
   return tensor.size(0);
 }
 
@@ -25,26 +26,27 @@ inline at::Tensor slice_rows(const at::Tensor& tensor, int64_t begin, int64_t en
 
 namespace detail {
 inline int64_t same_rows(std::optional<int64_t> before, int64_t rows) {
-  TORCH_CHECK_VALUE(
-      !before || *before == rows, "tensors of the batch disagree in size (rows: ", before.value_or(0), " and ", rows, ")");
+  TORCH_CHECK_VALUE(!before || *before == rows,
+                    "tensors of the batch disagree in size (rows: ", before.value_or(0), " and ",
+                    rows, ")");
   return rows;
 }
-} // namespace detail
+}  // namespace detail
 
 template <typename Batch>
-  requires requires(const Batch& batch) {
-    batch.data;
-    batch.target;
-  }
+requires requires(const Batch& batch) {
+  batch.data;
+  batch.target;
+}
 int64_t rows_of(const Batch& batch) {
   return detail::same_rows(rows_of(batch.data), rows_of(batch.target));
 }
 
 template <typename Batch>
-  requires requires(const Batch& batch) {
-    batch.data;
-    batch.target;
-  }
+requires requires(const Batch& batch) {
+  batch.data;
+  batch.target;
+}
 Batch slice_rows(const Batch& batch, int64_t begin, int64_t end) {
   return Batch(slice_rows(batch.data, begin, end), slice_rows(batch.target, begin, end));
 }
@@ -88,13 +90,16 @@ std::map<K, T> slice_rows(const std::map<K, T>& batch, int64_t begin, int64_t en
 template <typename... T>
 int64_t rows_of(const std::tuple<T...>& batch) {
   std::optional<int64_t> rows;
-  std::apply([&](const auto&... item) { ((rows = detail::same_rows(rows, rows_of(item))), ...); }, batch);
+  std::apply([&](const auto&... item) { ((rows = detail::same_rows(rows, rows_of(item))), ...); },
+             batch);
   return rows.value_or(0);
 }
 
 template <typename... T>
 std::tuple<T...> slice_rows(const std::tuple<T...>& batch, int64_t begin, int64_t end) {
-  return std::apply([&](const auto&... item) { return std::tuple<T...>(slice_rows(item, begin, end)...); }, batch);
+  return std::apply(
+      [&](const auto&... item) { return std::tuple<T...>(slice_rows(item, begin, end)...); },
+      batch);
 }
 
 template <typename A, typename B>
@@ -107,4 +112,4 @@ std::pair<A, B> slice_rows(const std::pair<A, B>& batch, int64_t begin, int64_t 
   return {slice_rows(batch.first, begin, end), slice_rows(batch.second, begin, end)};
 }
 
-} // namespace brimful
+}  // namespace brimful

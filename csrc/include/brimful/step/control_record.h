@@ -18,16 +18,17 @@ enum class Next : uint8_t { unknown, yes, no };
 struct ControlRecord {
   Verdict verdict = Verdict::silent;
   Next next = Next::unknown;
-  uint16_t next_pieces = 1; ///< pieces that this rank wants for its next batch (used in lockstep)
-  double weight = 0; ///< of this step on this rank
-  double loss_sum = 0; ///< sum over pieces of mean loss times weight
-  double next_weight = std::numeric_limits<double>::quiet_NaN(); ///< of the next step; NaN: not known
-  double free_bytes = 0; ///< limit minus use on the rank's main device, 0 without a limit
-  float step_ms = 0; ///< how long the rank's last step took
+  uint16_t next_pieces = 1;  ///< pieces that this rank wants for its next batch (used in lockstep)
+  double weight = 0;         ///< of this step on this rank
+  double loss_sum = 0;       ///< sum over pieces of mean loss times weight
+  double next_weight =
+      std::numeric_limits<double>::quiet_NaN();  ///< of the next step; NaN: not known
+  double free_bytes = 0;  ///< limit minus use on the rank's main device, 0 without a limit
+  float step_ms = 0;      ///< how long the rank's last step took
 };
 
 constexpr int64_t kRecordBytes = 40;
-constexpr int64_t kLossSumOffset = 12; ///< of the eight bytes of loss_sum
+constexpr int64_t kLossSumOffset = 12;  ///< of the eight bytes of loss_sum
 using RecordBytes = std::array<uint8_t, kRecordBytes>;
 
 BRIMFUL_API RecordBytes encode(const ControlRecord& record);
@@ -49,4 +50,4 @@ inline bool is_failure(Verdict verdict) {
   return verdict >= Verdict::failed;
 }
 
-} // namespace brimful
+}  // namespace brimful

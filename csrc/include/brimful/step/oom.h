@@ -15,4 +15,4 @@ BRIMFUL_API bool is_out_of_memory_message(std::string_view message);
 /// The error's own words without a C++ backtrace, cut to one paragraph of at most 2000 characters.
 BRIMFUL_API std::string describe(const std::exception_ptr& error);
 
-} // namespace brimful
+}  // namespace brimful

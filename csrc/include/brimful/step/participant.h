@@ -74,4 +74,4 @@ class BRIMFUL_API Participant {
   virtual std::optional<PeerFailure> failed_peer() = 0;
 };
 
-} // namespace brimful
+}  // namespace brimful

@@ -29,11 +29,13 @@ struct PieceWork {
 struct AttemptResult {
   enum class Own : uint8_t { done, out_of_memory, late_gradient, error };
   Own own = Own::done;
-  std::exception_ptr error; ///< set for `error` only: an out-of-memory error pins the tensors of its frames
-  std::string text; ///< of the error, out of memory or not
-  int64_t buckets_left = 0; ///< launched when the work ended
-  bool retry_alone = false; ///< no bucket had left: nobody else needs to know
-  std::vector<ControlRecord> records; ///< by rank; empty with retry_alone, and after leaving lockstep
+  std::exception_ptr
+      error;  ///< set for `error` only: an out-of-memory error pins the tensors of its frames
+  std::string text;          ///< of the error, out of memory or not
+  int64_t buckets_left = 0;  ///< launched when the work ended
+  bool retry_alone = false;  ///< no bucket had left: nobody else needs to know
+  std::vector<ControlRecord>
+      records;  ///< by rank; empty with retry_alone, and after leaving lockstep
 };
 
 /// The participants of a step in launch order, as one. Gradients of parameters outside them (a single process) are
@@ -41,7 +43,8 @@ struct AttemptResult {
 class BRIMFUL_API StepGroup {
  public:
   /// @throws c10::ValueError if two participants differ in rank or world size
-  StepGroup(std::vector<std::shared_ptr<Participant>> participants, std::vector<at::Tensor> outside);
+  StepGroup(std::vector<std::shared_ptr<Participant>> participants,
+            std::vector<at::Tensor> outside);
 
   int rank() const;
   int world_size() const;
@@ -52,19 +55,21 @@ class BRIMFUL_API StepGroup {
   void require_empty_gradients();
 
   struct Attempt {
-    std::vector<int64_t> split; ///< rows per piece; empty: this rank has no data
-    double ref = 1; ///< total weight that losses are divided by, equal on all ranks
-    ControlRecord record; ///< what is announced (verdict: ok or no_data); weight and loss are filled in
+    std::vector<int64_t> split;  ///< rows per piece; empty: this rank has no data
+    double ref = 1;              ///< total weight that losses are divided by, equal on all ranks
+    ControlRecord
+        record;  ///< what is announced (verdict: ok or no_data); weight and loss are filled in
     int buffer_source = 0;
-    bool lockstep = false; ///< pieces of weight 0 run too; no retry alone
-    bool retries_left = true; ///< false: what would be repeated fails the step instead
-    bool can_split = true; ///< false: running out of memory now fails the step
+    bool lockstep = false;     ///< pieces of weight 0 run too; no retry alone
+    bool retries_left = true;  ///< false: what would be repeated fails the step instead
+    bool can_split = true;     ///< false: running out of memory now fails the step
   };
   /// Runs the pieces and takes part in all collectives whatever happens, then waits for them.
   /// @throws RankFailed if the process group broke
   AttemptResult run(const Attempt& attempt, const PieceWork& work);
   /// Takes part in a step that has failed here before it began.
-  std::vector<ControlRecord> run_failed(FailureKind kind, const std::string& text, const ControlRecord& record);
+  std::vector<ControlRecord> run_failed(FailureKind kind, const std::string& text,
+                                        const ControlRecord& record);
 
   void accept(double scale, bool keep_unused);
   void discard();
@@ -84,8 +89,8 @@ class BRIMFUL_API StepGroup {
 
   std::vector<std::shared_ptr<Participant>> participants_;
   std::vector<at::Tensor> outside_;
-  ControlRecord own_; ///< the record of a group without participants
+  ControlRecord own_;  ///< the record of a group without participants
   at::Tensor own_loss_sum_;
 };
 
-} // namespace brimful
+}  // namespace brimful

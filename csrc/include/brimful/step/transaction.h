@@ -34,4 +34,4 @@ class BRIMFUL_API Transaction {
   std::vector<Keeper> keepers_;
 };
 
-} // namespace brimful
+}  // namespace brimful
