@@ -279,7 +279,9 @@ TEST_CASE("With a sizer no failure anywhere in a step silences a rank",
   brimful::memory::install();
   brimful::set_log_level(brimful::LogLevel::error);
   const int world_size = GENERATE(2, 3);
-  const auto cases = all_cases(world_size, 2);
+  const auto kind = GENERATE(Fault::Kind::out_of_memory, Fault::Kind::error);
+  auto cases = all_cases(world_size, 2);
+  std::erase_if(cases, [&](const auto& item) { return item.fault.kind != kind; });
   Checks checks;
   std::vector<std::vector<Run>> runs(world_size);
   std::vector<std::vector<std::vector<at::Tensor>>> states(world_size);
