@@ -34,6 +34,11 @@ class _NoData:
 NO_DATA = _NoData()
 
 
+def _announced(batch: Any) -> Any:
+    """The batch as the core takes it: `None` is no data there, and a batch that is none is a bad one."""
+    return None if batch is NO_DATA else () if batch is None else batch
+
+
 def _numpy_state() -> Any:
     numpy = sys.modules.get("numpy")
     return numpy.random.get_state() if numpy is not None else None
@@ -207,25 +212,25 @@ class BatchSizer:
         exchange between the ranks. Every batch must be given to ``step``.
         """
         core = self._core
-        source = iter(loader)
         error: BaseException | None = None
         following: Any = None
         try:
-            following = next(source, None)
+            source = iter(loader)
+            following = next(source, NO_DATA)
         except BaseException as caught:
             error = caught
-        any_rank = core.begin_loop(() if error is not None else following)
+        any_rank = core.begin_loop(_announced(following))
         if error is not None:
             self._fail(error)
         while any_rank:
             current = following
             try:
-                following = next(source, None) if current is not None else None
+                following = next(source, NO_DATA) if current is not NO_DATA else NO_DATA
             except BaseException as caught:
                 self._fail(caught)
-            core.announce_next(following)
+            core.announce_next(_announced(following))
             calls = core.calls
-            yield NO_DATA if current is None else current
+            yield current
             if core.calls == calls:
                 raise RuntimeError(
                     f"a batch was left out (steps: {core.steps}); call sizer.step for every batch"

@@ -91,6 +91,14 @@ def test_a_sizer_serves_several_loops(ranks):
     assert ranks(two_epochs_job) == [expected, expected]
 
 
+def test_a_batch_that_is_none_is_refused_and_not_taken_for_the_end():
+    net = torch.nn.Linear(2, 1)
+    sizer = brimful.BatchSizer(net)
+    with pytest.raises((TypeError, ValueError), match="batch"):
+        for batch in sizer.batches([None]):
+            sizer.step(batch, lambda model, x: model(x).mean())
+
+
 def test_a_batch_left_out_raises():
     model, sizer = single()
     stepped = []
