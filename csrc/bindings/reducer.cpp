@@ -50,6 +50,12 @@ void bind_reducer(py::module_& m) {
           },
           py::arg("out_of_memory"), py::arg("text"), NoGil())
       .def(
+          "leave_word",
+          [](Reducer& reducer, bool out_of_memory, const std::string& text) {
+            reducer.leave_word(kind_of(out_of_memory), text);
+          },
+          py::arg("out_of_memory"), py::arg("text"), NoGil())
+      .def(
           "announce_failure",
           [](Reducer& reducer, bool out_of_memory, const std::string& text, int64_t patience_ms) {
             reducer.announce_failure(kind_of(out_of_memory), text, patience_ms);

@@ -82,9 +82,9 @@ std::optional<PeerFailure> Reducer::failed_peer() {
   return std::nullopt;
 }
 
-void Reducer::throw_broken(const std::string& cause) {
+void Reducer::throw_broken(int64_t at_step, const std::string& waiting_for,
+                           const std::string& cause) {
   auto& s = *s_;
-  const auto at_step = s.step - 1;
   const auto here = s.key + "broken/";
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::milliseconds(kMissingPatience);
@@ -104,10 +104,16 @@ void Reducer::throw_broken(const std::string& cause) {
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
+    const auto elsewhere = as_text(s.store->get(here + std::to_string(rank)));
+    if (elsewhere != waiting_for) {
+      missing += (missing.empty() ? "rank " : "; rank ") + std::to_string(rank) + " waits for " +
+                 elsewhere + ", this one for " + waiting_for + " (one of them left its loop)";
+      first = first < 0 ? rank : first;
+    }
   };
   try {
     if (s.store) {
-      s.store->set(here + std::to_string(s.rank), as_bytes(std::to_string(at_step)));
+      s.store->set(here + std::to_string(s.rank), as_bytes(waiting_for));
     }
     for (int rank = 0; s.store && rank < s.world_size; ++rank) {
       if (rank != s.rank) {

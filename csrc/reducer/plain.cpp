@@ -21,9 +21,12 @@ void Reducer::prepare_forward() {
   auto& s = *s_;
   {
     const std::lock_guard<std::mutex> lock(s.mutex);
-    if (s.mode != State::Mode::idle) {
+    if (s.mode != State::Mode::idle && !s.died) {
       return;
     }
+  }
+  if (s.died) {
+    abort_step(FailureKind::error, kUnknown);  // its error was swallowed inside the scope
   }
   if (s.forward_open && !s.aborted) {
     abort_step(FailureKind::error, kUnknown);  // the last forward never ended
@@ -141,7 +144,9 @@ void Reducer::plain_backward_died() noexcept {
     }
     if (!s.launching) {
       s.mode = State::Mode::idle;
-    } else if (!s.in_scope) {
+    } else if (s.in_scope) {
+      s.died = true;
+    } else {
       // The error is not known here, but a refused allocation is evidence enough for its kind.
       const bool memory = memory::stats(s.device).ooms > s.ooms_before;
       abort_step(memory ? FailureKind::out_of_memory : FailureKind::error,
@@ -162,6 +167,7 @@ void Reducer::abort_step(FailureKind kind, const std::string& text) {
   s.loss_sum.reset();
   s.forward_open = false;
   s.aborted = true;
+  s.died = false;
   s.untold.reset();
   drain(Part::early);
   drain(Part::last);
@@ -189,6 +195,13 @@ void Reducer::begin_scope() {
 
 void Reducer::end_scope_ok() {
   s_->in_scope = false;
+  if (s_->died) {
+    abort_step(FailureKind::error, kUnknown);  // its error was swallowed inside the scope
+  }
+}
+
+void Reducer::leave_word(FailureKind kind, const std::string& text) {
+  publish_failure(kind, text);
 }
 
 void Reducer::end_scope_failed(FailureKind kind, const std::string& text) {

@@ -1,13 +1,15 @@
-// The life of a bucket: gradients come (on_gradient), the last one fills the flat buffer and p.grad becomes its view
-// (fill), buckets leave in order (launch), the last one only when the step knows its verdict (complete, drain), and one
+// The life of a bucket: each gradient moves into the flat buffer while the caches still hold it and p.grad becomes a
+// view (on_gradient, place), what did not come is filled in (fill), buckets leave in order (launch), the last one only when the step knows its verdict (complete, drain), and one
 // wait ends the step (finish).
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "reducer/reducer_state.h"
 
@@ -83,8 +85,6 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   }
   const auto& last = s.buckets.back().flat;
   s.tail->attach(last.narrow(0, last.numel() - s.tail->numel(), s.tail->numel()));
-  s.exchange_buffer = at::zeros({s.world_size * kRecordBytes},
-                                at::TensorOptions().dtype(at::kFloat).device(s.device));
   s.seen.assign(parameters.size(), -1);
   s.used.assign(parameters.size(), 0);
   s.parameters = std::move(parameters);
@@ -107,9 +107,10 @@ void Reducer::add_hooks() {
   using torch::autograd::variable_list;
   for (size_t i = 0; i < s_->parameters.size(); ++i) {
     auto accumulator = torch::autograd::impl::grad_accumulator(s_->parameters[i]);
-    auto hook = [weak = weak_from_this(), i](const variable_list& outputs, const variable_list&) {
+    auto hook = [weak = weak_from_this(), i](const variable_list& outputs,
+                                             const variable_list& gradients) {
       if (const auto reducer = weak.lock()) {
-        reducer->on_gradient(static_cast<int64_t>(i));
+        reducer->on_gradient(static_cast<int64_t>(i), gradients[0]);
       }
       return outputs;
     };
@@ -128,7 +129,7 @@ void Reducer::start_backward(bool launching) {
   }
 }
 
-void Reducer::on_gradient(int64_t parameter) {
+void Reducer::on_gradient(int64_t parameter, const at::Tensor& gradient) {
   auto& s = *s_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   if (s.mode == State::Mode::idle && !begin_plain_backward()) {
@@ -139,18 +140,17 @@ void Reducer::on_gradient(int64_t parameter) {
   if (bucket.left) {
     on_late_gradient(parameter);
   }
+  s.reentrant = s.reentrant || (s.mode == State::Mode::managed &&
+                                torch::autograd::get_current_graph_task_id() != s.graph_task);
   if (s.seen[parameter] == s.generation) {
+    add_again(parameter, gradient);
     return;
   }
   s.seen[parameter] = s.generation;
-  if (--bucket.pending > 0) {
-    return;
+  place(parameter);
+  if (--bucket.pending == 0) {
+    advance_early();
   }
-  // A plain loop scales on the way in, so there a bucket is filled when it leaves: nothing may be added after that.
-  if (s.mode == State::Mode::managed || !s.launching) {
-    fill(index);
-  }
-  advance_early();
 }
 
 void Reducer::on_late_gradient(int64_t parameter) {
@@ -167,29 +167,49 @@ void Reducer::on_late_gradient(int64_t parameter) {
               "checkpoint");
 }
 
-void Reducer::fill(int64_t index) {
+void Reducer::place(int64_t parameter) {
   auto& s = *s_;
   const at::NoGradGuard no_grad;
-  auto& bucket = s.buckets[index];
-  for (const auto i : bucket.parameters) {
-    auto& gradient = s.parameters[i].mutable_grad();
-    const auto& view = s.slots[i].view;
-    if (!gradient.defined()) {
-      if (view.defined()) {
-        view.zero_();
-      } else {
-        bucket.sparse = bucket.sparse_zero.clone();
-      }
-      continue;
+  auto& gradient = s.parameters[parameter].mutable_grad();
+  const auto& slot = s.slots[parameter];
+  auto& sparse = s.buckets[slot.bucket].sparse;
+  if (!gradient.defined()) {
+    if (slot.view.defined()) {
+      slot.view.zero_();
+    } else {
+      sparse = s.buckets[slot.bucket].sparse_zero.clone();
     }
-    s.used[i] = 1;
-    if (!view.defined()) {
-      bucket.sparse = sparse_scaled(gradient, s.scale);
-    } else if (!is_alias(gradient, view)) {
-      copy_scaled(view, gradient, s.scale);
-      gradient = view;
-    } else if (s.scale != 1) {
-      view.mul_(s.scale);
+    return;
+  }
+  s.used[parameter] = 1;
+  if (!slot.view.defined()) {
+    sparse = sparse_scaled(gradient, s.scale);
+  } else if (!is_alias(gradient, slot.view)) {
+    copy_scaled(slot.view, gradient, s.scale);
+    gradient = slot.view;
+  } else if (s.scale != 1) {
+    slot.view.mul_(s.scale);
+  }
+}
+
+void Reducer::add_again(int64_t parameter, const at::Tensor& gradient) {
+  auto& s = *s_;
+  if (s.scale == 1 || !gradient.defined()) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const auto& view = s.slots[parameter].view;
+  if (view.defined()) {
+    view.add_(gradient, s.scale - 1);  // autograd has added it as it is to what was scaled
+  } else {
+    place(parameter);
+  }
+}
+
+void Reducer::fill(int64_t index) {
+  for (const auto parameter : s_->buckets[index].parameters) {
+    if (s_->seen[parameter] != s_->generation) {
+      place(parameter);
     }
   }
 }
@@ -221,9 +241,6 @@ void Reducer::advance_early() {
   }
   while (s.next < s.last() && s.buckets[s.next].pending == 0 &&
          (s.before == nullptr || s.before->early_left())) {
-    if (s.mode == State::Mode::plain || s.buckets[s.next].parameters.empty()) {
-      fill(s.next);
-    }
     launch(s.next);
   }
   if (s.after != nullptr && s.next >= s.last()) {
@@ -248,6 +265,7 @@ void Reducer::begin_attempt(int buffer_source) {
   s.scale = 1;
   s.buffer_source = buffer_source;
   s.late = false;
+  s.reentrant = false;
   s.forward_open = false;
   std::fill(s.used.begin(), s.used.end(), uint8_t{0});
   start_backward(false);
@@ -258,6 +276,10 @@ void Reducer::begin_piece(bool last) {
   start_backward(last);
 }
 
+void Reducer::backward_began(int graph_task) {
+  s_->graph_task = graph_task;
+}
+
 void Reducer::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {
   s_->record = record;
   s_->loss_sum = loss_sum;
@@ -265,7 +287,8 @@ void Reducer::set_record(const ControlRecord& record, const at::Tensor& loss_sum
 
 bool Reducer::gradients_complete() const {
   const auto done = [](const auto& bucket) { return bucket.pending == 0; };
-  return s_->launching && std::all_of(s_->buckets.begin(), s_->buckets.end(), done);
+  return s_->launching && !s_->reentrant &&
+         std::all_of(s_->buckets.begin(), s_->buckets.end(), done);
 }
 
 void Reducer::complete(Part part) {
@@ -319,6 +342,8 @@ void Reducer::end_attempt() {
   s.mode = State::Mode::idle;
   s.launching = false;
   s.loss_sum.reset();
+  s.before = nullptr;
+  s.after = nullptr;
   ++s.step;
   ++s.counters.steps;
 }
@@ -336,7 +361,7 @@ std::vector<ControlRecord> Reducer::finish() {
     } catch (const std::exception& e) {
       cause = e.what();
     }
-    throw_broken(cause);
+    throw_broken(s.step - 1, "a step", cause);
   }
   s.tail->read();
   return s.tail->records();
@@ -353,7 +378,7 @@ void Reducer::accept(double scale, bool keep_unused) {
   for (size_t i = 0; i < s.parameters.size(); ++i) {
     const auto& slot = s.slots[i];
     if (slot.view.defined() && s.used[i] != 0) {
-      continue;  // its gradient is the view since fill()
+      continue;  // its gradient is the view since place()
     }
     auto& gradient = s.parameters[i].mutable_grad();
     if (keep_unused && s.tail->users(static_cast<int64_t>(i)) == 0) {
@@ -362,7 +387,10 @@ void Reducer::accept(double scale, bool keep_unused) {
       gradient = slot.view;
     } else {
       const auto& sum = s.buckets[slot.bucket].sparse;
-      gradient = scale == 1 ? sum : sum * scale;
+      gradient = sum;
+      if (scale != 1) {
+        gradient._values().mul_(scale);
+      }
     }
   }
   for (auto& bucket : s.buckets) {
@@ -386,23 +414,27 @@ std::vector<ControlRecord> Reducer::exchange(const ControlRecord& record) {
   auto& s = *s_;
   settle();
   const memory::Unlimited unlimited;
-  auto own = at::zeros_like(s.exchange_buffer, at::TensorOptions().device(at::kCPU));
   const auto bytes = encode(record);
-  write_bytes(own, s.rank * kRecordBytes, bytes.data(), kRecordBytes);
-  s.exchange_buffer.copy_(own);
+  auto own = at::empty({kRecordBytes}, at::kByte);
+  std::memcpy(own.mutable_data_ptr<uint8_t>(), bytes.data(), bytes.size());
+  std::vector<at::Tensor> inputs{own.to(s.device)};
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  for (int rank = 0; rank < s.world_size; ++rank) {
+    outputs[0].push_back(at::empty_like(inputs[0]));
+  }
   ++s.counters.exchanges;
   try {
-    std::vector<at::Tensor> tensors{s.exchange_buffer};
-    s.group->allreduce(tensors)->wait();
+    // Not an all_reduce: a rank that is out of step would match it with a bucket, and gloo kills a process for that.
+    s.group->allgather(outputs, inputs)->wait();
   } catch (const std::exception& e) {
     s.broken = std::current_exception();
-    throw_broken(e.what());
+    throw_broken(s.step, "the exchange before a loop", e.what());
   }
-  const auto all = s.exchange_buffer.cpu();
   std::vector<ControlRecord> records;
-  for (int rank = 0; rank < s.world_size; ++rank) {
+  for (const auto& output : outputs[0]) {
+    const auto on_host = output.cpu();
     RecordBytes theirs{};
-    read_bytes(all, rank * kRecordBytes, theirs.data(), kRecordBytes);
+    std::memcpy(theirs.data(), on_host.const_data_ptr<uint8_t>(), theirs.size());
     records.push_back(decode(theirs));
   }
   return records;

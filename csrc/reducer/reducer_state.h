@@ -32,7 +32,6 @@ struct Reducer::State {
   std::vector<Slot> slots;
   std::vector<Bucket> buckets;
   std::optional<Tail> tail;
-  at::Tensor exchange_buffer;
   std::vector<NodePtr> accumulators;  ///< autograd holds them weakly
   std::vector<uintptr_t> hook_keys;
 
@@ -51,6 +50,8 @@ struct Reducer::State {
   int buffer_source = 0;
   std::exception_ptr broken;  ///< the first error of the process group
   bool late = false;          ///< a gradient came after its bucket had left
+  int graph_task = -1;        ///< of the backward that a step runs
+  bool reentrant = false;     ///< a gradient came in another graph task: it may come again
   bool launch_late = false;   ///< learned from that: all buckets leave after backward
   Participant* before = nullptr;
   Participant* after = nullptr;
@@ -64,6 +65,7 @@ struct Reducer::State {
   bool stands = false;  ///< the last plain backward's sums became gradients
   std::optional<std::pair<FailureKind, std::string>>
       untold;            ///< failed behind that: told with the next step
+  bool died = false;     ///< a backward died inside the scope, whose end is to tell
   bool aborted = false;  ///< drained after a failure, not yet waited for
 
   int64_t step = 0;

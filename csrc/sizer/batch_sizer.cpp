@@ -158,6 +158,7 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
   std::exception_ptr bad_input;
   try {
     check_input(input);
+    transaction_.capture();
   } catch (...) {
     bad_input = std::current_exception();
   }
@@ -166,6 +167,14 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
                                     : record_for(input.rows ? Next::yes : Next::no, input)));
   }
   agreed_ = false;
+  if (!bad_input && options_.lockstep && group_.world_size() > 1 && input.split &&
+      static_cast<int64_t>(input.split->size()) != announced_pieces_) {
+    bad_input = std::make_exception_ptr(c10::ValueError(
+        {"step", "batch_sizer.cpp", 0},
+        "in lockstep a split has as many pieces as the ranks agreed on (pieces of split: " +
+            std::to_string(input.split->size()) + ", agreed: " + std::to_string(announced_pieces_) +
+            ")"));
+  }
   if (next_.next == Next::unknown) {
     next_.next_pieces =
         record_for(Next::unknown, input).next_pieces;  // as if the next batch were like this one
@@ -175,7 +184,7 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
     next_ = {};
     std::rethrow_exception(bad_input);
   }
-  transaction_.capture();
+  owed_ = false;
   try {
     auto outcome = run(input, work);
     next_ = {};
@@ -184,6 +193,9 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
     ++steps_;
     return outcome;
   } catch (...) {
+    if (owed_) {
+      group_.run_failed(FailureKind::error, describe(std::current_exception()), next_);
+    }
     next_ = {};
     group_.discard();
     transaction_.restore();
@@ -213,7 +225,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
                 },
                 work.backward};
   while (true) {
-    if (input.split && outcome.retries == 0) {
+    if (input.split && outcome.pieces == static_cast<int64_t>(input.split->size())) {
       attempt.split = *input.split;
     } else if (input.rows || lockstep) {
       attempt.split = split_rows(rows, outcome.pieces);
@@ -221,6 +233,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     outcome.split = attempt.split;
     attempt.retries_left = outcome.retries < options_.max_retries;
     attempt.can_split = outcome.pieces < rows;
+    owed_ = false;
     const auto result = group_.run(attempt, watched);
     if (settle_attempt(result, input, outcome)) {
       const double total = total_weight(result.records);
@@ -233,6 +246,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
       outcome.pieces = static_cast<int64_t>(outcome.split.size());
       return outcome;
     }
+    owed_ = true;
     group_.discard();
     transaction_.restore();
     ++outcome.retries;
@@ -312,7 +326,8 @@ void BatchSizer::throw_failure(const AttemptResult& result, const Outcome& outco
   detail::throw_rank_failed(
       failed.empty() ? -1 : failed.front(), steps_,
       memory ? FailureKind::out_of_memory : FailureKind::error,
-      "step " + std::to_string(steps_) + " failed on " + group_.failure_texts(result.records));
+      "step " + std::to_string(steps_) + " failed on " +
+          (result.records.empty() ? result.text : group_.failure_texts(result.records)));
 }
 
 std::map<std::string, double> BatchSizer::state() const {

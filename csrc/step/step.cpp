@@ -3,6 +3,7 @@
 #include <brimful/memory/stats.h>
 #include <brimful/step/oom.h>
 #include <brimful/step/step.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cmath>
@@ -43,8 +44,15 @@ StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants,
         "modules of one step must share rank and world size (rank: ", participant->rank(), " of ",
         participant->world_size(), ", first module's: ", rank(), " of ", world_size(),
         "); wrap them with the same process group");
-    participant->set_order(i == 0 ? nullptr : participants_[i - 1].get(),
-                           i + 1 == participants_.size() ? nullptr : participants_[i + 1].get());
+  }
+}
+
+// Anew for every attempt: a module may also be in another group, or in a plain loop in between.
+void StepGroup::set_order() {
+  for (size_t i = 0; i < participants_.size(); ++i) {
+    participants_[i]->set_order(
+        i == 0 ? nullptr : participants_[i - 1].get(),
+        i + 1 == participants_.size() ? nullptr : participants_[i + 1].get());
   }
 }
 
@@ -112,6 +120,11 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
       for (const auto& participant : participants_) {
         participant->begin_piece(last);
       }
+      piece.loss.register_hook([this](const at::Tensor&) {
+        for (const auto& participant : participants_) {
+          participant->backward_began(torch::autograd::get_current_graph_task_id());
+        }
+      });
       work.backward(piece.loss, at::full_like(piece.loss, piece.weight / attempt.ref,
                                               at::TensorOptions().requires_grad(false)));
     }
@@ -144,6 +157,7 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   for (const auto& participant : participants_) {
     participant->begin_attempt(attempt.buffer_source);
   }
+  set_order();
   try {
     run_pieces(attempt, work);
   } catch (...) {
@@ -167,10 +181,15 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   }
   if (result.own == Own::out_of_memory && outside_.empty() && gradients_complete()) {
     // Memory ran out behind the last gradient: nothing of the step is missing, so it stands.
-    result.own = Own::done;
-    complete();
-    result.records = finish();
-    return result;
+    try {
+      complete();
+      result.own = Own::done;
+      result.records = finish();
+      return result;
+    } catch (const c10::OutOfMemoryError& e) {
+      result.text =
+          e.what_without_backtrace();  // a sparse gradient could not be made ready: drain instead
+    }
   }
   if (attempt.lockstep && world_size() > 1) {
     leave_lockstep(result);
@@ -246,6 +265,7 @@ std::vector<ControlRecord> StepGroup::finish() {
 
 void StepGroup::accept(double scale, bool keep_unused) {
   const at::NoGradGuard no_grad;
+  const memory::Unlimited unlimited;  // all ranks have accepted: no way back
   for (const auto& participant : participants_) {
     participant->accept(scale, keep_unused);
   }

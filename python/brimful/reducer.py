@@ -6,7 +6,7 @@ import atexit
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -139,6 +139,8 @@ class DistributedDataParallel(torch.nn.Module):
             broadcast_buffers=broadcast_buffers if broadcast_buffers is not None else True,
             synchronise_at_start=init_sync,
         )
+        # Says whether the other ranks are in a step; a BatchSizer takes it over.
+        self.buckets_expected: Callable[[], bool] = lambda: True
         _live.add(self)
         _install_hooks()
 
@@ -196,23 +198,37 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
+def _mark_told(error: BaseException) -> None:
+    """The other ranks have heard of this error: nobody is to announce it again."""
+    with suppress(AttributeError):
+        error._brimful_told = True  # type: ignore[attr-defined]
+
+
+def _was_told(error: BaseException) -> bool:
+    return isinstance(error, _C.RankFailed) or getattr(error, "_brimful_told", False)
+
+
 def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def _announce(error: BaseException | None) -> None:
     """The process ends: whatever it owes leaves now, with the error's words."""
+    if error is not None and _was_told(error):
+        return
     for model in list(_live):
         reducer = model.reducer
-        if isinstance(error, _C.RankFailed) or (error is None and not reducer.owes):
+        if error is None and not reducer.owes:
             continue
         try:
+            memory = error is not None and _is_out_of_memory(error)
             words = (
                 _words(error) if error is not None else "its process ended in the middle of a step"
             )
-            reducer.announce_failure(
-                error is not None and _is_out_of_memory(error), words, _EXIT_PATIENCE_MS
-            )
+            if model.buckets_expected():
+                reducer.announce_failure(memory, words, _EXIT_PATIENCE_MS)
+            else:  # the others are elsewhere, and find the group broken when this process is gone
+                reducer.leave_word(memory, words)
         except Exception as unheard:
             print(f"brimful: could not announce this rank's failure: {unheard}", file=sys.stderr)
 
@@ -238,9 +254,15 @@ def _install_hooks() -> None:
 
     sys.excepthook = excepthook
     atexit.register(_announce, None)
-    register_optimizer_step_pre_hook(lambda *_: _settle_all())
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _settle_before(optimizer))
 
 
-def _settle_all() -> None:
-    for model in list(_live):
-        model._settle()
+def _settle_before(optimizer: torch.optim.Optimizer) -> None:
+    """Models that owe the others a step and share a parameter with `optimizer` tell them now."""
+    owing = [model for model in list(_live) if model.reducer.owes]
+    if not owing:
+        return
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    for model in owing:
+        if not stepped.isdisjoint(model.parameters()):
+            model._settle()

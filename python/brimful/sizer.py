@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from brimful import _C
-from brimful.reducer import DistributedDataParallel, _is_out_of_memory, _words
+from brimful.reducer import DistributedDataParallel, _is_out_of_memory, _mark_told, _words
 
 __all__ = ["NO_DATA", "BatchSizer"]
 
@@ -160,6 +160,9 @@ class BatchSizer:
             pieces=pieces,
             lockstep=lockstep,
         )
+        core = self._core
+        for module in wrapped:
+            module.buckets_expected = lambda: core.expects_step or core.stepping
         for item in optimizers:
             self._guard(item)
 
@@ -175,10 +178,12 @@ class BatchSizer:
                 raise
             except Exception as error:
                 self._announce(error)
-                raise _C.HalfStepError(
+                half_done = _C.HalfStepError(
                     f"the optimizer failed in the middle of its step ({_words(error)}); parameters "
                     "may be half updated: load a checkpoint"
-                ) from error
+                )
+                _mark_told(half_done)
+                raise half_done from error
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
@@ -201,7 +206,11 @@ class BatchSizer:
             sizes = _checked(batch, loss_fn, split)
         except Exception as caught:  # must fail the step, not this call: the other ranks wait
             error = caught
-        outcome = self._core.step(data, loss_fn, self._model, sizes, error)
+        try:
+            outcome = self._core.step(data, loss_fn, self._model, sizes, error)
+        except BaseException as told:
+            _mark_told(told)
+            raise
         self._consumed += data is not None
         return outcome
 
@@ -239,6 +248,7 @@ class BatchSizer:
 
     def _fail(self, error: BaseException) -> None:
         self._announce(error)
+        _mark_told(error)
         raise error
 
     def _announce(self, error: BaseException) -> None:

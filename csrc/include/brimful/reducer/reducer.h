@@ -57,6 +57,8 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void announce_failure(FailureKind kind, const std::string& text, int64_t patience_ms);
   /// True while the other ranks wait, or may come to wait, for a step that this rank has begun.
   bool owes() const;
+  /// Leaves word of a failure without any collective, for ranks that find the group broken.
+  void leave_word(FailureKind kind, const std::string& text);
 
   /// Counted since construction, for tests and reports.
   struct Counters {
@@ -76,6 +78,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   std::vector<ControlRecord> exchange(const ControlRecord& record) override;
   void begin_attempt(int buffer_source) override;
   void begin_piece(bool last) override;
+  void backward_began(int graph_task) override;
   void set_record(const ControlRecord& record, const at::Tensor& loss_sum) override;
   bool gradients_complete() const override;
   void complete(Part part) override;
@@ -98,15 +101,18 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   struct State;
   explicit Reducer(std::unique_ptr<State> state);
   void add_hooks();
-  void on_gradient(int64_t parameter);
+  void on_gradient(int64_t parameter, const at::Tensor& gradient);
   void on_late_gradient(int64_t parameter);
   void start_backward(bool launching);
+  void place(int64_t parameter);
+  void add_again(int64_t parameter, const at::Tensor& gradient);
   void fill(int64_t bucket);
   void launch(int64_t bucket);
   void advance_early();
   void wait_for_buckets();
   void end_attempt();
-  [[noreturn]] void throw_broken(const std::string& cause);
+  [[noreturn]] void throw_broken(int64_t at_step, const std::string& waiting_for,
+                                 const std::string& cause);
   bool begin_plain_backward();
   void end_plain_backward();
   void plain_backward_died() noexcept;

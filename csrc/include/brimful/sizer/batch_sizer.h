@@ -102,6 +102,9 @@ class BRIMFUL_API BatchSizer {
   /// Grows and shrinks with evidence; to be kept in a checkpoint.
   std::map<std::string, double> state() const;
   void load_state(const std::map<std::string, double>& state);
+  /// True if the other ranks are in a step of their own, or come to one without an exchange before it.
+  bool expects_step() const { return agreed_ && !at_end_; }
+  bool running() const { return running_; }
   /// Of the last step: no rank has another batch.
   bool at_end() const { return at_end_; }
   int64_t steps() const { return steps_; }
@@ -125,6 +128,7 @@ class BRIMFUL_API BatchSizer {
   Transaction transaction_;
   BatchSizerOptions options_;
   bool running_ = false;
+  bool owed_ = false;    ///< the other ranks wait for a repetition that has not begun
   bool agreed_ = false;  ///< the records of an exchange or of the last step hold for the next one
   int64_t piece_rows_ = 0;  ///< rows of a piece that fits; 0: not known yet
   int64_t steps_ = 0;

@@ -41,7 +41,13 @@ Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn) {
     if (batch) {
       return step(*batch, loss_fn);
     }
-    return step(StepInput{}, PieceWork{});
+    PieceWork none;
+    none.forward = [](int64_t, int64_t) -> PieceLoss {
+      TORCH_CHECK_VALUE(
+          false,
+          "a rank without data cannot take part in the model's own collectives (lockstep: true)");
+    };
+    return step(StepInput{}, none);
   } else {
     PieceWork work;
     work.forward = [&](int64_t begin, int64_t end) {

@@ -37,9 +37,11 @@ class BRIMFUL_API Participant {
   /// Starts an attempt: from here until finish() the step owns the reducer. `buffer_source`: whose buffers win.
   virtual void begin_attempt(int buffer_source) = 0;
   virtual void begin_piece(bool last) = 0;
+  /// The piece's backward runs as this graph task of the engine; gradients of another one are reentrant.
+  virtual void backward_began(int graph_task) = 0;
   /// What the last bucket will carry. `loss_sum` (0-dim, float64) stands in for record.loss_sum where it is defined.
   virtual void set_record(const ControlRecord& record, const at::Tensor& loss_sum) = 0;
-  /// True if every parameter got its gradient: nothing of backward is missing.
+  /// True if every parameter got its gradient, and none can come again: nothing of backward is missing.
   virtual bool gradients_complete() const = 0;
   /// Launches what has not left, filled from the gradients where there are any and with zeros elsewhere.
   virtual void complete(Part part) = 0;

@@ -78,6 +78,7 @@ class BRIMFUL_API StepGroup {
   void publish_failure(FailureKind kind, const std::string& text);
 
  private:
+  void set_order();
   void leave_lockstep(const AttemptResult& result);
   void run_pieces(const Attempt& attempt, const PieceWork& work);
   void set_record(const ControlRecord& record, const at::Tensor& loss_sum);
