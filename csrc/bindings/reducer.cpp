@@ -2,6 +2,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/batch.h"
+#include "reducer/at_exit.h"
 
 namespace brimful {
 namespace {
@@ -12,6 +13,7 @@ FailureKind kind_of(bool out_of_memory) {
 
 void bind_reducer(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
+  m.def("_release_groups", &release_groups, NoGil());
   py::class_<Reducer::Counters>(m, "ReducerCounters", "What a reducer has done since it was made.")
       .def_readonly("steps", &Reducer::Counters::steps)
       .def_readonly("launches", &Reducer::Counters::launches)

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <thread>
 
+#include "reducer/at_exit.h"
 #include "reducer/reducer_state.h"
 
 namespace brimful {
@@ -19,6 +20,32 @@ std::string as_text(const std::vector<uint8_t>& bytes) {
   return {bytes.begin(), bytes.end()};
 }
 }  // namespace
+
+// A process group's threads may hold tensors of Python, which need an interpreter to die: its last owner must let go, and
+// so join them, before the interpreter ends.
+namespace {
+struct Releases {
+  std::mutex mutex;
+  std::vector<std::function<void()>> all;
+};
+Releases& releases() {
+  static auto* instance = new Releases;
+  return *instance;
+}
+}  // namespace
+
+void release_at_exit(std::function<void()> release) {
+  const std::lock_guard<std::mutex> lock(releases().mutex);
+  releases().all.push_back(std::move(release));
+}
+
+void release_groups() {
+  const std::lock_guard<std::mutex> lock(releases().mutex);
+  for (const auto& release : releases().all) {
+    release();
+  }
+  releases().all.clear();
+}
 
 std::string Reducer::State::failure_key(int64_t at_step, int of_rank) const {
   return key + "failed/" + std::to_string(at_step) + "/" + std::to_string(of_rank);

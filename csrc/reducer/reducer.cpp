@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "reducer/at_exit.h"
 #include "reducer/reducer_state.h"
 
 namespace brimful {
@@ -92,6 +93,11 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
 
   std::shared_ptr<Reducer> reducer(new Reducer(std::move(state)));
   reducer->add_hooks();
+  release_at_exit([weak = std::weak_ptr<Reducer>(reducer)] {
+    if (const auto alive = weak.lock()) {
+      alive->s_->group.reset();
+    }
+  });
   return reducer;
 }
 

@@ -233,6 +233,12 @@ def _announce(error: BaseException | None) -> None:
             print(f"brimful: could not announce this rank's failure: {unheard}", file=sys.stderr)
 
 
+def _end() -> None:
+    """Before the interpreter ends: tell what is owed, then join the process groups' threads."""
+    _announce(None)
+    _C._release_groups()
+
+
 _hooks_installed = False
 
 
@@ -253,7 +259,7 @@ def _install_hooks() -> None:
         _announce(error)
 
     sys.excepthook = excepthook
-    atexit.register(_announce, None)
+    atexit.register(_end)
     register_optimizer_step_pre_hook(lambda optimizer, *_: _settle_before(optimizer))
 
 
