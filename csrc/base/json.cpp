@@ -35,4 +35,20 @@ std::map<std::string, double> from_json(const std::string& text) {
   }
 }
 
+std::string lists_to_json(const std::vector<std::vector<int64_t>>& lists) {
+  return nlohmann::json(lists).dump();
+}
+
+std::vector<std::vector<int64_t>> lists_from_json(const std::string& text) {
+  try {
+    return nlohmann::json::parse(text).get<std::vector<std::vector<int64_t>>>();
+  } catch (const nlohmann::json::exception& error) {
+    TORCH_CHECK_VALUE(false, "not a JSON list of lists of integers (error: ", error.what(), ")");
+  }
+}
+
+std::string json_string(const std::string& text) {
+  return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
 }  // namespace brimful

@@ -1,7 +1,9 @@
 #pragma once
 #include <brimful/export.h>
+#include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace brimful {
 
@@ -11,5 +13,14 @@ BRIMFUL_API std::string to_json(const std::map<std::string, double>& values);
 
 /// @throws c10::ValueError unless `text` is one JSON object whose values are all numbers
 BRIMFUL_API std::map<std::string, double> from_json(const std::string& text);
+
+/// One JSON list of lists of integers.
+BRIMFUL_API std::string lists_to_json(const std::vector<std::vector<int64_t>>& lists);
+
+/// @throws c10::ValueError unless `text` is one JSON list of lists of integers
+BRIMFUL_API std::vector<std::vector<int64_t>> lists_from_json(const std::string& text);
+
+/// One JSON string, quoted and escaped; what is not UTF-8 is replaced.
+BRIMFUL_API std::string json_string(const std::string& text);
 
 }  // namespace brimful

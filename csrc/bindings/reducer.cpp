@@ -1,4 +1,6 @@
 #include <brimful/reducer/reducer.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/batch.h"
@@ -8,6 +10,14 @@ namespace brimful {
 namespace {
 FailureKind kind_of(bool out_of_memory) {
   return out_of_memory ? FailureKind::out_of_memory : FailureKind::error;
+}
+
+std::optional<c10::ScalarType> dtype_of(const py::object& dtype) {
+  if (dtype.is_none()) {
+    return std::nullopt;
+  }
+  TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "wire_dtype must be a torch.dtype");
+  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
 }
 }  // namespace
 
@@ -19,22 +29,69 @@ void bind_reducer(py::module_& m) {
       .def_readonly("launches", &Reducer::Counters::launches)
       .def_readonly("host_waits", &Reducer::Counters::host_waits)
       .def_readonly("exchanges", &Reducer::Counters::exchanges);
+  py::class_<BucketTimes>(m, "BucketTimes")
+      .def_readonly("first_ms", &BucketTimes::first_ms)
+      .def_readonly("ready_ms", &BucketTimes::ready_ms)
+      .def_readonly("launch_ms", &BucketTimes::launch_ms)
+      .def_readonly("done_ms", &BucketTimes::done_ms)
+      .def_readonly("bytes", &BucketTimes::bytes)
+      .def_readonly("parameters", &BucketTimes::parameters);
+  py::class_<StepTimes>(m, "StepTimes")
+      .def_readonly("step", &StepTimes::step)
+      .def_readonly("backward_ms", &StepTimes::backward_ms)
+      .def_readonly("copy_ms", &StepTimes::copy_ms)
+      .def_readonly("launch_ms", &StepTimes::launch_ms)
+      .def_readonly("wait_ms", &StepTimes::wait_ms)
+      .def_readonly("total_ms", &StepTimes::total_ms)
+      .def_readonly("bytes", &StepTimes::bytes)
+      .def_readonly("straggler", &StepTimes::straggler)
+      .def_readonly("straggler_ms", &StepTimes::straggler_ms)
+      .def_readonly("buckets", &StepTimes::buckets);
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<at::Tensor> buffers,
                        const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                        std::vector<std::string> names, std::vector<bool> sparse,
-                       double bucket_cap_mb, double first_bucket_cap_mb, bool broadcast_buffers,
-                       bool synchronise_at_start) {
-             const ReducerOptions options{bucket_cap_mb,     first_bucket_cap_mb,
-                                          broadcast_buffers, synchronise_at_start,
-                                          std::move(names),  std::move(sparse)};
+                       std::optional<double> bucket_cap_mb, double first_bucket_cap_mb,
+                       std::string plan, const py::object& wire_dtype, bool error_feedback,
+                       std::optional<double> gradient_predivide_factor, bool whole_path,
+                       bool broadcast_buffers, bool synchronise_at_start) {
+             ReducerOptions options;
+             options.bucket_cap_mb = bucket_cap_mb;
+             options.first_bucket_cap_mb = first_bucket_cap_mb;
+             options.plan = std::move(plan);
+             options.wire_dtype = dtype_of(wire_dtype);
+             options.error_feedback = error_feedback;
+             options.gradient_predivide_factor = gradient_predivide_factor;
+             options.whole_path = whole_path;
+             options.broadcast_buffers = broadcast_buffers;
+             options.synchronise_at_start = synchronise_at_start;
+             options.names = std::move(names);
+             options.sparse = std::move(sparse);
              const py::gil_scoped_release no_gil;
              return Reducer::create(std::move(parameters), std::move(buffers), group, options);
            }),
            py::arg("parameters"), py::arg("buffers"), py::arg("group"), py::kw_only(),
            py::arg("names"), py::arg("sparse"), py::arg("bucket_cap_mb"),
-           py::arg("first_bucket_cap_mb"), py::arg("broadcast_buffers"),
-           py::arg("synchronise_at_start"))
+           py::arg("first_bucket_cap_mb"), py::arg("plan"), py::arg("wire_dtype"),
+           py::arg("error_feedback"), py::arg("gradient_predivide_factor"), py::arg("whole_path"),
+           py::arg("broadcast_buffers"), py::arg("synchronise_at_start"))
+      .def(
+          "register_comm_hook",
+          [](Reducer& reducer, py::object state, py::object hook, const std::string& name) {
+            auto wrapped =
+                std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
+            const py::gil_scoped_release no_gil;
+            reducer.register_comm_hook(std::move(wrapped), name);
+          },
+          py::arg("state"), py::arg("hook"), py::arg("name"))
+      .def("clip_grad_norm", &Reducer::clip_grad_norm, py::arg("max_norm"), py::arg("norm_type"),
+           NoGil())
+      .def("nonfinite_gradient", &Reducer::nonfinite_gradient, NoGil())
+      .def("times", &Reducer::times)
+      .def("chrome_trace",
+           [](const Reducer& reducer) { return to_chrome_trace(reducer.times(), reducer.rank()); })
+      .def("describe_plan", &Reducer::describe_plan)
+      .def_property_readonly("names", &Reducer::names)
       .def("prepare_forward", &Reducer::prepare_forward, NoGil())
       .def(
           "watch",

@@ -67,18 +67,20 @@ std::vector<std::string> split_records(const std::vector<uint8_t>& bytes) {
 
 std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device device,
                                                  const std::vector<uint8_t>& own) {
-  const auto size = static_cast<int64_t>(own.size());
-  const int64_t ranks = group->getSize();
-  auto all = at::zeros({ranks, size}, at::kByte);
-  std::memcpy(all[group->getRank()].mutable_data_ptr<uint8_t>(), own.data(), own.size());
-  all = all.to(device);
-  std::vector<at::Tensor> tensors{all};
-  group->allreduce(tensors)->wait();
-  all = all.cpu();
+  auto bytes = at::empty({static_cast<int64_t>(own.size())}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr<uint8_t>(), own.data(), own.size());
+  std::vector<at::Tensor> inputs{bytes.to(device)};
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  for (int rank = 0; rank < group->getSize(); ++rank) {
+    outputs[0].push_back(at::empty_like(inputs[0]));
+  }
+  // Not an all_reduce: a rank that is out of step would match it with a bucket, and gloo kills a process for that.
+  group->allgather(outputs, inputs)->wait();
   std::vector<std::vector<uint8_t>> result;
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    const auto* begin = all.const_data_ptr<uint8_t>() + rank * size;
-    result.emplace_back(begin, begin + size);
+  for (const auto& output : outputs[0]) {
+    const auto on_host = output.cpu();
+    const auto* begin = on_host.const_data_ptr<uint8_t>();
+    result.emplace_back(begin, begin + own.size());
   }
   return result;
 }

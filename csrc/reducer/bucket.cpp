@@ -23,6 +23,10 @@ int64_t aligned(int64_t numel, int64_t element_bytes) {
   return (numel + step - 1) / step * step;
 }
 
+int64_t reals_of(const at::Tensor& parameter) {
+  return parameter.numel() * (parameter.is_complex() ? 2 : 1);
+}
+
 at::Tensor view_like(const at::Tensor& part, const at::Tensor& parameter) {
   auto flat = part;
   if (parameter.is_complex()) {
@@ -83,35 +87,85 @@ void with_elements(const at::Tensor& buffer, const Visit& visit) {
 }
 }  // namespace
 
-Bucket make_bucket(const BucketPlan::Bucket& plan, int64_t index, int64_t tail_numel,
-                   const std::vector<at::Tensor>& parameters, std::vector<Slot>& slots) {
-  Bucket bucket;
-  bucket.parameters = plan.parameters;
-  if (plan.sparse) {
-    const auto& parameter = parameters[plan.parameters.front()];
-    slots[plan.parameters.front()] = {{}, index};
-    bucket.sparse_zero = sparse_scaled(at::zeros_like(parameter), 1);
-    return bucket;
+Layout Arenas::carve(const BucketPlan& plan, int64_t tail_numel,
+                     const std::vector<at::Tensor>& parameters) {
+  const auto kind_of = [](const BucketPlan::Bucket& bucket) {
+    return Kind(c10::toRealValueType(bucket.dtype), bucket.device.str());
+  };
+  const auto is_flat = [](const auto& bucket) { return !bucket.sparse && !bucket.direct; };
+  const auto numel_of = [&](const BucketPlan::Bucket& bucket) {
+    const auto dtype = c10::toRealValueType(bucket.dtype);
+    const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
+    int64_t numel = 0;
+    for (const auto i : bucket.parameters) {
+      numel += aligned(reals_of(parameters[i]), element_bytes);
+    }
+    return numel + (&bucket == &plan.buckets.back() ? tail_numel : 0);
+  };
+  std::map<Kind, int64_t> numels;
+  for (const auto& bucket : plan.buckets) {
+    if (is_flat(bucket)) {
+      numels[kind_of(bucket)] += numel_of(bucket);
+    }
   }
-  const auto dtype = c10::toRealValueType(plan.dtype);
-  const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
-  const int64_t reals = c10::isComplexType(plan.dtype) ? 2 : 1;
-  int64_t numel = 0;
-  for (const auto i : plan.parameters) {
-    numel += aligned(reals * parameters[i].numel(), element_bytes);
+  std::erase_if(memory_, [&](const auto& entry) {
+    return !numels.contains(entry.first) || numels[entry.first] != entry.second.numel();
+  });
+  for (const auto& [kind, numel] : numels) {
+    auto& memory = memory_[kind];
+    if (memory.defined()) {
+      memory.zero_();
+    } else {
+      memory = at::zeros({numel}, at::TensorOptions().dtype(kind.first).device(kind.second));
+    }
+    numels[kind] = 0;  // from here on: how much of it is given away
   }
-  bucket.flat =
-      at::zeros({numel + tail_numel}, at::TensorOptions().dtype(dtype).device(plan.device));
+
   // Not views to autograd: LibTorch's zero_grad() detaches gradients in place, which views refuse.
   const at::AutoDispatchBelowADInplaceOrView no_view_metadata;
-  bucket.gradients = bucket.flat.narrow(0, 0, numel);
-  int64_t offset = 0;
-  for (const auto i : plan.parameters) {
-    const int64_t length = reals * parameters[i].numel();
-    slots[i] = {view_like(bucket.flat.narrow(0, offset, length), parameters[i]), index};
-    offset += aligned(length, element_bytes);
+  Layout layout;
+  layout.slots.resize(parameters.size());
+  for (const auto& planned : plan.buckets) {
+    const auto index = static_cast<int64_t>(layout.buckets.size());
+    Bucket bucket;
+    bucket.parameters = planned.parameters;
+    bucket.direct = planned.direct;
+    for (const auto i : planned.parameters) {
+      layout.slots[i] = {{}, index, parameters[i].numel()};
+    }
+    if (planned.sparse) {
+      bucket.sparse_zero = sparse_scaled(at::zeros_like(parameters[planned.parameters[0]]), 1);
+    } else if (is_flat(planned)) {
+      const auto kind = kind_of(planned);
+      const auto element_bytes = static_cast<int64_t>(c10::elementSize(kind.first));
+      auto& taken = numels[kind];
+      bucket.flat = memory_[kind].narrow(0, taken, numel_of(planned));
+      taken += bucket.flat.numel();
+      int64_t offset = 0;
+      for (const auto i : planned.parameters) {
+        const auto numel = reals_of(parameters[i]);
+        layout.slots[i].view = view_like(bucket.flat.narrow(0, offset, numel), parameters[i]);
+        offset += aligned(numel, element_bytes);
+      }
+      bucket.gradients = bucket.flat.narrow(0, 0, offset);
+    }
+    layout.buckets.push_back(std::move(bucket));
   }
-  return bucket;
+  return layout;
+}
+
+int64_t Arenas::bytes() const {
+  int64_t sum = 0;
+  for (const auto& [kind, memory] : memory_) {
+    sum += static_cast<int64_t>(memory.nbytes());
+  }
+  return sum;
+}
+
+at::Tensor as_row(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView no_view_metadata;
+  const auto row = tensor.as_strided({tensor.numel()}, {1}, tensor.storage_offset());
+  return row.is_complex() ? at::view_as_real(row).view({-1}) : row;
 }
 
 void copy_scaled(const at::Tensor& view, const at::Tensor& gradient, double scale) {

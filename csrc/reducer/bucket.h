@@ -4,32 +4,64 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
 #include <vector>
+
+#include "reducer/wire.h"
 
 namespace brimful {
 
 /// A parameter's place in its bucket.
 struct Slot {
-  at::Tensor
-      view;  ///< of the bucket's buffer, with the parameter's shape and strides; undefined if sparse
+  at::Tensor view;  ///< of the bucket's buffer, with the parameter's shape and strides; undefined
+                    ///< where the bucket is sparse or direct
   int64_t bucket = 0;
+  int64_t numel = 0;
 };
 
-/// One flat buffer that all gradients of a bucket move into; persistent, so that draining needs no memory.
+/// The gradients that travel together. Flat: they move into one persistent buffer, so that draining needs no memory.
+/// Direct: one large gradient, reduced where autograd left it. Sparse: one sparse gradient.
 struct Bucket {
-  at::Tensor flat;       ///< real; undefined if sparse
-  at::Tensor gradients;  ///< the part of `flat` that holds gradients
-  at::Tensor sparse;     ///< what a sparse bucket sends: the gradient, or nothing
+  at::Tensor flat;       ///< flat: real; gradients and, in the last bucket, the tail
+  at::Tensor gradients;  ///< flat: the part of it that holds gradients
+  at::Tensor own;        ///< sparse: what is sent; direct: the gradient, or what stands in for it
   at::Tensor sparse_zero;
+  at::Tensor drain;  ///< direct: a row that is sent by a rank which cannot do its part
+  bool direct = false;
   std::vector<int64_t> parameters;
-  int64_t pending = 0;  ///< gradients that this backward still owes
+  std::unique_ptr<Wire> wire;  ///< what is sent instead, in another dtype
+  int64_t pending = 0;         ///< gradients that this backward still owes
   bool left = false;
   c10::intrusive_ptr<c10d::Work> work;
+  c10::intrusive_ptr<c10::ivalue::Future> hooked;  ///< of a communication hook
+  at::Tensor hook_result;
+
+  bool sparse() const { return sparse_zero.defined(); }
 };
 
-/// Allocates the bucket's buffer, with room for `tail_numel` elements behind the gradients, and fills in its slots.
-Bucket make_bucket(const BucketPlan::Bucket& plan, int64_t index, int64_t tail_numel,
-                   const std::vector<at::Tensor>& parameters, std::vector<Slot>& slots);
+struct Layout {
+  std::vector<Slot> slots;
+  std::vector<Bucket> buckets;
+};
+
+/// The memory of all flat buckets of a dtype on a device, in one piece: a new plan is carved from the same memory.
+class Arenas {
+ public:
+  /// Carves the plan's buckets, zeroed, with `tail_numel` elements behind the gradients of the last one.
+  Layout carve(const BucketPlan& plan, int64_t tail_numel,
+               const std::vector<at::Tensor>& parameters);
+  int64_t bytes() const;
+
+ private:
+  using Kind = std::pair<c10::ScalarType, std::string>;  ///< real dtype, device
+  std::map<Kind, at::Tensor> memory_;
+};
+
+/// All of a gradient's or buffer's elements as one real row, sharing memory; dense and non-overlapping.
+at::Tensor as_row(const at::Tensor& tensor);
 
 /// view = gradient * scale in one pass; same shape, any dtype.
 void copy_scaled(const at::Tensor& view, const at::Tensor& gradient, double scale);

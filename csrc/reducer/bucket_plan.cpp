@@ -2,15 +2,21 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <numeric>
+#include <optional>
 #include <sstream>
 
 #include "base/format.h"
+#include "base/json.h"
 
 namespace brimful {
 namespace {
+using Infos = std::vector<ParameterInfo>;
+
 struct OpenBucket {
   BucketPlan::Bucket bucket;
   int64_t bytes = 0;
+  size_t last = 0;  ///< position in the order of its last parameter
 };
 
 bool same_kind(const BucketPlan::Bucket& bucket, const ParameterInfo& info) {
@@ -21,66 +27,161 @@ int64_t bytes_of(const ParameterInfo& info) {
   return info.numel * static_cast<int64_t>(c10::elementSize(info.dtype));
 }
 
-c10::Device main_device(const std::vector<ParameterInfo>& parameters) {
+bool is_direct(const ParameterInfo& info, const PlanOptions& options) {
+  return !info.sparse && info.packed && bytes_of(info) >= options.direct_bytes;
+}
+
+BucketPlan::Bucket bucket_for(const ParameterInfo& info, const PlanOptions& options) {
+  return {{}, info.dtype, info.device, info.sparse, is_direct(info, options)};
+}
+
+/// Kind of the flat buffer behind which the record rides, whatever the order; nothing if there is no such buffer.
+std::optional<ParameterInfo> record_carrier(const Infos& parameters, const PlanOptions& options) {
+  if (options.own_record) {
+    return std::nullopt;
+  }
   const auto dense = std::find_if(parameters.begin(), parameters.end(),
                                   [](const auto& info) { return !info.sparse; });
-  return dense == parameters.end() ? parameters.front().device : dense->device;
+  const auto flat = std::find_if(dense, parameters.end(), [&](const auto& info) {
+    return !info.sparse && info.device == dense->device && !is_direct(info, options);
+  });
+  return flat == parameters.end() ? std::nullopt : std::optional(*flat);
 }
 
-void put_record_bucket_last(BucketPlan& plan, c10::Device device) {
-  const auto qualifies = [&](const auto& bucket) {
-    return !bucket.sparse && bucket.device == device;
-  };
-  const auto found = std::find_if(plan.buckets.rbegin(), plan.buckets.rend(), qualifies);
-  if (found == plan.buckets.rend()) {
-    plan.buckets.push_back({{}, c10::ScalarType::Float, device, false});
-  } else {
-    std::rotate(found.base() - 1, found.base(), plan.buckets.end());
+BucketPlan::Bucket empty_record_bucket(const Infos& parameters, const PlanOptions& options) {
+  const auto dense = std::find_if(parameters.begin(), parameters.end(),
+                                  [](const auto& info) { return !info.sparse; });
+  const auto& main = dense == parameters.end() ? parameters.front() : *dense;
+  return {{}, options.record_dtype, main.device, false, false};
+}
+
+void put_record_bucket_last(BucketPlan& plan, const Infos& parameters, const PlanOptions& options) {
+  const auto carrier = record_carrier(parameters, options);
+  if (!carrier) {
+    plan.buckets.push_back(empty_record_bucket(parameters, options));
+    return;
   }
+  const auto found =
+      std::find_if(plan.buckets.rbegin(), plan.buckets.rend(), [&](const auto& bucket) {
+        return !bucket.sparse && !bucket.direct && same_kind(bucket, *carrier);
+      });
+  std::rotate(found.base() - 1, found.base(), plan.buckets.end());
 }
-}  // namespace
 
-BucketPlan plan_buckets(const std::vector<ParameterInfo>& parameters, const PlanOptions& options) {
+std::vector<int64_t> order_of(const Infos& parameters, const PlanOptions& options) {
+  std::vector<int64_t> order(parameters.size());
+  std::iota(order.rbegin(), order.rend(), 0);
+  if (options.order.empty()) {
+    return order;
+  }
+  auto sorted = options.order;
+  std::sort(sorted.rbegin(), sorted.rend());
+  TORCH_CHECK_VALUE(sorted == order,
+                    "the order must name each parameter once (order: ", options.order.size(),
+                    " entries, parameters: ", parameters.size(), ")");
+  return options.order;
+}
+
+void require_options(const Infos& parameters, const PlanOptions& options) {
   TORCH_CHECK_VALUE(!parameters.empty(),
                     "no parameter needs a gradient (parameters: 0); nothing would ever be reduced");
   TORCH_CHECK_VALUE(options.first_bucket_bytes > 0 && options.bucket_bytes > 0,
                     "bucket caps must be positive (first_bucket_bytes: ",
                     options.first_bucket_bytes, ", bucket_bytes: ", options.bucket_bytes, ")");
+}
+}  // namespace
+
+BucketPlan plan_buckets(const Infos& parameters, const PlanOptions& options) {
+  require_options(parameters, options);
   BucketPlan plan;
   std::vector<OpenBucket> open;
-  const auto cap = [&] {
-    return plan.buckets.empty() ? options.first_bucket_bytes : options.bucket_bytes;
-  };
-  for (auto i = static_cast<int64_t>(parameters.size()) - 1; i >= 0; --i) {
+  bool first = true;
+  const auto order = order_of(parameters, options);
+  for (size_t position = 0; position < order.size(); ++position) {
+    const auto i = order[position];
     const auto& info = parameters[i];
-    if (info.sparse) {
-      plan.buckets.push_back({{i}, info.dtype, info.device, true});
+    auto fresh = bucket_for(info, options);
+    if (fresh.sparse || fresh.direct) {
+      fresh.parameters = {i};
+      plan.buckets.push_back(std::move(fresh));
+      first = false;
       continue;
     }
     auto target = std::find_if(open.begin(), open.end(),
                                [&](const auto& o) { return same_kind(o.bucket, info); });
     if (target == open.end()) {
-      target = open.insert(open.end(), OpenBucket{{{}, info.dtype, info.device, false}, 0});
+      target = open.insert(open.end(), OpenBucket{std::move(fresh), 0, 0});
     }
     target->bucket.parameters.push_back(i);
     target->bytes += bytes_of(info);
-    if (target->bytes >= cap()) {
+    target->last = position;
+    if (target->bytes >= (first ? options.first_bucket_bytes : options.bucket_bytes)) {
       plan.buckets.push_back(std::move(target->bucket));
       open.erase(target);
+      first = false;
     }
   }
   // What is still open ends with its last parameter: the one that arrives first leaves first.
-  std::sort(open.begin(), open.end(), [](const auto& a, const auto& b) {
-    return a.bucket.parameters.back() > b.bucket.parameters.back();
-  });
+  std::sort(open.begin(), open.end(), [](const auto& a, const auto& b) { return a.last < b.last; });
   for (auto& rest : open) {
     plan.buckets.push_back(std::move(rest.bucket));
   }
-  put_record_bucket_last(plan, main_device(parameters));
+  put_record_bucket_last(plan, parameters, options);
   return plan;
 }
 
-std::string to_string(const BucketPlan& plan, const std::vector<ParameterInfo>& parameters) {
+std::string to_json(const BucketPlan& plan) {
+  std::vector<std::vector<int64_t>> lists;
+  for (const auto& bucket : plan.buckets) {
+    lists.push_back(bucket.parameters);
+  }
+  return lists_to_json(lists);
+}
+
+BucketPlan plan_from_json(const std::string& text, const Infos& parameters,
+                          const PlanOptions& options) {
+  require_options(parameters, options);
+  const auto require = [](bool holds, const std::string& what) {
+    TORCH_CHECK_VALUE(holds, "not a plan for this model (", what,
+                      "); give one that the same model printed, or plan=\"auto\"");
+  };
+  const auto lists = lists_from_json(text);
+  require(!lists.empty(), "buckets: 0");
+  BucketPlan plan;
+  std::vector<int> seen(parameters.size(), 0);
+  for (const auto& list : lists) {
+    if (list.empty()) {
+      require(&list == &lists.back(), "a bucket before the last has no parameter");
+      plan.buckets.push_back(empty_record_bucket(parameters, options));
+      continue;
+    }
+    for (const auto i : list) {
+      const bool known = i >= 0 && i < static_cast<int64_t>(parameters.size());
+      require(known, "parameter: " + std::to_string(i));
+      require(++seen[i] == 1, "parameter " + std::to_string(i) + " is named twice");
+    }
+    auto bucket = bucket_for(parameters[list.front()], options);
+    for (const auto i : list) {
+      const auto other = bucket_for(parameters[i], options);
+      require(same_kind(bucket, parameters[i]) && other.sparse == bucket.sparse &&
+                  other.direct == bucket.direct &&
+                  (list.size() == 1 || !(bucket.sparse || bucket.direct)),
+              "parameter " + std::to_string(i) + " does not fit into its bucket");
+    }
+    bucket.parameters = list;
+    plan.buckets.push_back(std::move(bucket));
+  }
+  require(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }),
+          "it does not name every parameter");
+  const auto carrier = record_carrier(parameters, options);
+  const auto& last = plan.buckets.back();
+  require(
+      carrier ? same_kind(last, *carrier) && !last.sparse && !last.direct : last.parameters.empty(),
+      "its last bucket cannot carry the control record");
+  return plan;
+}
+
+std::string to_string(const BucketPlan& plan, const Infos& parameters) {
   std::ostringstream out;
   for (size_t i = 0; i < plan.buckets.size(); ++i) {
     const auto& bucket = plan.buckets[i];
@@ -89,8 +190,11 @@ std::string to_string(const BucketPlan& plan, const std::vector<ParameterInfo>& 
       bytes += bytes_of(parameters[parameter]);
     }
     out << "bucket " << i << ": " << bucket.parameters.size() << " parameters, "
-        << (bucket.sparse ? "sparse " : "") << c10::toString(bucket.dtype) << ", " << bucket.device
-        << ", " << format_bytes(bytes) << "\n";
+        << (bucket.sparse   ? "sparse "
+            : bucket.direct ? "direct "
+                            : "")
+        << c10::toString(bucket.dtype) << ", " << bucket.device << ", " << format_bytes(bytes)
+        << "\n";
   }
   return out.str();
 }

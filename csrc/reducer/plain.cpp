@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
+#include <brimful/step/oom.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -21,7 +22,7 @@ void Reducer::prepare_forward() {
   auto& s = *s_;
   {
     const std::lock_guard<std::mutex> lock(s.mutex);
-    if (s.mode != State::Mode::idle && !s.died) {
+    if (s.alone || (s.mode != State::Mode::idle && !s.died)) {
       return;
     }
   }
@@ -31,12 +32,25 @@ void Reducer::prepare_forward() {
   if (s.forward_open && !s.aborted) {
     abort_step(FailureKind::error, kUnknown);  // the last forward never ended
   }
+  if (s.lost_backward() && !s.aborted) {
+    abort_step(FailureKind::out_of_memory,
+               "an allocation was refused before backward reached the model");
+  }
   settle();
   s.forward_open = s.sync && at::GradMode::is_enabled();
+  s.watch.begin_step();
 }
 
 void Reducer::forward_done() {
-  s_->forward_open = false;
+  auto& s = *s_;
+  s.backward_due = s.forward_open;
+  s.forward_open = false;
+  s.ooms_before = memory::stats(s.device).ooms;
+}
+
+// A forward may go without a backward, but one that was followed by a refused allocation has lost it.
+bool Reducer::State::lost_backward() const {
+  return backward_due && memory::stats(device).ooms > ooms_before;
 }
 
 void Reducer::watch(const at::Tensor& output) {
@@ -56,8 +70,8 @@ void Reducer::watch(const at::Tensor& output) {
 bool Reducer::begin_plain_backward() {
   auto& s = *s_;
   const auto* selected = torch::autograd::get_current_graph_task_exec_info();
-  if (selected == nullptr || !selected->empty()) {
-    return false;  // autograd.grad or backward(inputs=...): not a training step's backward
+  if (s.alone || selected == nullptr || !selected->empty()) {
+    return false;  // nothing to send; or autograd.grad or backward(inputs=...): not a training step's backward
   }
   struct Guard {
     std::weak_ptr<Reducer> reducer;
@@ -79,10 +93,14 @@ bool Reducer::begin_plain_backward() {
   });
   s.mode = State::Mode::plain;
   s.forward_open = false;
+  s.backward_due = false;
   s.ooms_before = memory::stats(s.device).ooms;
-  s.scale = 1.0;
+  s.scale = s.sparse_scale = s.wire_scale = s.hook_scale = 1.0;
+  take_up_plan();
+  s.own_error = nullptr;
   if (s.sync) {
-    s.scale = 1.0 / s.world_size;
+    s.scale = s.wire_scale = 1.0 / s.predivide;
+    s.sparse_scale = s.scale;
     s.buffer_source = 0;
     s.late = false;
     s.record = {};
@@ -107,12 +125,17 @@ void Reducer::end_plain_backward() {
     s.mode = State::Mode::idle;
     return;
   }
-  complete(Part::early);
-  complete(Part::last);
+  try {
+    complete(Part::early);
+    complete(Part::last);
+  } catch (...) {
+    end_failed_backward(std::current_exception());
+    throw;
+  }
   const auto records = finish();
   s.stands = worst(records) < Verdict::retry;
   if (s.stands) {
-    accept(1.0, true);
+    accept(s.predivide / s.world_size, true);
     return;
   }
   discard();
@@ -136,6 +159,17 @@ void Reducer::end_plain_backward() {
                             "step " + std::to_string(s.step - 1) + " failed on " + words);
 }
 
+void Reducer::end_failed_backward(std::exception_ptr error) {
+  auto& s = *s_;
+  s.own_error = nullptr;
+  if (s.in_scope) {
+    s.died = true;
+  } else {
+    abort_step(is_out_of_memory(error) ? FailureKind::out_of_memory : FailureKind::error,
+               describe(error));
+  }
+}
+
 void Reducer::plain_backward_died() noexcept {
   auto& s = *s_;
   try {
@@ -144,8 +178,8 @@ void Reducer::plain_backward_died() noexcept {
     }
     if (!s.launching) {
       s.mode = State::Mode::idle;
-    } else if (s.in_scope) {
-      s.died = true;
+    } else if (s.own_error || s.in_scope) {
+      end_failed_backward(s.own_error);
     } else {
       // The error is not known here, but a refused allocation is evidence enough for its kind.
       const bool memory = memory::stats(s.device).ooms > s.ooms_before;
@@ -166,6 +200,7 @@ void Reducer::abort_step(FailureKind kind, const std::string& text) {
   s.record.verdict = kind == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed;
   s.loss_sum.reset();
   s.forward_open = false;
+  s.backward_due = false;
   s.aborted = true;
   s.died = false;
   s.untold.reset();
@@ -233,7 +268,8 @@ void Reducer::announce_failure(FailureKind kind, const std::string& text, int64_
 }
 
 bool Reducer::owes() const {
-  return s_->aborted || s_->forward_open || (s_->mode == State::Mode::plain && s_->launching);
+  return s_->aborted || s_->forward_open || s_->lost_backward() ||
+         (s_->mode == State::Mode::plain && s_->launching);
 }
 
 void Reducer::set_sync(bool sync) {

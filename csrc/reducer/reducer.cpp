@@ -1,6 +1,6 @@
 // The life of a bucket: each gradient moves into the flat buffer while the caches still hold it and p.grad becomes a
-// view (on_gradient, place), what did not come is filled in (fill), buckets leave in order (launch), the last one only when the step knows its verdict (complete, drain), and one
-// wait ends the step (finish).
+// view, or stays where it is if it is large (on_gradient, place); what did not come is filled in (fill). Buckets leave in
+// order (launch.cpp), and one wait ends the step (finish.cpp).
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <brimful/log.h>
@@ -9,7 +9,6 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "reducer/at_exit.h"
 #include "reducer/reducer_state.h"
@@ -17,6 +16,7 @@
 namespace brimful {
 namespace {
 constexpr double kMiB = 1024.0 * 1024.0;
+constexpr double kDefaultCapMb = 25;
 
 bool is_alias(const at::Tensor& gradient, const at::Tensor& view) {
   return gradient.layout() == at::kStrided && gradient.const_data_ptr() == view.const_data_ptr();
@@ -27,9 +27,46 @@ std::vector<ParameterInfo> infos_of(const std::vector<at::Tensor>& parameters,
   std::vector<ParameterInfo> infos;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const auto& p = parameters[i];
-    infos.push_back({p.numel(), p.scalar_type(), p.device(), i < sparse.size() && sparse[i]});
+    infos.push_back({p.numel(), p.scalar_type(), p.device(), i < sparse.size() && sparse[i],
+                     p.is_non_overlapping_and_dense()});
   }
   return infos;
+}
+
+PlanOptions plan_options_of(const ReducerOptions& options) {
+  PlanOptions plan;
+  const double cap = options.bucket_cap_mb.value_or(kDefaultCapMb);
+  plan.first_bucket_bytes = static_cast<int64_t>(options.first_bucket_cap_mb * kMiB);
+  plan.bucket_bytes = static_cast<int64_t>(cap * kMiB);
+  plan.own_record = options.wire_dtype.has_value();
+  return plan;
+}
+
+bool is_fixed(const std::string& plan) {
+  return plan != "auto" && plan != "ordered" && plan != "registration";
+}
+
+void require_options(const ReducerOptions& options) {
+  TORCH_CHECK_VALUE(!is_fixed(options.plan) || options.plan.rfind("[[", 0) == 0,
+                    "there is no such plan (plan: ", options.plan,
+                    "); choose \"auto\", \"ordered\" or \"registration\", or give what plan() of "
+                    "the same model was");
+  TORCH_CHECK_VALUE(!options.wire_dtype || c10::isFloatingType(*options.wire_dtype),
+                    "gradients travel in a real floating dtype (wire_dtype: ",
+                    c10::toString(*options.wire_dtype), ")");
+  TORCH_CHECK_VALUE(options.wire_dtype || !options.error_feedback,
+                    "there is no rounding to feed back (error_feedback: true, wire_dtype: none); "
+                    "set wire_dtype, or leave error_feedback out");
+  TORCH_CHECK_VALUE(!options.gradient_predivide_factor || *options.gradient_predivide_factor > 0,
+                    "the factor must be positive (gradient_predivide_factor: ",
+                    *options.gradient_predivide_factor, ")");
+}
+
+/// Options that all ranks must share, for the message if they do not.
+std::string describe(const ReducerOptions& options) {
+  return "plan: " + options.plan + ", wire: " +
+         (options.wire_dtype ? c10::toString(*options.wire_dtype) : "as the gradients") +
+         (options.error_feedback ? " with error feedback" : "") + "\n";
 }
 
 void require_parameters(const std::vector<at::Tensor>& parameters) {
@@ -47,19 +84,26 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   TORCH_CHECK_VALUE(
       group, "no process group (group: null); call init_process_group or init_from_env first");
   require_parameters(parameters);
-  const auto infos = infos_of(parameters, options.sparse);
-  const auto plan = plan_buckets(infos, {static_cast<int64_t>(options.first_bucket_cap_mb * kMiB),
-                                         static_cast<int64_t>(options.bucket_cap_mb * kMiB)});
-
+  require_options(options);
   auto state = std::make_unique<State>();
   auto& s = *state;
   s.group = group;
   s.rank = group->getRank();
   s.world_size = group->getSize();
-  s.device = plan.buckets.back().device;
+  s.alone = s.world_size == 1 && !options.whole_path;
   s.names = options.names;
-  s.plan = to_string(plan, infos);
-  require_same_model(group, s.device, parameters, options.names, s.plan);
+  s.wire_dtype = options.wire_dtype;
+  s.error_feedback = options.error_feedback;
+  s.predivide = options.gradient_predivide_factor.value_or(s.world_size);
+  s.infos = infos_of(parameters, options.sparse);
+  s.plan_options = plan_options_of(options);
+  const bool fixed = is_fixed(options.plan);
+  auto plan = fixed ? plan_from_json(options.plan, s.infos, s.plan_options)
+                    : plan_buckets(s.infos, s.plan_options);
+  s.device = plan.buckets.back().device;
+  s.watch.set_device(s.device);
+  require_same_model(group, s.device, parameters, options.names,
+                     to_string(plan, s.infos) + describe(options));
   if (options.synchronise_at_start) {
     broadcast_from_rank_0(group, parameters);
     broadcast_from_rank_0(group, buffers);
@@ -77,19 +121,14 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   const auto count = static_cast<int64_t>(parameters.size());
   s.tail.emplace(count, s.rank, s.world_size, std::move(buffers),
                  c10::toRealValueType(plan.buckets.back().dtype));
-  s.slots.resize(parameters.size());
-  for (const auto& bucket : plan.buckets) {
-    const auto index = static_cast<int64_t>(s.buckets.size());
-    const bool last = index + 1 == static_cast<int64_t>(plan.buckets.size());
-    s.buckets.push_back(
-        make_bucket(bucket, index, last ? s.tail->numel() : 0, parameters, s.slots));
-  }
-  const auto& last = s.buckets.back().flat;
-  s.tail->attach(last.narrow(0, last.numel() - s.tail->numel(), s.tail->numel()));
   s.seen.assign(parameters.size(), -1);
   s.used.assign(parameters.size(), 0);
   s.parameters = std::move(parameters);
-  log(LogLevel::debug, "bucket plan\n" + s.plan);
+  s.lay_out(std::move(plan));
+  if (s.rank == 0 && s.store && !s.alone && !fixed && options.plan != "registration") {
+    s.planner = std::make_unique<Planner>(s.infos, s.plan_options,
+                                          options.plan == "auto" && !options.bucket_cap_mb);
+  }
 
   std::shared_ptr<Reducer> reducer(new Reducer(std::move(state)));
   reducer->add_hooks();
@@ -133,6 +172,8 @@ void Reducer::start_backward(bool launching) {
   for (auto& bucket : s.buckets) {
     bucket.pending = static_cast<int64_t>(bucket.parameters.size());
   }
+  s.watch.begin_backward(s.buckets.size());
+  s.arrivals.clear();
 }
 
 void Reducer::on_gradient(int64_t parameter, const at::Tensor& gradient) {
@@ -141,6 +182,18 @@ void Reducer::on_gradient(int64_t parameter, const at::Tensor& gradient) {
   if (s.mode == State::Mode::idle && !begin_plain_backward()) {
     return;
   }
+  try {
+    take(parameter, gradient);
+  } catch (...) {
+    if (s.mode == State::Mode::plain) {
+      s.own_error = std::current_exception();  // of a backward that dies nothing else is known
+    }
+    throw;
+  }
+}
+
+void Reducer::take(int64_t parameter, const at::Tensor& gradient) {
+  auto& s = *s_;
   const auto index = s.slots[parameter].bucket;
   auto& bucket = s.buckets[index];
   if (bucket.left) {
@@ -148,25 +201,43 @@ void Reducer::on_gradient(int64_t parameter, const at::Tensor& gradient) {
   }
   s.reentrant = s.reentrant || (s.mode == State::Mode::managed &&
                                 torch::autograd::get_current_graph_task_id() != s.graph_task);
+  const auto began = s.watch.gradient(index);
+  if (s.planner) {
+    s.arrivals.push_back(parameter);
+  }
   if (s.seen[parameter] == s.generation) {
     add_again(parameter, gradient);
     return;
   }
   s.seen[parameter] = s.generation;
   place(parameter);
+  s.watch.end_copy(began);
   if (--bucket.pending == 0) {
+    s.watch.ready(index);
     advance_early();
   }
+}
+
+std::string Reducer::State::name_of(int64_t parameter) const {
+  return static_cast<size_t>(parameter) < names.size() ? names[parameter]
+                                                       : std::to_string(parameter);
+}
+
+// Another size on the wire than the other ranks' would end their processes (gloo).
+void Reducer::State::require_unchanged(int64_t parameter, const at::Tensor& gradient) const {
+  const auto dtype = parameters[parameter].scalar_type();
+  TORCH_CHECK_VALUE(gradient.numel() == slots[parameter].numel && dtype == infos[parameter].dtype,
+                    "a parameter has changed since it was wrapped (parameter: ", name_of(parameter),
+                    ", now ", gradient.sizes(), " ", dtype,
+                    "); wrap the module again on every rank");
 }
 
 void Reducer::on_late_gradient(int64_t parameter) {
   auto& s = *s_;
   s.late = true;
   s.launch_late = true;
-  const auto name = static_cast<size_t>(parameter) < s.names.size() ? s.names[parameter]
-                                                                    : std::to_string(parameter);
-  TORCH_CHECK(false,
-              "a parameter got a second gradient after its bucket had left (parameter: ", name,
+  TORCH_CHECK(false, "a parameter got a second gradient after its bucket had left (parameter: ",
+              s.name_of(parameter),
               "); a module used several times under reentrant checkpointing does that. From now on "
               "buckets leave after backward: "
               "repeat the step (a BatchSizer does so by itself), or pass use_reentrant=False to "
@@ -178,272 +249,101 @@ void Reducer::place(int64_t parameter) {
   const at::NoGradGuard no_grad;
   auto& gradient = s.parameters[parameter].mutable_grad();
   const auto& slot = s.slots[parameter];
-  auto& sparse = s.buckets[slot.bucket].sparse;
+  auto& bucket = s.buckets[slot.bucket];
+  if (bucket.direct) {
+    place_direct(parameter);
+    return;
+  }
   if (!gradient.defined()) {
     if (slot.view.defined()) {
       slot.view.zero_();
     } else {
-      sparse = s.buckets[slot.bucket].sparse_zero.clone();
+      bucket.own = bucket.sparse_zero.clone();
     }
     return;
   }
+  s.require_unchanged(parameter, gradient);
   s.used[parameter] = 1;
+  const double scale = bucket.wire || s.is_hooked(slot.bucket) ? 1.0 : s.scale;
   if (!slot.view.defined()) {
-    sparse = sparse_scaled(gradient, s.scale);
+    bucket.own = sparse_scaled(gradient, s.sparse_scale);
   } else if (!is_alias(gradient, slot.view)) {
-    copy_scaled(slot.view, gradient, s.scale);
+    copy_scaled(slot.view, gradient, scale);
     gradient = slot.view;
-  } else if (s.scale != 1) {
-    slot.view.mul_(s.scale);
+  } else if (scale != 1) {
+    slot.view.mul_(scale);
+  }
+}
+
+void Reducer::place_direct(int64_t parameter) {
+  auto& s = *s_;
+  const auto& owner = s.parameters[parameter];
+  auto& gradient = owner.mutable_grad();
+  const auto index = s.slots[parameter].bucket;
+  auto& bucket = s.buckets[index];
+  if (!gradient.defined()) {
+    if (s.launching) {
+      bucket.own = at::zeros_like(owner);
+    }
+    return;
+  }
+  s.require_unchanged(parameter, gradient);
+  s.used[parameter] = 1;
+  const bool as_it_is = gradient.layout() == at::kStrided &&
+                        gradient.strides() == owner.strides() &&
+                        gradient.scalar_type() == owner.scalar_type() &&
+                        gradient.device() == owner.device() && gradient.storage().use_count() == 1;
+  if (!as_it_is) {
+    // In memory that something else sees too, or not in the parameter's layout.
+    auto fresh = at::empty_like(owner);
+    fresh.copy_(gradient);
+    gradient = std::move(fresh);
+  }
+  if (!bucket.wire && !s.is_hooked(index) && s.scale != 1) {
+    gradient.mul_(s.scale);
+  }
+  if (s.launching) {
+    bucket.own = gradient;
   }
 }
 
 void Reducer::add_again(int64_t parameter, const at::Tensor& gradient) {
   auto& s = *s_;
-  if (s.scale == 1 || !gradient.defined()) {
+  const auto& slot = s.slots[parameter];
+  auto& bucket = s.buckets[slot.bucket];
+  if (!gradient.defined()) {
     return;
   }
   const at::NoGradGuard no_grad;
-  const auto& view = s.slots[parameter].view;
-  if (view.defined()) {
-    view.add_(gradient, s.scale - 1);  // autograd has added it as it is to what was scaled
-  } else {
+  if (bucket.sparse()) {
     place(parameter);
+    return;
+  }
+  auto& sum = s.parameters[parameter].mutable_grad();
+  const auto& placed = bucket.direct ? bucket.own : slot.view;
+  const double scale = bucket.wire || s.is_hooked(slot.bucket) ? 1.0 : s.scale;
+  if (!placed.defined()) {
+    place(parameter);
+  } else if (is_alias(sum, placed)) {
+    if (scale != 1) {
+      placed.add_(gradient, scale - 1);  // autograd has added it as it is to what was scaled
+    }
+  } else {
+    placed.add_(gradient, scale);  // autograd has made a new sum beside what was placed
+    sum = placed;
   }
 }
 
 void Reducer::fill(int64_t index) {
-  for (const auto parameter : s_->buckets[index].parameters) {
-    if (s_->seen[parameter] != s_->generation) {
+  auto& s = *s_;
+  for (const auto parameter : s.buckets[index].parameters) {
+    if (s.seen[parameter] != s.generation) {
       place(parameter);
     }
   }
-}
-
-void Reducer::launch(int64_t index) {
-  auto& s = *s_;
-  auto& bucket = s.buckets[index];
-  if (index == s.last()) {
-    s.tail->write(s.used, s.record, s.loss_sum, s.buffer_source);
+  if (s.buckets[index].pending > 0) {
+    s.watch.ready(index);
   }
-  bucket.left = true;
-  ++s.next;
-  if (s.broken) {
-    return;
-  }
-  try {
-    std::vector<at::Tensor> tensors{bucket.flat.defined() ? bucket.flat : bucket.sparse};
-    ++s.counters.launches;
-    bucket.work = s.group->allreduce(tensors);
-  } catch (...) {
-    s.broken = std::current_exception();
-  }
-}
-
-void Reducer::advance_early() {
-  auto& s = *s_;
-  if (!s.launching || s.launch_late) {
-    return;
-  }
-  while (s.next < s.last() && s.buckets[s.next].pending == 0 &&
-         (s.before == nullptr || s.before->early_left())) {
-    launch(s.next);
-  }
-  if (s.after != nullptr && s.next >= s.last()) {
-    s.after->advance();
-  }
-}
-
-void Reducer::advance() {
-  const std::lock_guard<std::mutex> lock(s_->mutex);
-  advance_early();
-}
-
-bool Reducer::early_left() const {
-  return s_->next >= s_->last();
-}
-
-void Reducer::begin_attempt(int buffer_source) {
-  auto& s = *s_;
-  settle();
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  s.mode = State::Mode::managed;
-  s.scale = 1;
-  s.buffer_source = buffer_source;
-  s.late = false;
-  s.reentrant = false;
-  s.forward_open = false;
-  std::fill(s.used.begin(), s.used.end(), uint8_t{0});
-  start_backward(false);
-}
-
-void Reducer::begin_piece(bool last) {
-  const std::lock_guard<std::mutex> lock(s_->mutex);
-  start_backward(last);
-}
-
-void Reducer::backward_began(int graph_task) {
-  s_->graph_task = graph_task;
-}
-
-void Reducer::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {
-  s_->record = record;
-  s_->loss_sum = loss_sum;
-}
-
-bool Reducer::gradients_complete() const {
-  const auto done = [](const auto& bucket) { return bucket.pending == 0; };
-  return s_->launching && !s_->reentrant &&
-         std::all_of(s_->buckets.begin(), s_->buckets.end(), done);
-}
-
-void Reducer::complete(Part part) {
-  auto& s = *s_;
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  const memory::Unlimited unlimited;
-  const int64_t end = part == Part::early ? s.last() : s.last() + 1;
-  while (s.next < end) {
-    fill(s.next);
-    launch(s.next);
-  }
-}
-
-void Reducer::drain(Part part) {
-  auto& s = *s_;
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  const memory::Unlimited unlimited;
-  const at::NoGradGuard no_grad;
-  const int64_t end = part == Part::early ? s.last() : s.last() + 1;
-  while (s.next < end) {
-    auto& bucket = s.buckets[s.next];
-    if (bucket.flat.defined()) {
-      bucket.gradients.zero_();
-    } else {
-      bucket.sparse = bucket.sparse_zero.clone();
-    }
-    launch(s.next);
-  }
-}
-
-void Reducer::wait_for_buckets() {
-  auto& s = *s_;
-  for (auto& bucket : s.buckets) {
-    if (bucket.work && !s.broken) {
-      try {
-        bucket.work->wait();
-      } catch (...) {
-        s.broken = std::current_exception();
-      }
-    }
-    bucket.work.reset();
-    bucket.left = false;
-  }
-  ++s.counters.host_waits;
-}
-
-void Reducer::end_attempt() {
-  auto& s = *s_;
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  s.next = 0;
-  s.mode = State::Mode::idle;
-  s.launching = false;
-  s.loss_sum.reset();
-  s.before = nullptr;
-  s.after = nullptr;
-  ++s.step;
-  ++s.counters.steps;
-}
-
-std::vector<ControlRecord> Reducer::finish() {
-  auto& s = *s_;
-  wait_for_buckets();
-  end_attempt();
-  if (s.broken) {
-    std::string cause;
-    try {
-      std::rethrow_exception(s.broken);
-    } catch (const c10::Error& e) {
-      cause = e.what_without_backtrace();
-    } catch (const std::exception& e) {
-      cause = e.what();
-    }
-    throw_broken(s.step - 1, "a step", cause);
-  }
-  s.tail->read();
-  return s.tail->records();
-}
-
-void Reducer::accept(double scale, bool keep_unused) {
-  auto& s = *s_;
-  const at::NoGradGuard no_grad;
-  for (auto& bucket : s.buckets) {
-    if (scale != 1 && bucket.flat.defined()) {
-      bucket.gradients.mul_(scale);
-    }
-  }
-  for (size_t i = 0; i < s.parameters.size(); ++i) {
-    const auto& slot = s.slots[i];
-    if (slot.view.defined() && s.used[i] != 0) {
-      continue;  // its gradient is the view since place()
-    }
-    auto& gradient = s.parameters[i].mutable_grad();
-    if (keep_unused && s.tail->users(static_cast<int64_t>(i)) == 0) {
-      gradient.reset();
-    } else if (slot.view.defined()) {
-      gradient = slot.view;
-    } else {
-      const auto& sum = s.buckets[slot.bucket].sparse;
-      gradient = sum;
-      if (scale != 1) {
-        gradient._values().mul_(scale);
-      }
-    }
-  }
-  for (auto& bucket : s.buckets) {
-    bucket.sparse.reset();
-  }
-  std::fill(s.used.begin(), s.used.end(), uint8_t{0});
-  s.tail->write_back_buffers();
-}
-
-void Reducer::discard() {
-  for (const auto& parameter : s_->parameters) {
-    parameter.mutable_grad().reset();
-  }
-  for (auto& bucket : s_->buckets) {
-    bucket.sparse.reset();
-  }
-  std::fill(s_->used.begin(), s_->used.end(), uint8_t{0});
-}
-
-std::vector<ControlRecord> Reducer::exchange(const ControlRecord& record) {
-  auto& s = *s_;
-  settle();
-  const memory::Unlimited unlimited;
-  const auto bytes = encode(record);
-  auto own = at::empty({kRecordBytes}, at::kByte);
-  std::memcpy(own.mutable_data_ptr<uint8_t>(), bytes.data(), bytes.size());
-  std::vector<at::Tensor> inputs{own.to(s.device)};
-  std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < s.world_size; ++rank) {
-    outputs[0].push_back(at::empty_like(inputs[0]));
-  }
-  ++s.counters.exchanges;
-  try {
-    // Not an all_reduce: a rank that is out of step would match it with a bucket, and gloo kills a process for that.
-    s.group->allgather(outputs, inputs)->wait();
-  } catch (const std::exception& e) {
-    s.broken = std::current_exception();
-    throw_broken(s.step, "the exchange before a loop", e.what());
-  }
-  std::vector<ControlRecord> records;
-  for (const auto& output : outputs[0]) {
-    const auto on_host = output.cpu();
-    RecordBytes theirs{};
-    std::memcpy(theirs.data(), on_host.const_data_ptr<uint8_t>(), theirs.size());
-    records.push_back(decode(theirs));
-  }
-  return records;
 }
 
 void Reducer::set_order(Participant* before, Participant* after) {
@@ -475,8 +375,11 @@ bool Reducer::late_gradient() const {
 Reducer::Counters Reducer::counters() const {
   return s_->counters;
 }
-std::string Reducer::plan() const {
-  return s_->plan;
+const std::vector<std::string>& Reducer::names() const {
+  return s_->names;
+}
+std::vector<StepTimes> Reducer::times() const {
+  return s_->watch.steps();
 }
 
 }  // namespace brimful

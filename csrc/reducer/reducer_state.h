@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <atomic>
 #include <mutex>
@@ -11,6 +12,8 @@
 
 #include "reducer/agree.h"
 #include "reducer/bucket.h"
+#include "reducer/planner.h"
+#include "reducer/stopwatch.h"
 #include "reducer/tail.h"
 
 namespace brimful {
@@ -25,15 +28,30 @@ struct Reducer::State {
   std::string key;                        ///< prefix in the store, equal on all ranks
   int rank = 0;
   int world_size = 1;
+  bool alone = false;  ///< a single rank that takes the short way: nothing to send
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< the last bucket's
   std::vector<at::Tensor> parameters;
+  std::vector<ParameterInfo> infos;
   std::vector<std::string> names;
-  std::string plan;
-  std::vector<Slot> slots;
-  std::vector<Bucket> buckets;
-  std::optional<Tail> tail;
+  std::optional<c10::ScalarType> wire_dtype;
+  bool error_feedback = false;
+  double predivide = 1;               ///< plain loop: gradients are divided by this before the sum
   std::vector<NodePtr> accumulators;  ///< autograd holds them weakly
   std::vector<uintptr_t> hook_keys;
+  std::unique_ptr<c10d::CommHookInterface> hook;
+  std::optional<Tail> tail;
+
+  // The plan and what is made of it (layout.cpp).
+  PlanOptions plan_options;
+  BucketPlan plan;
+  Arenas arenas;
+  std::vector<Slot> slots;
+  std::vector<Bucket> buckets;
+  std::unique_ptr<Planner> planner;     ///< rank 0, while the plan may change
+  std::optional<BucketPlan> proposal;   ///< rank 0: offered to the others in this step
+  uint32_t proposals = 0;               ///< rank 0: so far
+  std::optional<BucketPlan> next_plan;  ///< agreed, taken up when the next step begins
+  std::vector<int64_t> arrivals;  ///< parameters in the order of their gradients, for the planner
 
   // Of the step.
   enum class Mode : uint8_t { idle, plain, managed };
@@ -44,7 +62,10 @@ struct Reducer::State {
   std::vector<int64_t> seen;     ///< by parameter: the generation in which its gradient last came
   std::vector<uint8_t> used;     ///< by parameter: had a gradient when its bucket was filled
   std::atomic<int64_t> next{0};  ///< buckets that have left
-  double scale = 1;              ///< of gradients on their way into a bucket
+  double scale = 1;              ///< of gradients on their way into a bucket that is sent as it is
+  double sparse_scale = 1;       ///< of gradients on their way into a sparse bucket
+  double wire_scale = 1;         ///< of gradients on their way onto the wire
+  double hook_scale = 1;         ///< of what a communication hook returned
   ControlRecord record;
   at::Tensor loss_sum;
   int buffer_source = 0;
@@ -55,24 +76,51 @@ struct Reducer::State {
   bool launch_late = false;   ///< learned from that: all buckets leave after backward
   Participant* before = nullptr;
   Participant* after = nullptr;
+  Stopwatch watch;
 
   // Of a plain loop.
   bool sync = true;
   bool forward_open = false;
+  bool backward_due = false;  ///< a forward has ended and no backward of the module has begun
   bool in_scope = false;
   int64_t ooms_before = 0;  ///< refused allocations before this backward
   int64_t scope_step = 0;
   bool stands = false;  ///< the last plain backward's sums became gradients
   std::optional<std::pair<FailureKind, std::string>>
-      untold;            ///< failed behind that: told with the next step
-  bool died = false;     ///< a backward died inside the scope, whose end is to tell
-  bool aborted = false;  ///< drained after a failure, not yet waited for
+      untold;                    ///< failed behind that: told with the next step
+  std::exception_ptr own_error;  ///< thrown by the reducer itself in this backward
+  bool died = false;             ///< a backward died inside the scope, whose end is to tell
+  bool aborted = false;          ///< drained after a failure, not yet waited for
 
   int64_t step = 0;
   Counters counters;
 
   std::string failure_key(int64_t at_step, int of_rank) const;
   int64_t last() const { return static_cast<int64_t>(buckets.size()) - 1; }
+  std::string name_of(int64_t parameter) const;
+  /// @throws c10::ValueError if a parameter has another size or dtype than at construction
+  void require_unchanged(int64_t parameter, const at::Tensor& gradient) const;
+
+  // layout.cpp
+  void lay_out(BucketPlan new_plan);
+  /// What the bucket's gradients are on this rank: a row; undefined if sparse.
+  at::Tensor row_of(const Bucket& bucket) const;
+  /// What goes to the process group.
+  at::Tensor payload(const Bucket& bucket) const;
+  bool is_hooked(int64_t index) const {
+    return hook && index != last() && !buckets[index].sparse();
+  }
+
+  // plain.cpp
+  bool lost_backward() const;
+
+  // launch.cpp
+  void send(int64_t index);
+  c10d::GradBucket hook_bucket(int64_t index) const;
+
+  // planning.cpp
+  void propose_plan();
+  void hear_of_plan(uint32_t number);
 };
 
 }  // namespace brimful

@@ -15,6 +15,7 @@ Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor>
     : parameters_(parameters),
       rank_(rank),
       world_size_(world_size),
+      dtype_(dtype),
       head_numel_(parameters + world_size * kRecordBytes),
       numel_(head_numel_),
       used_(parameters) {

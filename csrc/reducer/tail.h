@@ -16,6 +16,7 @@ class Tail {
   Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers,
        c10::ScalarType dtype);
   int64_t numel() const { return numel_; }
+  c10::ScalarType dtype() const { return dtype_; }
   /// `region`: the numel() last elements of the bucket.
   void attach(at::Tensor region);
 
@@ -42,6 +43,7 @@ class Tail {
   int64_t parameters_;
   int rank_;
   int world_size_;
+  c10::ScalarType dtype_;
   int64_t head_numel_;  ///< used flags and records, staged through host memory
   int64_t numel_;
   std::vector<Rider> riders_;

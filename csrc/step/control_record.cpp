@@ -5,7 +5,7 @@
 
 namespace brimful {
 namespace {
-// Layout: verdict 1, next 1, next_pieces 2, weight 8, loss_sum 8, next_weight 8, free_bytes 8, step_ms 4.
+// Layout: verdict 1, next 1, next_pieces 2, weight 8, loss_sum 8, next_weight 8, free_bytes 8, step_ms 4, plan 4.
 template <typename Record, typename Visit>
 void for_each_field(Record& record, const Visit& visit) {
   int64_t offset = 0;
@@ -21,8 +21,9 @@ void for_each_field(Record& record, const Visit& visit) {
   field(record.next_weight);
   field(record.free_bytes);
   field(record.step_ms);
+  field(record.plan);
 }
-static_assert(1 + 1 + 2 + 8 * 4 + 4 == kRecordBytes);
+static_assert(1 + 1 + 2 + 8 * 4 + 4 + 4 == kRecordBytes);
 static_assert(kLossSumOffset == 1 + 1 + 2 + 8);
 }  // namespace
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -71,6 +73,17 @@ class DistributedDataParallel(torch.nn.Module):
     (``broadcast_buffers``). Refused: ``mixed_precision``, ``delay_all_reduce_named_params``,
     ``param_to_hook_all_reduce`` and ``device_mesh``.
 
+    Beyond torch's arguments:
+
+    - ``plan``: ``"auto"`` learns the order of buckets from the first backward and, unless ``bucket_cap_mb`` is given,
+      tries bucket sizes in the first steps and keeps the fastest; ``"ordered"`` only learns the order;
+      ``"registration"`` never changes (deterministic for more than two ranks); or what ``plan`` of an earlier run was.
+    - ``wire_dtype``: gradients travel in this dtype: ``torch.bfloat16`` halves the bytes of float32 gradients,
+      ``torch.float32`` sums bfloat16 or float16 gradients without rounding on the way (one more copy of them).
+    - ``error_feedback``: what rounding to ``wire_dtype`` took from a gradient is added to the next one.
+    - ``gradient_predivide_factor``: in a plain loop, divide by this before the sum and by the rest after it.
+    - ``whole_path``: make the collectives of a single rank too, for measurements.
+
     Raises ``PlanMismatch`` on every rank if their models differ, ``ValueError`` if no parameter needs a gradient or the
     process group is not initialised, ``TypeError`` for parameters that are DTensors.
     """
@@ -98,6 +111,12 @@ class DistributedDataParallel(torch.nn.Module):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
+        *,
+        plan: str = "auto",
+        wire_dtype: torch.dtype | None = None,
+        error_feedback: bool = False,
+        gradient_predivide_factor: float | None = None,
+        whole_path: bool = False,
     ) -> None:
         super().__init__()
         refused = {
@@ -127,15 +146,19 @@ class DistributedDataParallel(torch.nn.Module):
         )
         trainable = _trainable(module)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        cap = 25.0 if bucket_cap_mb is None else float(bucket_cap_mb)
         self.reducer = _C.Reducer(
             [parameter for _, parameter, _ in trainable],
             [buffer for name, buffer in module.named_buffers() if name not in ignored],
             self.process_group,
             names=[name for name, _, _ in trainable],
             sparse=[sparse for _, _, sparse in trainable],
-            bucket_cap_mb=cap,
-            first_bucket_cap_mb=min(1.0, cap),
+            bucket_cap_mb=bucket_cap_mb,
+            first_bucket_cap_mb=1.0 if bucket_cap_mb is None else min(1.0, float(bucket_cap_mb)),
+            plan=plan,
+            wire_dtype=wire_dtype,
+            error_feedback=error_feedback,
+            gradient_predivide_factor=gradient_predivide_factor,
+            whole_path=whole_path,
             broadcast_buffers=broadcast_buffers if broadcast_buffers is not None else True,
             synchronise_at_start=init_sync,
         )
@@ -177,6 +200,57 @@ class DistributedDataParallel(torch.nn.Module):
             raise
         self.reducer.end_scope_ok()
 
+    def register_comm_hook(
+        self, state: Any, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+    ) -> None:
+        """As in torch: ``hook(state, bucket: dist.GradBucket)`` returns a future of the mean over the ranks.
+
+        All ranks register the same hook, before the first backward (``PlanMismatch`` otherwise). A hook that raises
+        fails the step on every rank; if it raises again when its rank takes part with zeros, the group is broken.
+        Sparse gradients do not pass it.
+        """
+        if not callable(hook):
+            raise TypeError(f"a communication hook is callable (type: {type(hook)})")
+        self.reducer.register_comm_hook(
+            state, hook, getattr(hook, "__qualname__", repr(type(hook)))
+        )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` in one pass a bucket; equal on all ranks, does not synchronise the device.
+
+        Call it after ``backward()`` or ``sizer.step()``; returns the norm before clipping.
+        """
+        return self.reducer.clip_grad_norm(float(max_norm), float(norm_type))
+
+    def check_gradients(self) -> None:
+        """Raise ``FloatingPointError`` that names the first parameter whose gradient is not finite.
+
+        One pass a bucket; synchronises the device.
+        """
+        index = self.reducer.nonfinite_gradient()
+        if index is not None:
+            raise FloatingPointError(
+                f"a gradient is not finite (parameter: {self.reducer.names[index]}, step: "
+                f"{self.reducer.counters.steps - 1}); look at the loss and the learning rate, or clip"
+            )
+
+    @property
+    def plan(self) -> str:
+        """The bucket plan in use, as JSON, for ``plan=`` of another run."""
+        return self.reducer.plan
+
+    def telemetry(self) -> dict[str, Any]:
+        """What the last step did with its time: a dict with ``_ms`` times, bytes on the wire, the straggler and buckets.
+
+        Does not synchronise. Empty before the first step.
+        """
+        times = self.reducer.times()
+        return _as_dict(times[-1]) if times else {}
+
+    def save_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write the last steps (at most 64) as a trace for Perfetto and chrome://tracing, one process a rank."""
+        Path(path).write_text(self.reducer.chrome_trace())
+
     @property
     def buckets_left(self) -> int:
         """Buckets that have left in the step that runs."""
@@ -192,6 +266,13 @@ class DistributedDataParallel(torch.nn.Module):
             self.reducer.prepare_forward()
             if torch.is_grad_enabled():
                 self.reducer.watch(())
+
+
+def _as_dict(times: _C.StepTimes) -> dict[str, Any]:
+    def fields(value: object) -> dict[str, Any]:
+        return {name: getattr(value, name) for name in dir(value) if not name.startswith("_")}
+
+    return {**fields(times), "buckets": [fields(bucket) for bucket in times.buckets]}
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -30,3 +30,17 @@ TEST_CASE("from_json refuses anything but an object of numbers", "[base]") {
   CAPTURE(text);
   CHECK_THROWS_AS(from_json(text), c10::ValueError);
 }
+
+TEST_CASE("Lists of integers are kept as they are", "[base]") {
+  const std::vector<std::vector<int64_t>> lists{{3, -1}, {}, {int64_t{1} << 60}};
+  CHECK(brimful::lists_to_json(lists) == "[[3,-1],[],[1152921504606846976]]");
+  CHECK(brimful::lists_from_json(brimful::lists_to_json(lists)) == lists);
+  for (const char* text : {"", "{}", "[1]", "[[\"a\"]]", "[[1]"}) {
+    CHECK_THROWS_AS(brimful::lists_from_json(text), c10::ValueError);
+  }
+}
+
+TEST_CASE("A string is quoted and escaped", "[base]") {
+  CHECK(brimful::json_string("a\"b\n") == "\"a\\\"b\\n\"");
+  CHECK_NOTHROW(brimful::json_string("\xff"));
+}

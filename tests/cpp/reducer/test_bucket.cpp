@@ -9,14 +9,20 @@
 using namespace brimful;
 
 namespace {
-Bucket bucket_of(const std::vector<at::Tensor>& parameters, std::vector<Slot>& slots,
-                 int64_t tail = 0) {
-  BucketPlan::Bucket plan{{}, parameters[0].scalar_type(), parameters[0].device(), false};
+BucketPlan::Bucket planned(const std::vector<at::Tensor>& parameters) {
+  BucketPlan::Bucket bucket{{}, parameters[0].scalar_type(), parameters[0].device()};
   for (size_t i = 0; i < parameters.size(); ++i) {
-    plan.parameters.push_back(static_cast<int64_t>(parameters.size() - 1 - i));
+    bucket.parameters.push_back(static_cast<int64_t>(parameters.size() - 1 - i));
   }
-  slots.resize(parameters.size());
-  return make_bucket(plan, 0, tail, parameters, slots);
+  return bucket;
+}
+
+BucketPlan plan_of(const std::vector<std::vector<int64_t>>& lists) {
+  BucketPlan plan;
+  for (const auto& list : lists) {
+    plan.buckets.push_back({list, at::kFloat});
+  }
+  return plan;
 }
 }  // namespace
 
@@ -29,8 +35,10 @@ TEST_CASE("A bucket's slots are views with the shapes and strides of the paramet
       at::zeros({2, 3, 2, 2}, dtype).contiguous(at::MemoryFormat::ChannelsLast),
       at::zeros({0}, dtype),
       at::zeros({3, 3}, dtype).slice(1, 0, 2)};
-  std::vector<Slot> slots;
-  const auto bucket = bucket_of(parameters, slots, 7);
+  Arenas arenas;
+  const auto layout = arenas.carve({{planned(parameters)}}, 7, parameters);
+  const auto& bucket = layout.buckets[0];
+  const auto& slots = layout.slots;
   CHECK_FALSE(bucket.flat.is_complex());
   CHECK(bucket.flat.numel() == bucket.gradients.numel() + 7);
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -47,6 +55,51 @@ TEST_CASE("A bucket's slots are views with the shapes and strides of the paramet
     CHECK((view.numel() == 0 || offset % 64 == 0));
   }
   CHECK(at::all(bucket.flat.narrow(0, bucket.gradients.numel(), 7) == 0).item<bool>());
+}
+
+TEST_CASE("Another plan is carved from the same memory, zeroed", "[reducer]") {
+  const std::vector<at::Tensor> parameters{at::zeros({3}), at::zeros({40}), at::zeros({5, 5})};
+  Arenas arenas;
+  const auto first = arenas.carve(plan_of({{2, 1}, {0}}), 9, parameters);
+  const auto* memory = first.buckets[0].flat.const_data_ptr();
+  for (const auto& bucket : first.buckets) {
+    bucket.flat.fill_(3);
+  }
+  const auto bytes = arenas.bytes();
+  const auto second = arenas.carve(plan_of({{0}, {1}, {2}}), 9, parameters);
+  CHECK(arenas.bytes() == bytes);
+  CHECK(second.buckets[0].flat.const_data_ptr() == memory);
+  for (const auto& bucket : second.buckets) {
+    CHECK(at::all(bucket.flat == 0).item<bool>());
+  }
+  CHECK(second.buckets[2].flat.numel() - second.buckets[2].gradients.numel() == 9);
+  CHECK(second.slots[2].view.sizes() == parameters[2].sizes());
+  // With a bucket for the record alone the same dtype needs as much, or more for nothing: memory is made anew.
+  const auto third = arenas.carve(plan_of({{0, 1, 2}, {}}), 1000, parameters);
+  CHECK(third.buckets[1].gradients.numel() == 0);
+  CHECK(third.buckets[1].flat.numel() == 1000);
+}
+
+TEST_CASE("A direct bucket has no memory of its own", "[reducer]") {
+  const std::vector<at::Tensor> parameters{at::zeros({64}), at::zeros({8})};
+  BucketPlan plan = plan_of({{0}, {1}});
+  plan.buckets[0].direct = true;
+  Arenas arenas;
+  const auto layout = arenas.carve(plan, 0, parameters);
+  CHECK_FALSE(layout.buckets[0].flat.defined());
+  CHECK_FALSE(layout.slots[0].view.defined());
+  CHECK(layout.slots[0].numel == 64);
+  CHECK(arenas.bytes() == 64);
+}
+
+TEST_CASE("A tensor's elements are one row, whatever its strides", "[reducer]") {
+  const auto image =
+      at::arange(24, at::kFloat).view({1, 2, 3, 4}).contiguous(at::MemoryFormat::ChannelsLast);
+  const auto row = as_row(image);
+  CHECK(row.is_contiguous());
+  CHECK(row.const_data_ptr() == image.const_data_ptr());
+  CHECK(row.numel() == 24);
+  CHECK(as_row(at::zeros({3, 2}, at::kComplexFloat)).numel() == 12);
 }
 
 TEST_CASE("A gradient is copied and scaled in one pass in every dtype and layout", "[reducer]") {
@@ -108,11 +161,13 @@ TEST_CASE("A sparse bucket sends rows, whatever the gradient was", "[reducer]") 
   const auto values =
       at::tensor({0.0, 2.0, 0.0, 4.0}, at::kDouble).view({4, 1}).expand({4, 3}).contiguous();
   const auto parameter = at::zeros({4, 3}, at::kDouble);
-  std::vector<Slot> slots(1);
-  const auto bucket =
-      make_bucket({{0}, at::kDouble, parameter.device(), true}, 0, 0, {parameter}, slots);
+  Arenas arenas;
+  const auto layout =
+      arenas.carve({{{{0}, at::kDouble, parameter.device(), true}}}, 0, {parameter});
+  const auto& bucket = layout.buckets[0];
   CHECK_FALSE(bucket.flat.defined());
-  CHECK_FALSE(slots[0].view.defined());
+  CHECK_FALSE(layout.slots[0].view.defined());
+  CHECK(bucket.sparse());
   CHECK(bucket.sparse_zero._nnz() == 0);
   for (const auto& gradient : {values, values.to_sparse(1), values.to_sparse(2)}) {
     const auto rows = sparse_scaled(gradient, 0.5);

@@ -98,3 +98,71 @@ TEST_CASE("A plan is readable, a line a bucket", "[reducer]") {
         "bucket 0: 1 parameters, sparse Half, cpu, 1.0 KiB\nbucket 1: 1 parameters, Float, cpu, "
         "1.0 KiB\n");
 }
+
+TEST_CASE("A large parameter is a direct bucket, and the record then has its own", "[reducer]") {
+  const ParameterInfo large = floats(1 << 20);
+  const auto only_large = plan_buckets({large, large});
+  CHECK(indices(only_large) == std::vector<Indices>{{1}, {0}, {}});
+  CHECK(only_large.buckets[0].direct);
+  CHECK_FALSE(only_large.buckets[2].direct);
+  const auto mixed = plan_buckets({floats(3), large, floats(3), large});
+  CHECK(indices(mixed) == std::vector<Indices>{{3}, {1}, {2, 0}});
+  ParameterInfo strided = large;
+  strided.packed = false;
+  CHECK_FALSE(plan_buckets({strided}).buckets[0].direct);
+  CHECK_FALSE(plan_buckets({floats((1 << 20) - 1)}).buckets[0].direct);
+}
+
+TEST_CASE("A plan follows the order in which gradients come", "[reducer]") {
+  const std::vector<ParameterInfo> four{floats(10), floats(10), floats(10), floats(10)};
+  PlanOptions options{40, 80};
+  options.order = {1, 3, 0, 2};
+  CHECK(indices(plan_buckets(four, options)) == std::vector<Indices>{{1}, {3, 0}, {2}});
+  options.order = {1, 3, 0};
+  CHECK_THROWS_AS(plan_buckets(four, options), c10::ValueError);
+  options.order = {1, 3, 0, 0};
+  CHECK_THROWS_AS(plan_buckets(four, options), c10::ValueError);
+}
+
+TEST_CASE("The record's dtype and device do not depend on the order", "[reducer]") {
+  const std::vector<ParameterInfo> mixed{{4, kHalf, kCpu}, {4, kFloat, kCpu}, {4, kFloat, kGpu}};
+  for (Indices order : {Indices{0, 1, 2}, {2, 1, 0}, {1, 0, 2}, {1, 2, 0}}) {
+    PlanOptions options{1, 1};
+    options.order = order;
+    const auto plan = plan_buckets(mixed, options);
+    CHECK(plan.buckets.back().dtype == kHalf);
+    CHECK(plan.buckets.back().device == kCpu);
+  }
+}
+
+TEST_CASE("A plan can be kept as text", "[reducer]") {
+  const std::vector<ParameterInfo> infos{
+      floats(1 << 20), floats(3), {5, kHalf, kCpu}, {7, kFloat, kCpu, true}, floats(9)};
+  for (const bool own_record : {false, true}) {
+    PlanOptions options;
+    options.own_record = own_record;
+    const auto plan = plan_buckets(infos, options);
+    const auto back = plan_from_json(to_json(plan), infos, options);
+    REQUIRE(indices(back) == indices(plan));
+    for (size_t i = 0; i < plan.buckets.size(); ++i) {
+      CHECK(back.buckets[i].direct == plan.buckets[i].direct);
+      CHECK(back.buckets[i].sparse == plan.buckets[i].sparse);
+      CHECK(back.buckets[i].dtype == plan.buckets[i].dtype);
+    }
+  }
+}
+
+TEST_CASE("A text that is no plan of the model is refused", "[reducer]") {
+  const std::vector<ParameterInfo> infos{
+      floats(1 << 20), floats(3), {5, kHalf, kCpu}, {7, kFloat, kCpu, true}};
+  for (const char* text :
+       {"", "7", "[]", "[[0],[3],[2],[1],[1]]", "[[0],[3],[2]]", "[[9],[3],[2],[1]]", "[[-1]]",
+        "[[0,1],[3],[2]]", "[[3,1],[0],[2]]", "[[2,1],[0],[3]]", "[[1],[2],[0],[3]]",
+        "[[],[0],[3],[2],[1]]", "[[0],[3],[1],[2]]"}) {
+    CAPTURE(text);
+    CHECK_THROWS_AS(brimful::plan_from_json(text, infos), c10::ValueError);
+  }
+  CHECK_NOTHROW(brimful::plan_from_json("[[0],[3],[2],[1]]", infos));
+  CHECK_NOTHROW(
+      brimful::plan_from_json("[[0],[3],[2],[1],[]]", infos));  // an empty one may carry it
+}

@@ -56,6 +56,7 @@ TEST_CASE("A clean step makes as many collectives as it has buckets", "[reducer]
     const CountedGroup counted(group);
     brimful::ReducerOptions buckets;
     buckets.bucket_cap_mb = buckets.first_bucket_cap_mb = cap_mb;
+    buckets.whole_path = true;
 
     brimful::DistributedDataParallel<Net> plain(std::make_shared<Net>(), counted.group, buckets);
     const Count in_plain_loop(counted, *plain.reducer());
@@ -80,6 +81,24 @@ TEST_CASE("A clean step makes as many collectives as it has buckets", "[reducer]
     in_sizer.expect(checks, "sizer", kSteps);
   });
   CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("A single rank makes no collective after its first", "[reducer][collectives]") {
+  run_ranks({1}, [&](int rank, const Group& group) {
+    const CountedGroup counted(group);
+    Trainer trainer(counted.group);
+    trainer.step(batch_of(rank, 0, kRows));
+    counted.backend->reset();
+    const auto before = trainer.state();
+    trainer.step(batch_of(rank, 1, kRows));
+    CHECK_FALSE(at::equal(before[0], trainer.state()[0]));
+    brimful::DistributedDataParallel<Net> plain(std::make_shared<Net>(), counted.group);
+    counted.backend->reset();
+    const auto batch = batch_of(rank, 2, kRows);
+    at::mse_loss(plain(batch.data), batch.target).backward();
+    CHECK(plain->parameters()[0].grad().defined());
+    CHECK(counted.backend->total() == 0);
+  });
 }
 
 TEST_CASE("A loop over batches makes one exchange and no other call", "[sizer][collectives]") {

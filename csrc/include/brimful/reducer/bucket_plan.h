@@ -14,11 +14,16 @@ struct ParameterInfo {
   c10::ScalarType dtype = c10::ScalarType::Float;
   c10::Device device = c10::Device(c10::DeviceType::CPU);
   bool sparse = false;  ///< its gradient is a sparse tensor
+  bool packed = true;   ///< non-overlapping and dense, in any order of strides
 };
 
 struct PlanOptions {
   int64_t first_bucket_bytes = int64_t{1} << 20;  ///< small, so that communication starts early
   int64_t bucket_bytes = int64_t{25} << 20;
+  int64_t direct_bytes = int64_t{4} << 20;  ///< from here on a gradient is reduced where it lies
+  bool own_record = false;                  ///< the control record has a bucket of its own
+  c10::ScalarType record_dtype = c10::ScalarType::Float;  ///< of that bucket
+  std::vector<int64_t> order = {};  ///< in which gradients come; empty: the reverse of registration
 };
 
 /// Which parameters travel together, in launch order.
@@ -28,16 +33,25 @@ struct BucketPlan {
     c10::ScalarType dtype = c10::ScalarType::Float;
     c10::Device device = c10::Device(c10::DeviceType::CPU);
     bool sparse = false;
+    bool direct = false;  ///< one parameter, whose gradient is reduced where autograd left it
   };
   std::vector<Bucket> buckets;
 };
 
-/// Fills buckets in the reverse of registration order, one dtype and device each; a sparse parameter is alone. A bucket
-/// closes once it has reached its cap. The last bucket is dense and on the device of the first dense parameter, because
-/// it carries the control record; where no bucket qualifies, an empty float32 one is appended. Pure.
-/// @throws c10::ValueError if a cap is not positive or there is no parameter
+/// Fills buckets in the order of gradients, one dtype and device each; a sparse or direct parameter is alone. A bucket
+/// closes once it has reached its cap. The last bucket carries the control record: it is a flat buffer on the device of
+/// the first dense parameter; where none qualifies, or with own_record, an empty one is appended. Pure.
+/// @throws c10::ValueError if a cap is not positive, there is no parameter, or `order` does not name each once
 BRIMFUL_API BucketPlan plan_buckets(const std::vector<ParameterInfo>& parameters,
                                     const PlanOptions& options = {});
+
+/// A plan as lists of parameters, and back; the rest follows from the parameters. `options` as in plan_buckets (its
+/// caps and order are not used).
+/// @throws c10::ValueError if the text is not a plan of these parameters
+BRIMFUL_API std::string to_json(const BucketPlan& plan);
+BRIMFUL_API BucketPlan plan_from_json(const std::string& text,
+                                      const std::vector<ParameterInfo>& parameters,
+                                      const PlanOptions& options = {});
 
 /// A line a bucket: number, parameters, dtype, device, bytes.
 BRIMFUL_API std::string to_string(const BucketPlan& plan,

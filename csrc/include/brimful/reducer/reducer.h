@@ -1,6 +1,8 @@
 #pragma once
 #include <brimful/export.h>
+#include <brimful/reducer/step_times.h>
 #include <brimful/step/participant.h>
+#include <c10/core/ScalarType.h>
 
 #include <memory>
 #include <optional>
@@ -8,14 +10,25 @@
 #include <vector>
 
 namespace c10d {
-class ProcessGroup;
-}
+class CommHookInterface;  // <torch/csrc/distributed/c10d/comm.hpp>
+class ProcessGroup;       // <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+}  // namespace c10d
 
 namespace brimful {
 
 struct ReducerOptions {
-  double bucket_cap_mb = 25;
+  std::optional<double> bucket_cap_mb;  ///< of a bucket, in MiB; nothing: 25, until it is tuned
   double first_bucket_cap_mb = 1;
+  /// "auto": in the order of the first backward's gradients, sizes tuned in the first steps where no cap is given;
+  /// "ordered": the order alone; "registration": the reverse of registration, never changed; else a plan that plan()
+  /// gave, never changed.
+  std::string plan = "auto";
+  /// Gradients travel as this floating dtype: bfloat16 halves the bytes of float32, float32 sums bfloat16 exactly.
+  std::optional<c10::ScalarType> wire_dtype;
+  bool error_feedback = false;  ///< what rounding to wire_dtype took is added to the next gradient
+  /// Plain loop: gradients are divided by this before the sum and by world size / this after it; nothing: world size.
+  std::optional<double> gradient_predivide_factor;
+  bool whole_path = false;  ///< a single rank makes its collectives too (for measurements)
   bool broadcast_buffers =
       true;  ///< buffers agree after every step: those of the lowest rank that had data
   bool synchronise_at_start = true;  ///< give all ranks the parameters and buffers of rank 0
@@ -68,7 +81,29 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
     int64_t exchanges = 0;
   };
   Counters counters() const;
+
+  /// The plan in use as JSON, a list of parameters for each bucket, for ReducerOptions::plan.
   std::string plan() const;
+  /// A line a bucket, and how its sizes were found.
+  std::string describe_plan() const;
+  /// Gradients go through this hook from now on, one call a bucket; it returns their mean over the ranks (torch's
+  /// communication hooks do). Called without the GIL from a thread of autograd. Sparse gradients do not pass it. The same
+  /// hook on every rank, before the first backward. A collective: all ranks call it together.
+  /// @throws c10::ValueError if there is a hook or a wire_dtype already; PlanMismatch if a rank's `name` differs
+  void register_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook, const std::string& name);
+
+  /// Scales the gradients so that their norm over all parameters is at most `max_norm`, and returns the norm before
+  /// (0-dim, on the last bucket's device; does not synchronise it). One pass a bucket. `norm_type` > 0 or infinity. Call
+  /// it after backward() or a sizer's step; equal on all ranks.
+  /// @throws c10::ValueError if an argument is not positive
+  at::Tensor clip_grad_norm(double max_norm, double norm_type = 2);
+  /// Index of the first parameter whose gradient is not finite; nothing if all are. One pass a bucket; synchronises the
+  /// device.
+  std::optional<int64_t> nonfinite_gradient() const;
+  const std::vector<std::string>& names() const;
+
+  /// Of the last steps, oldest first (at most 64); does not synchronise.
+  std::vector<StepTimes> times() const;
 
   // Participant.
   int rank() const override;
@@ -101,13 +136,19 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   struct State;
   explicit Reducer(std::unique_ptr<State> state);
   void add_hooks();
+  void take_up_plan();
+  void collect_hook_results();
   void on_gradient(int64_t parameter, const at::Tensor& gradient);
+  void take(int64_t parameter, const at::Tensor& gradient);
   void on_late_gradient(int64_t parameter);
   void start_backward(bool launching);
   void place(int64_t parameter);
+  void place_direct(int64_t parameter);
   void add_again(int64_t parameter, const at::Tensor& gradient);
   void fill(int64_t bucket);
   void launch(int64_t bucket);
+  void launch_drained(int64_t bucket);
+  void forget_attempt();
   void advance_early();
   void wait_for_buckets();
   void end_attempt();
@@ -116,6 +157,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   bool begin_plain_backward();
   void end_plain_backward();
   void plain_backward_died() noexcept;
+  void end_failed_backward(std::exception_ptr error);
   void abort_step(FailureKind kind, const std::string& text);
   void settle();
 

@@ -24,10 +24,11 @@ struct ControlRecord {
   double next_weight =
       std::numeric_limits<double>::quiet_NaN();  ///< of the next step; NaN: not known
   double free_bytes = 0;  ///< limit minus use on the rank's main device, 0 without a limit
-  float step_ms = 0;      ///< how long the rank's last step took
+  float step_ms = 0;      ///< from the beginning of this step to this record, without waiting
+  uint32_t plan = 0;      ///< rank 0: number of a bucket plan that all ranks take up next; else 0
 };
 
-constexpr int64_t kRecordBytes = 40;
+constexpr int64_t kRecordBytes = 44;
 constexpr int64_t kLossSumOffset = 12;  ///< of the eight bytes of loss_sum
 using RecordBytes = std::array<uint8_t, kRecordBytes>;
 

@@ -1,0 +1,41 @@
+#pragma once
+#include <brimful/export.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace brimful {
+
+/// When things happened to a bucket, in ms since its step's beginning. On CUDA done_ms is the device's time, the others
+/// are the host's.
+struct BucketTimes {
+  double first_ms = 0;   ///< its first gradient came
+  double ready_ms = 0;   ///< its last gradient came
+  double launch_ms = 0;  ///< its collective was called
+  double done_ms = 0;    ///< its collective ended
+  int64_t bytes = 0;     ///< on the wire
+  int64_t parameters = 0;
+};
+
+/// What a step did with its time. It begins with its forward (plain loop) or attempt (sizer) and ends with its verdict.
+struct StepTimes {
+  int64_t step = 0;
+  double begin_s = 0;  ///< on the monotonic clock
+  double backward_ms =
+      0;  ///< from the first gradient of the last backward to the last collective's call
+  double copy_ms = 0;    ///< moving gradients into buckets, in all threads of autograd together
+  double launch_ms = 0;  ///< calling collectives
+  double wait_ms = 0;    ///< the step's end waited for collectives: communication that nothing hid
+  double total_ms = 0;
+  int64_t bytes = 0;        ///< on the wire, all buckets
+  int straggler = 0;        ///< the rank that came last to its last bucket
+  double straggler_ms = 0;  ///< by how much, against the fastest
+  std::vector<BucketTimes> buckets;
+};
+
+/// A trace in Chrome's JSON format, for chrome://tracing and Perfetto: a row for backward's buckets, a row for their
+/// collectives, one process a rank.
+BRIMFUL_API std::string to_chrome_trace(const std::vector<StepTimes>& steps, int rank);
+
+}  // namespace brimful

@@ -1,0 +1,156 @@
+// The end of a step: one wait, the verdict of all ranks, and gradients that are kept or thrown away.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <brimful/memory/stats.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "reducer/reducer_state.h"
+
+namespace brimful {
+namespace {
+std::string words_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& e) {
+    return e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    return e.what();
+  }
+}
+}  // namespace
+
+void Reducer::wait_for_buckets() {
+  auto& s = *s_;
+  s.watch.begin_wait();
+  for (size_t i = 0; i < s.buckets.size(); ++i) {
+    auto& bucket = s.buckets[i];
+    if (bucket.work && !s.broken) {
+      try {
+        bucket.work->wait();
+      } catch (...) {
+        s.broken = std::current_exception();
+      }
+    } else if (bucket.hooked && !s.broken) {
+      bucket.hooked->wait();
+    }
+    s.watch.waited(static_cast<int64_t>(i));
+    bucket.work.reset();
+    bucket.hooked.reset();
+    bucket.left = false;
+  }
+  ++s.counters.host_waits;
+}
+
+void Reducer::end_attempt() {
+  auto& s = *s_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  s.next = 0;
+  s.mode = State::Mode::idle;
+  s.launching = false;
+  s.loss_sum.reset();
+  s.before = nullptr;
+  s.after = nullptr;
+  ++s.step;
+  ++s.counters.steps;
+}
+
+std::vector<ControlRecord> Reducer::finish() {
+  auto& s = *s_;
+  wait_for_buckets();
+  end_attempt();
+  if (s.broken) {
+    throw_broken(s.step - 1, "a step", words_of(s.broken));
+  }
+  s.tail->read();
+  std::vector<float> ms_by_rank;
+  for (const auto& record : s.tail->records()) {
+    ms_by_rank.push_back(record.step_ms);
+  }
+  s.watch.end_step(s.step - 1, ms_by_rank);
+  return s.tail->records();
+}
+
+void Reducer::accept(double scale, bool keep_unused) {
+  auto& s = *s_;
+  const at::NoGradGuard no_grad;
+  for (auto& bucket : s.buckets) {
+    if (bucket.sparse()) {
+      continue;
+    }
+    const auto row = s.row_of(bucket);
+    if (bucket.wire) {
+      bucket.wire->decode(row, scale);
+      continue;
+    }
+    if (bucket.hook_result.defined() && !bucket.hook_result.is_alias_of(row)) {
+      row.copy_(bucket.hook_result.reshape({-1}));
+    }
+    const double factor = bucket.hook_result.defined() ? scale * s.hook_scale : scale;
+    if (factor != 1) {
+      row.mul_(factor);
+    }
+  }
+  for (size_t i = 0; i < s.parameters.size(); ++i) {
+    const auto& slot = s.slots[i];
+    const auto& bucket = s.buckets[slot.bucket];
+    if (!bucket.sparse() && s.used[i] != 0) {
+      continue;  // its gradient has been the view, or what was sent, since place()
+    }
+    auto& gradient = s.parameters[i].mutable_grad();
+    if (keep_unused && s.tail->users(static_cast<int64_t>(i)) == 0) {
+      gradient.reset();
+    } else if (!bucket.sparse()) {
+      gradient = bucket.direct ? bucket.own : slot.view;
+    } else {
+      gradient = bucket.own;
+      if (scale != 1) {
+        gradient._values().mul_(scale);
+      }
+    }
+  }
+  forget_attempt();
+  s.tail->write_back_buffers();
+  s.hear_of_plan(s.tail->records()[0].plan);
+  s.propose_plan();
+}
+
+void Reducer::discard() {
+  for (const auto& parameter : s_->parameters) {
+    parameter.mutable_grad().reset();
+  }
+  forget_attempt();
+}
+
+void Reducer::forget_attempt() {
+  for (auto& bucket : s_->buckets) {
+    bucket.own.reset();
+    bucket.hook_result.reset();
+  }
+  std::fill(s_->used.begin(), s_->used.end(), uint8_t{0});
+}
+
+std::vector<ControlRecord> Reducer::exchange(const ControlRecord& record) {
+  auto& s = *s_;
+  settle();
+  const memory::Unlimited unlimited;
+  const auto own = encode(record);
+  ++s.counters.exchanges;
+  std::vector<std::vector<uint8_t>> all;
+  try {
+    all = exchange_bytes(s.group, s.device, {own.begin(), own.end()});
+  } catch (const std::exception& e) {
+    s.broken = std::current_exception();
+    throw_broken(s.step, "the exchange before a loop", e.what());
+  }
+  std::vector<ControlRecord> records;
+  for (const auto& bytes : all) {
+    RecordBytes theirs{};
+    std::memcpy(theirs.data(), bytes.data(), theirs.size());
+    records.push_back(decode(theirs));
+  }
+  return records;
+}
+
+}  // namespace brimful

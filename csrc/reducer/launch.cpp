@@ -1,0 +1,204 @@
+// Buckets leave in order: during backward as they fill (advance_early), the last one only when the step knows its verdict
+// (complete), and zeroed if this rank cannot do its part (drain).
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <brimful/memory/stats.h>
+
+#include <algorithm>
+
+#include "reducer/reducer_state.h"
+
+namespace brimful {
+
+void Reducer::launch(int64_t index) {
+  auto& s = *s_;
+  auto& bucket = s.buckets[index];
+  if (index == s.last()) {
+    s.record.step_ms = static_cast<float>(s.watch.now_ms());
+    s.record.plan = s.proposal ? s.proposals : 0;
+    s.tail->write(s.used, s.record, s.loss_sum, s.buffer_source);
+  }
+  if (bucket.direct && !bucket.own.defined()) {
+    const auto& owner = s.parameters[bucket.parameters[0]];
+    bucket.own = owner.grad().defined() ? owner.grad() : at::zeros_like(owner);
+  }
+  if (bucket.wire) {
+    bucket.wire->encode(s.row_of(bucket), s.wire_scale);
+  }
+  s.send(index);
+}
+
+void Reducer::launch_drained(int64_t index) {
+  auto& s = *s_;
+  auto& bucket = s.buckets[index];
+  if (index == s.last()) {
+    launch(index);
+    return;
+  }
+  if (bucket.sparse()) {
+    bucket.own = bucket.sparse_zero.clone();
+  } else if (bucket.wire) {
+    bucket.wire->clear();
+  } else if (bucket.direct) {
+    bucket.own = bucket.drain;
+  } else {
+    bucket.gradients.zero_();
+  }
+  try {
+    s.send(index);
+  } catch (...) {  // from a communication hook: nothing else can match what the others wait for
+    s.broken = std::current_exception();
+    bucket.left = true;
+    ++s.next;
+    s.group->abort();
+  }
+}
+
+void Reducer::State::send(int64_t index) {
+  auto& bucket = buckets[index];
+  const bool sends = !broken && !alone;
+  watch.launch(index);
+  if (sends && is_hooked(index)) {
+    auto passed = hook_bucket(index);
+    ++counters.launches;
+    bucket.hooked = hook->runHook(passed);  // its errors are this rank's own
+  }
+  bucket.left = true;
+  ++next;
+  if (sends && !bucket.hooked) {
+    try {
+      std::vector<at::Tensor> tensors{payload(bucket)};
+      ++counters.launches;
+      bucket.work = group->allreduce(tensors);
+    } catch (...) {
+      broken = std::current_exception();
+    }
+  }
+  const auto bytes = bucket.sparse() ? int64_t{0} : static_cast<int64_t>(payload(bucket).nbytes());
+  watch.launched(index, bucket.work, bytes, static_cast<int64_t>(bucket.parameters.size()));
+}
+
+c10d::GradBucket Reducer::State::hook_bucket(int64_t index) const {
+  const auto& bucket = buckets[index];
+  const auto row = row_of(bucket);
+  std::vector<size_t> offsets;
+  std::vector<size_t> lengths;
+  std::vector<c10::IntArrayRef> sizes;
+  std::vector<at::Tensor> members;
+  for (const auto i : bucket.parameters) {
+    const auto& parameter = parameters[i];
+    const auto& view = slots[i].view;
+    const int64_t reals = parameter.is_complex() ? 2 : 1;
+    const auto offset = bucket.direct ? 0 : reals * view.storage_offset() - row.storage_offset();
+    offsets.push_back(offset);
+    lengths.push_back(reals * parameter.numel());
+    sizes.push_back(parameter.sizes());
+    members.push_back(parameter);
+  }
+  const auto hooked =
+      std::count_if(buckets.begin(), buckets.end() - 1, [](const auto& b) { return !b.sparse(); });
+  const auto before = std::count_if(buckets.begin(), buckets.begin() + index,
+                                    [](const auto& b) { return !b.sparse(); });
+  return c10d::GradBucket(before, hooked, row, std::move(offsets), std::move(lengths),
+                          std::move(sizes), std::move(members), std::nullopt);
+}
+
+void Reducer::advance_early() {
+  auto& s = *s_;
+  if (!s.launching || s.launch_late) {
+    return;
+  }
+  while (s.next < s.last() && s.buckets[s.next].pending == 0 &&
+         (s.before == nullptr || s.before->early_left())) {
+    launch(s.next);
+  }
+  if (s.after != nullptr && s.next >= s.last()) {
+    s.after->advance();
+  }
+}
+
+void Reducer::advance() {
+  const std::lock_guard<std::mutex> lock(s_->mutex);
+  advance_early();
+}
+
+bool Reducer::early_left() const {
+  return s_->next >= s_->last();
+}
+
+void Reducer::begin_attempt(int buffer_source) {
+  auto& s = *s_;
+  settle();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  take_up_plan();
+  s.watch.begin_step();
+  s.mode = State::Mode::managed;
+  s.backward_due = false;
+  s.scale = s.sparse_scale = s.wire_scale = 1;
+  s.hook_scale = s.world_size;  // a hook returns the mean, a step wants the sum
+  s.buffer_source = buffer_source;
+  s.late = false;
+  s.reentrant = false;
+  s.forward_open = false;
+  std::fill(s.used.begin(), s.used.end(), uint8_t{0});
+  start_backward(false);
+}
+
+void Reducer::begin_piece(bool last) {
+  const std::lock_guard<std::mutex> lock(s_->mutex);
+  start_backward(last);
+}
+
+void Reducer::backward_began(int graph_task) {
+  s_->graph_task = graph_task;
+}
+
+void Reducer::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {
+  s_->record = record;
+  s_->loss_sum = loss_sum;
+}
+
+void Reducer::collect_hook_results() {
+  for (auto& bucket : s_->buckets) {
+    if (bucket.hooked && !s_->broken) {
+      bucket.hooked->waitAndThrow();
+      bucket.hook_result = s_->hook->parseHookResult(bucket.hooked->value());
+    }
+  }
+}
+
+bool Reducer::gradients_complete() const {
+  const auto done = [](const auto& bucket) { return bucket.pending == 0; };
+  return s_->launching && !s_->reentrant &&
+         std::all_of(s_->buckets.begin(), s_->buckets.end(), done);
+}
+
+void Reducer::complete(Part part) {
+  auto& s = *s_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  const memory::Unlimited unlimited;
+  const int64_t end = part == Part::early ? s.last() : s.last() + 1;
+  if (part == Part::last) {
+    collect_hook_results();
+  }
+  while (s.next < end) {
+    fill(s.next);
+    launch(s.next);
+  }
+}
+
+void Reducer::drain(Part part) {
+  auto& s = *s_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  const int64_t end = part == Part::early ? s.last() : s.last() + 1;
+  if (part == Part::last) {
+    s.buckets.back().gradients.zero_();
+  }
+  while (s.next < end) {
+    launch_drained(s.next);
+  }
+}
+
+}  // namespace brimful

@@ -1,0 +1,97 @@
+// What a plan becomes: slots, buckets and their memory. A new plan takes the place of an old one between steps.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <brimful/log.h>
+#include <brimful/memory/stats.h>
+
+#include <algorithm>
+
+#include "reducer/reducer_state.h"
+
+namespace brimful {
+namespace {
+bool is_alias(const at::Tensor& gradient, const at::Tensor& view) {
+  return gradient.defined() && view.defined() && gradient.layout() == at::kStrided &&
+         gradient.const_data_ptr() == view.const_data_ptr();
+}
+
+/// Direct buckets of one dtype and device drain from the same memory: what they deliver then is of no use to anybody.
+void share_drain_memory(const std::vector<Bucket>& buckets, std::vector<at::Tensor>& rows) {
+  std::map<std::pair<c10::ScalarType, std::string>, at::Tensor> shared;
+  std::vector<size_t> order;
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    if (rows[i].defined()) {
+      order.push_back(i);
+    }
+  }
+  std::sort(order.begin(), order.end(),
+            [&](size_t a, size_t b) { return rows[a].numel() > rows[b].numel(); });
+  for (const auto i : order) {
+    auto& memory = shared[{rows[i].scalar_type(), rows[i].device().str()}];
+    if (!memory.defined()) {
+      memory = at::zeros_like(rows[i]);
+    }
+    rows[i] = memory.narrow(0, 0, rows[i].numel());
+  }
+}
+}  // namespace
+
+void Reducer::State::lay_out(BucketPlan new_plan) {
+  const memory::Unlimited unlimited;  // all ranks change together: no way back
+  const at::NoGradGuard no_grad;
+  std::vector<std::pair<size_t, at::Tensor>> held;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const auto& gradient = parameters[i].grad();
+    if (is_alias(gradient, slots[i].view)) {
+      held.emplace_back(i, gradient.cpu().clone());
+    }
+  }
+  slots.clear();
+  buckets.clear();
+  auto layout = arenas.carve(new_plan, tail->numel(), parameters);
+  slots = std::move(layout.slots);
+  buckets = std::move(layout.buckets);
+  plan = std::move(new_plan);
+
+  std::vector<at::Tensor> drains(buckets.size());
+  for (int64_t index = 0; index < last(); ++index) {
+    auto& bucket = buckets[index];
+    if (bucket.sparse()) {
+      continue;
+    }
+    const auto row =
+        bucket.direct ? as_row(parameters[bucket.parameters[0]].detach()) : bucket.gradients;
+    if (wire_dtype && row.scalar_type() != *wire_dtype) {
+      bucket.wire = std::make_unique<Wire>(row, *wire_dtype, error_feedback);
+    } else if (bucket.direct) {
+      drains[index] = row;
+    }
+  }
+  share_drain_memory(buckets, drains);
+  for (size_t i = 0; i < drains.size(); ++i) {
+    buckets[i].drain = drains[i];
+  }
+  const auto& flat = buckets.back().flat;
+  tail->attach(flat.narrow(0, flat.numel() - tail->numel(), tail->numel()));
+  for (auto& [i, gradient] : held) {
+    slots[i].view.copy_(gradient);
+    parameters[i].mutable_grad() = slots[i].view;
+  }
+  log(LogLevel::debug, "bucket plan\n" + to_string(plan, infos));
+}
+
+at::Tensor Reducer::State::row_of(const Bucket& bucket) const {
+  return bucket.direct ? as_row(bucket.own) : bucket.gradients;
+}
+
+at::Tensor Reducer::State::payload(const Bucket& bucket) const {
+  if (bucket.sparse()) {
+    return bucket.own;
+  }
+  if (bucket.wire) {
+    return bucket.wire->buffer();
+  }
+  return bucket.direct ? as_row(bucket.own) : bucket.flat;
+}
+
+}  // namespace brimful

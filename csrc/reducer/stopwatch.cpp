@@ -1,0 +1,145 @@
+#include "reducer/stopwatch.h"
+
+#include <brimful/reducer/step_times.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "base/json.h"
+
+namespace brimful {
+namespace {
+constexpr size_t kKeptSteps = 64;
+
+c10::Event timed_event(c10::Device device) {
+  c10::Event event(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+  event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  return event;
+}
+}  // namespace
+
+void Stopwatch::begin_backward(size_t buckets) {
+  times_ = {};
+  times_.begin_s = std::chrono::duration<double>(begin_.time_since_epoch()).count();
+  times_.buckets.resize(buckets);
+  done_ = std::make_shared<Done>(buckets);
+  copy_ = {};
+  in_backward_ = false;
+  device_done_.clear();
+  if (!device_.is_cpu()) {
+    device_begin_.emplace(timed_event(device_));
+  }
+}
+
+Stopwatch::Clock::time_point Stopwatch::gradient(int64_t bucket) {
+  const auto now = Clock::now();
+  if (!in_backward_) {
+    in_backward_ = true;
+    backward_begin_ = now;
+  }
+  auto& first = times_.buckets[bucket].first_ms;
+  if (first == 0) {
+    first = std::chrono::duration<double, std::milli>(now - begin_).count();
+  }
+  return now;
+}
+
+void Stopwatch::launched(int64_t bucket, const c10::intrusive_ptr<c10d::Work>& work, int64_t bytes,
+                         int64_t parameters) {
+  auto& times = times_.buckets[bucket];
+  times.bytes = bytes;
+  times.parameters = parameters;
+  times_.bytes += bytes;
+  times_.launch_ms += now_ms() - times.launch_ms;
+  times_.backward_ms =
+      in_backward_
+          ? std::chrono::duration<double, std::milli>(Clock::now() - backward_begin_).count()
+          : 0;
+  if (!work || !device_.is_cpu()) {
+    return;
+  }
+  try {
+    work->getFuture()->addCallback([done = done_, bucket, begin = begin_](auto& /*future*/) {
+      (*done)[bucket] = ms_since(begin);
+    });
+  } catch (const std::exception&) {
+    // This backend has no futures: waited() takes the time.
+  }
+}
+
+void Stopwatch::waited(int64_t bucket) {
+  if (device_.is_cpu()) {
+    auto& done = (*done_)[bucket];
+    if (done == 0) {
+      done = now_ms();
+    }
+  } else if (device_begin_) {
+    device_done_.push_back(timed_event(device_));
+  }
+}
+
+void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank) {
+  times_.step = step;
+  times_.copy_ms = std::chrono::duration<double, std::milli>(copy_).count();
+  times_.wait_ms = ms_since(wait_begin_);
+  times_.total_ms = now_ms();
+  span_ms_ = ms_since(in_backward_ ? backward_begin_ : wait_begin_);
+  const bool device_times = device_done_.size() == times_.buckets.size();
+  for (size_t i = 0; done_ && i < times_.buckets.size(); ++i) {
+    // The one host wait of the step is behind these events: no wait here.
+    times_.buckets[i].done_ms =
+        device_times ? device_begin_->elapsedTime(device_done_[i]) : (*done_)[i].load();
+  }
+  if (!ms_by_rank.empty()) {
+    const auto [least, most] = std::minmax_element(ms_by_rank.begin(), ms_by_rank.end());
+    times_.straggler = static_cast<int>(most - ms_by_rank.begin());
+    times_.straggler_ms = *most - *least;
+  }
+  kept_.push_back(times_);
+  if (kept_.size() > kKeptSteps) {
+    kept_.pop_front();
+  }
+}
+
+std::string to_chrome_trace(const std::vector<StepTimes>& steps, int rank) {
+  std::ostringstream out;
+  out.precision(15);
+  out << "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[";
+  const auto name_row = [&](const char* kind, int row, const std::string& name) {
+    out << "{\"ph\":\"M\",\"name\":\"" << kind << "\",\"pid\":" << rank << ",\"tid\":" << row
+        << ",\"args\":{\"name\":" << json_string(name) << "}},";
+  };
+  name_row("process_name", 0, "rank " + std::to_string(rank));
+  name_row("thread_name", 0, "step");
+  name_row("thread_name", 1, "gradients of a bucket");
+  name_row("thread_name", 2, "collectives");
+  const auto span = [&](const StepTimes& step, const std::string& name, int row, double begin_ms,
+                        double end_ms, const std::string& args) {
+    out << "{\"ph\":\"X\",\"name\":" << json_string(name) << ",\"pid\":" << rank
+        << ",\"tid\":" << row << ",\"ts\":" << step.begin_s * 1e6 + begin_ms * 1e3
+        << ",\"dur\":" << std::max(0.0, end_ms - begin_ms) * 1e3 << ",\"args\":{" << args << "}},";
+  };
+  for (const auto& step : steps) {
+    std::ostringstream args;
+    args << "\"copy_ms\":" << step.copy_ms << ",\"launch_ms\":" << step.launch_ms
+         << ",\"wait_ms\":" << step.wait_ms << ",\"bytes\":" << step.bytes
+         << ",\"straggler\":" << step.straggler << ",\"straggler_ms\":" << step.straggler_ms;
+    span(step, "step " + std::to_string(step.step), 0, 0, step.total_ms, args.str());
+    for (size_t i = 0; i < step.buckets.size(); ++i) {
+      const auto& bucket = step.buckets[i];
+      const auto name = "bucket " + std::to_string(i);
+      const auto about = "\"bytes\":" + std::to_string(bucket.bytes) +
+                         ",\"parameters\":" + std::to_string(bucket.parameters);
+      if (bucket.first_ms > 0) {
+        span(step, name, 1, bucket.first_ms, bucket.ready_ms, about);
+      }
+      span(step, name, 2, bucket.launch_ms, bucket.done_ms, about);
+    }
+  }
+  auto text = out.str();
+  text.back() = ']';
+  return text + "}";
+}
+
+}  // namespace brimful

@@ -1,0 +1,66 @@
+#pragma once
+#include <brimful/reducer/step_times.h>
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace brimful {
+
+/// Takes a step's times. A clock read for each gradient and a few for each bucket; no allocation for a gradient.
+class Stopwatch {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  void set_device(c10::Device device) { device_ = device; }
+  void begin_step() { begin_ = Clock::now(); }
+  /// Of the backward in which buckets leave.
+  void begin_backward(size_t buckets);
+  /// A gradient of the bucket came; returns the time for end_copy.
+  Clock::time_point gradient(int64_t bucket);
+  void end_copy(Clock::time_point begin) { copy_ += Clock::now() - begin; }
+  void ready(int64_t bucket) { times_.buckets[bucket].ready_ms = now_ms(); }
+  void launch(int64_t bucket) { times_.buckets[bucket].launch_ms = now_ms(); }
+  /// After the call of the bucket's collective.
+  void launched(int64_t bucket, const c10::intrusive_ptr<c10d::Work>& work, int64_t bytes,
+                int64_t parameters);
+  void begin_wait() { wait_begin_ = Clock::now(); }
+  /// The bucket's collective has ended, or on CUDA the current stream waits for it.
+  void waited(int64_t bucket);
+  void end_step(int64_t step, const std::vector<float>& ms_by_rank);
+  double now_ms() const { return ms_since(begin_); }
+  /// From the first gradient of the last backward to the end of the step, of the last step.
+  double span_ms() const { return span_ms_; }
+
+  std::vector<StepTimes> steps() const { return {kept_.begin(), kept_.end()}; }
+  const StepTimes& last_step() const { return kept_.back(); }
+  bool has_steps() const { return !kept_.empty(); }
+
+ private:
+  static double ms_since(Clock::time_point begin) {
+    return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+  }
+  /// Written by the process group's threads.
+  using Done = std::vector<std::atomic<double>>;
+
+  c10::Device device_ = c10::Device(c10::DeviceType::CPU);
+  Clock::time_point begin_ = Clock::now();
+  Clock::time_point backward_begin_ = begin_;
+  Clock::time_point wait_begin_ = begin_;
+  Clock::duration copy_{};
+  bool in_backward_ = false;
+  double span_ms_ = 0;
+  StepTimes times_;
+  std::shared_ptr<Done> done_;
+  std::optional<c10::Event> device_begin_;
+  std::vector<c10::Event> device_done_;
+  std::deque<StepTimes> kept_;
+};
+
+}  // namespace brimful
