@@ -228,7 +228,7 @@ def _announce(error: BaseException | None) -> None:
             if model.buckets_expected():
                 reducer.announce_failure(memory, words, _EXIT_PATIENCE_MS)
             else:  # the others are elsewhere, and find the group broken when this process is gone
-                reducer.leave_word(memory, words)
+                reducer.publish_failure(memory, words)
         except Exception as unheard:
             print(f"brimful: could not announce this rank's failure: {unheard}", file=sys.stderr)
 
