@@ -183,17 +183,18 @@ for epoch in range(2):
             sizer.step(batch, cross_entropy)
             model.zero_grad()
     except brimful.RankFailed as error:
-        print(f"epoch {epoch}, {type(error).__name__}")
+        print(f"epoch {epoch}, {type(error).__name__}: {error}")
         sys.exit(0)
     if rank == 1:
         raise OSError("planted between two loops")
 """
 
 
-def test_a_rank_that_fails_between_two_loops_does_not_kill_the_others():
+def test_a_rank_that_fails_between_two_loops_leaves_word_and_does_not_kill_the_others():
     (healthy, heard), (failed, printed) = run_script(BETWEEN_LOOPS)
     assert failed == 1 and "planted between two loops" in printed, printed
     assert healthy == 0 and "epoch 1, RankFailed" in heard, (healthy, heard)
+    assert "rank 1 failed: OSError: planted between two loops" in heard, heard
 
 
 TOLD_ONCE = """
