@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import sys
 
 import pytest
 import torch
@@ -195,6 +196,25 @@ def test_a_rank_that_fails_between_two_loops_leaves_word_and_does_not_kill_the_o
     assert failed == 1 and "planted between two loops" in printed, printed
     assert healthy == 0 and "epoch 1, RankFailed" in heard, (healthy, heard)
     assert "rank 1 failed: OSError: planted between two loops" in heard, heard
+
+
+def launches_at_the_end_job(rank, in_loop):
+    model = wrap(dropout_net())
+    sizer = brimful.BatchSizer(model)
+    for batch in sizer.batches([classes(8, seed=step) for step in range(2)]):
+        sizer.step(batch, cross_entropy)
+        model.zero_grad()
+        if in_loop:
+            break
+    before = model.reducer.counters.launches
+    error = OSError("planted")
+    sys.excepthook(type(error), error, None)
+    return (model.reducer.counters.launches - before) / model.reducer.buckets
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+def test_a_rank_that_ends_launches_its_buckets_only_if_the_others_expect_them(ranks, in_loop):
+    assert ranks(launches_at_the_end_job, in_loop, size=1) == [in_loop]
 
 
 TOLD_ONCE = """
