@@ -189,7 +189,6 @@ void bind_sizer(py::module_& m) {
                 out_of_memory ? FailureKind::out_of_memory : FailureKind::error, text);
           },
           py::arg("out_of_memory"), py::arg("text"))
-      .def_property_readonly("stepping", [](PythonSizer& self) { return self.sizer().running(); })
       .def_property_readonly("expects_step",
                              [](PythonSizer& self) { return self.sizer().expects_step(); })
       .def_property_readonly("steps", [](PythonSizer& self) { return self.sizer().steps(); })

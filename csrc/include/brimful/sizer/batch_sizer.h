@@ -104,7 +104,6 @@ class BRIMFUL_API BatchSizer {
   void load_state(const std::map<std::string, double>& state);
   /// True if the other ranks are in a step of their own, or come to one without an exchange before it.
   bool expects_step() const { return agreed_ && !at_end_; }
-  bool running() const { return running_; }
   /// Of the last step: no rank has another batch.
   bool at_end() const { return at_end_; }
   int64_t steps() const { return steps_; }
