@@ -375,3 +375,13 @@ def test_a_model_and_an_optimizer_outlive_their_sizer(ranks):
     assert dead and expected
     assert errors[:3] == [type(None)] * 3
     assert issubclass(errors[3], TypeError)
+
+
+def test_a_sizer_keeps_no_batch():
+    _, sizer = single()
+    batch = classes(4)
+    sizer.step(batch, cross_entropy)
+    left = weakref.ref(batch[0])
+    del batch
+    gc.collect()
+    assert left() is None
