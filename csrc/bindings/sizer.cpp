@@ -175,6 +175,7 @@ void bind_sizer(py::module_& m) {
       .def_readonly("split", &Outcome::split)
       .def_readonly("retries", &Outcome::retries)
       .def_readonly("peak_bytes", &Outcome::peak_bytes)
+      .def_readonly("work_ms", &Outcome::work_ms)
       .def_readonly("last", &Outcome::last)
       .def_readonly("attempts", &Outcome::attempts)
       .def("__repr__", &to_string);
