@@ -1,37 +1,14 @@
 // What else a step must survive: no data, retries that run out, late gradients, several modules, mixed failures.
-#include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include "support/catch.h"
-#include "support/checks.h"
-#include "support/trainer.h"
-#include "support/watchdog.h"
+#include "support/sizer_test.h"
 
-#include <brimful/launch/run_ranks.h>
-#include <brimful/log.h>
 #include <brimful/memory/fault.h>
-#include <brimful/memory/stats.h>
 
-using brimful::BatchSizer;
-using brimful::BatchSizerOptions;
-using brimful::Outcome;
-using brimful::PieceLoss;
-using brimful::PieceWork;
-using brimful::run_ranks;
-using brimful::StepInput;
+using namespace brimful;
 using namespace brimful::test;
 
 namespace {
 
-using Type = Caught::Type;
 constexpr int64_t kRows = 8;
-
-struct Quiet {
-  Quiet() {
-    brimful::memory::install();
-    brimful::set_log_level(brimful::LogLevel::error);
-  }
-  ~Quiet() { brimful::set_log_level(brimful::LogLevel::warning); }
-};
 
 std::shared_ptr<Net> exact_net() {
   return std::make_shared<Net>(false, at::kDouble);
@@ -213,7 +190,17 @@ TEST_CASE("A state that only one rank has loaded is noticed, and does no harm", 
   Checks checks;
   run_ranks({3}, [&](int rank, const Group& group) {
     Trainer trainer(group, exact_net());
-    trainer.step(batch_of(rank, 0, kRows, at::kDouble));
+    const auto fill = [&](const Batch& batch) {
+      auto work = trainer.work(batch);
+      work.forward = [forward = work.forward](int64_t begin, int64_t end) {
+        auto piece = forward(begin, end);
+        piece.weight *= 2;  // not known beforehand
+        return piece;
+      };
+      trainer.sizer.step(input_of(kRows), work);
+    };
+    fill(batch_of(rank, 0, kRows, at::kDouble));
+    trainer.model->update();
     if (rank == 1) {
       auto state = trainer.sizer.state();
       state["last_total"] += 1;
@@ -221,7 +208,7 @@ TEST_CASE("A state that only one rank has loaded is noticed, and does no harm", 
     }
     const auto before = trainer.state();
     const auto batch = [&](int other) { return batch_of(other, 1, kRows, at::kDouble); };
-    const auto caught = catching([&] { trainer.step(batch(rank)); });
+    const auto caught = catching([&] { fill(batch(rank)); });
     checks.expect(caught.type == Type::value_error, "ended with " + caught.text);
     checks.expect(caught.text.find("(ranks that differ from rank 0: 1); load a state_dict") !=
                       std::string::npos,
@@ -230,7 +217,7 @@ TEST_CASE("A state that only one rank has loaded is noticed, and does no harm", 
     for (int repeat = 0; repeat < 2; ++repeat) {  // with an exchange, and without
       const auto parameters = trainer.model->parameters();
       std::vector<Batch> batches{batch(0), batch(1), batch(2)};
-      const auto after = catching([&] { trainer.fill(batch(rank)); });
+      const auto after = catching([&] { fill(batch(rank)); });
       checks.expect(after.type == Type::nothing, "the next step raised: " + after.text);
       checks.expect(close(trainer.model->gradients(), reference_gradients(batches, parameters)),
                     "the next step is not the mean");
@@ -261,9 +248,7 @@ TEST_CASE("Every rank learns how long the others worked", "[sizer]") {
       worked[rank] += elapsed();
       return piece;
     };
-    StepInput input;
-    input.rows = kRows;
-    input.split = std::vector<int64_t>{4, 4};
+    const auto input = input_of(kRows, Split{4, 4});
     told[rank] = trainer.sizer.step(input, work).work_ms;
   });
   CHECK(told[0] == told[1]);
@@ -438,8 +423,7 @@ TEST_CASE("A late gradient repeats the step once and the sum is right",
           loss.backward(gradient);
         }
       };
-      StepInput input;
-      input.rows = kRows;
+      const auto input = input_of(kRows);
       const auto outcome = trainer.sizer.step(input, work);
       checks.expect(outcome.retries == (step == 0 ? 1 : 0),
                     "retries: " + std::to_string(outcome.retries));
@@ -467,7 +451,7 @@ TEST_CASE("An allocation refused anywhere in a step ends as a retry", "[sizer][f
       const auto batch = batch_of(rank, 1, kRows);
       const auto caught = catching([&] {
         if (rank == 1) {
-          const brimful::memory::FaultAt fault(index);
+          const memory::FaultAt fault(index);
           trainer.fill(batch);
           more = fault.fired();
         } else {
