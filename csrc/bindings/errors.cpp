@@ -102,10 +102,11 @@ void bind_errors(py::module_& m) {
                              "The optimizer failed in the middle of its step: parameters may be "
                              "half updated. Never retried.",
                              py::make_tuple(py::handle(PyExc_RuntimeError)));
-  types.plan_mismatch =
-      new_type(m, "PlanMismatch",
-               "The ranks' models differ in the number, shape or dtype of their parameters.",
-               py::make_tuple(py::handle(PyExc_ValueError)));
+  types.plan_mismatch = new_type(
+      m, "PlanMismatch",
+      "The ranks' models differ in the number, shape or dtype of their parameters, or their "
+      "sizers in the state that they loaded.",
+      py::make_tuple(py::handle(PyExc_ValueError)));
   py::register_local_exception_translator(&translate);
   // From an autograd callback only an error that Python has set reaches the caller of backward() with its type.
   detail::set_rank_failed_thrower([](const RankFailed& error) {

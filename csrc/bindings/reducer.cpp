@@ -109,9 +109,9 @@ void bind_reducer(py::module_& m) {
           },
           py::arg("out_of_memory"), py::arg("text"), NoGil())
       .def(
-          "leave_word",
+          "publish_failure",
           [](Reducer& reducer, bool out_of_memory, const std::string& text) {
-            reducer.leave_word(kind_of(out_of_memory), text);
+            reducer.publish_failure(kind_of(out_of_memory), text);
           },
           py::arg("out_of_memory"), py::arg("text"), NoGil())
       .def(

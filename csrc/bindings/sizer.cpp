@@ -62,6 +62,11 @@ Transaction::Keeper keeper_of(py::function capture, py::function restore) {
           [kept] { call_python([&] { kept->restore(kept->state); }); }};
 }
 
+struct Source {
+  py::object batch;
+  int64_t rows = 0;
+};
+
 /// BatchSizer with batches and losses of Python.
 class PythonSizer {
  public:
@@ -74,9 +79,11 @@ class PythonSizer {
       : weight_fn_(std::move(weight_fn)),
         sizer_(StepGroup({reducers.begin(), reducers.end()}, std::move(outside)),
                Transaction(std::move(buffers), devices),
-               {max_retries, pieces, lockstep, devices.at(0), [required_bytes] {
+               {max_retries, pieces, lockstep, devices.at(0),
+                [required_bytes] {
                   return call_python([&] { return required_bytes().cast<int64_t>(); });
-                }}) {
+                }}),
+        lockstep_(lockstep) {
     for (const auto& [capture, restore] : keepers) {
       sizer_.transaction().add(keeper_of(capture, restore));
     }
@@ -90,17 +97,19 @@ class PythonSizer {
       input.error = as_exception(*error);
     }
     input.split = std::move(split);
-    if (batch && input.rows.value_or(0) > 0) {
-      rows_ = *input.rows;
-      batch_ = *batch;
+    const bool has_rows = batch && input.rows.value_or(0) > 0;
+    const auto source = has_rows ? Source{*batch, *input.rows} : last_;
+    if (lockstep_) {
+      last_ = source;
     }
     PieceWork work;
     work.forward = [&](int64_t begin, int64_t end) {
       return call_python([&] {
-        TORCH_CHECK_VALUE(batch_,
+        TORCH_CHECK_VALUE(source.batch,
                           "a rank without any data cannot take part in the model's own collectives "
                           "(lockstep: true)");
-        return as_piece_loss(loss_fn(model, slice_rows(batch_, rows_, begin, end)), end - begin);
+        return as_piece_loss(loss_fn(model, slice_rows(source.batch, source.rows, begin, end)),
+                             end - begin);
       });
     };
     work.backward = run_backward;
@@ -139,8 +148,8 @@ class PythonSizer {
 
   std::optional<py::function> weight_fn_;
   BatchSizer sizer_;
-  py::object batch_;  ///< the last one: gives empty pieces in lockstep
-  int64_t rows_ = 0;
+  bool lockstep_;
+  Source last_;  ///< in lockstep: gives empty pieces to a step without data
 };
 
 std::string to_string(const Outcome& outcome) {
@@ -166,6 +175,7 @@ void bind_sizer(py::module_& m) {
       .def_readonly("split", &Outcome::split)
       .def_readonly("retries", &Outcome::retries)
       .def_readonly("peak_bytes", &Outcome::peak_bytes)
+      .def_readonly("work_ms", &Outcome::work_ms)
       .def_readonly("last", &Outcome::last)
       .def_readonly("attempts", &Outcome::attempts)
       .def("__repr__", &to_string);
@@ -189,7 +199,6 @@ void bind_sizer(py::module_& m) {
                 out_of_memory ? FailureKind::out_of_memory : FailureKind::error, text);
           },
           py::arg("out_of_memory"), py::arg("text"))
-      .def_property_readonly("stepping", [](PythonSizer& self) { return self.sizer().running(); })
       .def_property_readonly("expects_step",
                              [](PythonSizer& self) { return self.sizer().expects_step(); })
       .def_property_readonly("steps", [](PythonSizer& self) { return self.sizer().steps(); })

@@ -66,7 +66,7 @@ std::vector<ControlRecord> Reducer::finish() {
   s.tail->read();
   std::vector<float> ms_by_rank;
   for (const auto& record : s.tail->records()) {
-    ms_by_rank.push_back(record.step_ms);
+    ms_by_rank.push_back(record.work_ms);
   }
   s.watch.end_step(s.step - 1, ms_by_rank);
   return s.tail->records();

@@ -14,7 +14,9 @@ void Reducer::launch(int64_t index) {
   auto& s = *s_;
   auto& bucket = s.buckets[index];
   if (index == s.last()) {
-    s.record.step_ms = static_cast<float>(s.watch.now_ms());
+    if (!is_failure(s.record.verdict) && s.record.verdict != Verdict::retry) {
+      s.record.work_ms = static_cast<float>(s.watch.now_ms());
+    }
     s.record.plan = s.proposal ? s.proposals : 0;
     s.tail->write(s.used, s.record, s.loss_sum, s.buffer_source);
   }

@@ -235,10 +235,6 @@ void Reducer::end_scope_ok() {
   }
 }
 
-void Reducer::leave_word(FailureKind kind, const std::string& text) {
-  publish_failure(kind, text);
-}
-
 void Reducer::end_scope_failed(FailureKind kind, const std::string& text) {
   auto& s = *s_;
   s.in_scope = false;

@@ -5,7 +5,6 @@
 #include <brimful/step/oom.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -82,7 +81,7 @@ int64_t BatchSizer::wanted_pieces(const StepInput& input) const {
 
 void BatchSizer::adopt(const std::vector<ControlRecord>& records) {
   announced_total_ = next_total_weight(records);
-  buffer_source_ = lowest_next_rank(records);
+  buffer_source_ = next_buffer_source(records);
   announced_pieces_ = 1;
   for (const auto& record : records) {
     announced_pieces_ = std::max<int64_t>(announced_pieces_, record.next_pieces);
@@ -153,7 +152,6 @@ void BatchSizer::check_input(const StepInput& input) {
 
 Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
   const Running running(running_);
-  const auto begin = std::chrono::steady_clock::now();
   ++calls_;
   std::exception_ptr bad_input;
   try {
@@ -188,8 +186,6 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
   try {
     auto outcome = run(input, work);
     next_ = {};
-    next_.step_ms =
-        std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - begin).count();
     ++steps_;
     return outcome;
   } catch (...) {
@@ -242,6 +238,9 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
       outcome.loss = mean_loss(result.records);
       outcome.weight = total;
       outcome.last = nobody_continues(result.records);
+      for (const auto& record : result.records) {
+        outcome.work_ms.push_back(record.work_ms);
+      }
       outcome.peak_bytes = peak.peak_bytes();
       outcome.pieces = static_cast<int64_t>(outcome.split.size());
       return outcome;
@@ -274,6 +273,7 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, StepInput input, Ou
     throw_failure(result, outcome);
   }
   if (verdict != Verdict::retry) {
+    require_same_ref(result.records);
     outcome.attempts.push_back(note);
     adopt(result.records);
     return true;
@@ -287,6 +287,19 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, StepInput input, Ou
         "step " + std::to_string(steps_) + " is repeated for rank " + join(note.ran_out));
   }
   return false;
+}
+
+void BatchSizer::require_same_ref(const std::vector<ControlRecord>& records) {
+  const auto others = ranks_with_another_ref(records);
+  if (others.empty()) {
+    return;
+  }
+  last_total_ = 0;  // on every rank: the next step works
+  throw PlanMismatch(
+      "the ranks divided the losses of step " + std::to_string(steps_) +
+      " by different numbers, as if they had loaded different states (ranks that differ from rank "
+      "0: " +
+      join(others) + "); load a state_dict of the same step on every rank");
 }
 
 void BatchSizer::split_finer(int64_t rows, Outcome& outcome) {

@@ -1,11 +1,12 @@
 #include <brimful/step/control_record.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 namespace brimful {
 namespace {
-// Layout: verdict 1, next 1, next_pieces 2, weight 8, loss_sum 8, next_weight 8, free_bytes 8, step_ms 4, plan 4.
+// Layout: verdict 1, next 1, next_pieces 2, weight 8, loss_sum 8, next_weight 8, ref 4, work_ms 4, plan 4.
 template <typename Record, typename Visit>
 void for_each_field(Record& record, const Visit& visit) {
   int64_t offset = 0;
@@ -19,11 +20,11 @@ void for_each_field(Record& record, const Visit& visit) {
   field(record.weight);
   field(record.loss_sum);
   field(record.next_weight);
-  field(record.free_bytes);
-  field(record.step_ms);
+  field(record.ref);
+  field(record.work_ms);
   field(record.plan);
 }
-static_assert(1 + 1 + 2 + 8 * 4 + 4 + 4 == kRecordBytes);
+static_assert(1 + 1 + 2 + 8 * 3 + 4 * 3 == kRecordBytes);
 static_assert(kLossSumOffset == 1 + 1 + 2 + 8);
 }  // namespace
 
@@ -81,10 +82,33 @@ bool nobody_continues(const std::vector<ControlRecord>& records) {
                      [](const auto& record) { return record.next == Next::no; });
 }
 
-int lowest_next_rank(const std::vector<ControlRecord>& records) {
-  const auto found = std::find_if(records.begin(), records.end(),
-                                  [](const auto& record) { return record.next == Next::yes; });
-  return found == records.end() ? 0 : static_cast<int>(found - records.begin());
+int next_buffer_source(const std::vector<ControlRecord>& records) {
+  const auto promise = [](const ControlRecord& record) {
+    if (record.next == Next::unknown) {
+      return record.verdict == Verdict::no_data ? 1 : 2;
+    }
+    return record.next == Next::yes ? 3 : 0;
+  };
+  const auto best =
+      std::max_element(records.begin(), records.end(), [&](const auto& a, const auto& b) {
+        return promise(a) < promise(b);
+      });  // the first of equals
+  return static_cast<int>(best - records.begin());
+}
+
+uint32_t fingerprint(double value) {
+  constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
+  return static_cast<uint32_t>(std::bit_cast<uint64_t>(value) * kGolden >> 32);
+}
+
+std::vector<int> ranks_with_another_ref(const std::vector<ControlRecord>& records) {
+  std::vector<int> ranks;
+  for (size_t rank = 0; rank < records.size(); ++rank) {
+    if (records[rank].ref != records[0].ref) {
+      ranks.push_back(static_cast<int>(rank));
+    }
+  }
+  return ranks;
 }
 
 }  // namespace brimful

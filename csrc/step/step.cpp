@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 
 namespace brimful {
@@ -101,7 +102,9 @@ void StepGroup::set_record(const ControlRecord& record, const at::Tensor& loss_s
 }
 
 void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
+  const auto started = std::chrono::steady_clock::now();
   auto record = attempt.record;
+  record.ref = fingerprint(attempt.ref);
   set_record(record, {});
   at::Tensor loss_sum;
   int64_t begin = 0;
@@ -129,6 +132,9 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
                                               at::TensorOptions().requires_grad(false)));
     }
   }
+  record.work_ms =
+      std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - started).count();
+  set_record(record, loss_sum);
   complete();
 }
 

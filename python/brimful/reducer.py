@@ -240,7 +240,7 @@ class DistributedDataParallel(torch.nn.Module):
         return self.reducer.plan
 
     def telemetry(self) -> dict[str, Any]:
-        """What the last step did with its time: a dict with ``_ms`` times, bytes on the wire, the straggler and buckets.
+        """What the last step did with its time: ``_ms`` times, bytes on the wire, the straggler, and each bucket.
 
         Does not synchronise. Empty before the first step.
         """
@@ -309,7 +309,7 @@ def _announce(error: BaseException | None) -> None:
             if model.buckets_expected():
                 reducer.announce_failure(memory, words, _EXIT_PATIENCE_MS)
             else:  # the others are elsewhere, and find the group broken when this process is gone
-                reducer.leave_word(memory, words)
+                reducer.publish_failure(memory, words)
         except Exception as unheard:
             print(f"brimful: could not announce this rank's failure: {unheard}", file=sys.stderr)
 

@@ -8,6 +8,7 @@ import operator
 import random
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -148,27 +149,30 @@ class BatchSizer:
         self._optimizers = optimizers
         self._device = devices[0]
         self._consumed = 0
+        self._weight_fn = weight_fn
+        # The core is no container to the garbage collector: what it holds must not lead back to it.
+        this = weakref.ref(self)
         self._core = _C.BatchSizer(
             reducers=[w.reducer for w in dict.fromkeys(wrapped)],
             outside=outside,
             buffers=buffers,
             devices=devices,
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
-            required_bytes=self._required_bytes,
-            weight_fn=weight_fn,
+            required_bytes=lambda: this()._required_bytes(),  # type: ignore[union-attr]
+            weight_fn=weight_fn and (lambda batch: this()._weight_fn(batch)),  # type: ignore[union-attr,misc]
             max_retries=max_retries,
             pieces=pieces,
             lockstep=lockstep,
         )
-        core = self._core
         for module in wrapped:
-            module.buckets_expected = lambda: core.expects_step or core.stepping
+            module.buckets_expected = lambda: (sizer := this()) is None or sizer._core.expects_step
         for item in optimizers:
             self._guard(item)
 
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an error inside `optimizer.step` a HalfStepError that the other ranks hear of."""
         inner = optimizer.step
+        this = weakref.ref(self)
 
         @functools.wraps(optimizer.step.__func__)  # type: ignore[attr-defined]
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +181,10 @@ class BatchSizer:
             except (_C.RankFailed, _C.HalfStepError):
                 raise
             except Exception as error:
-                self._announce(error)
+                sizer = this()
+                if sizer is None:
+                    raise
+                sizer._announce(error)
                 half_done = _C.HalfStepError(
                     f"the optimizer failed in the middle of its step ({_words(error)}); parameters "
                     "may be half updated: load a checkpoint"

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import sys
 
 import pytest
 import torch
@@ -94,23 +95,29 @@ def test_in_a_plain_loop_a_gradient_that_comes_twice_is_averaged_whole(ranks, be
     assert max(ranks(repeated_gradient_job, below)) < 1e-6
 
 
-def swallowed_error_job(rank):
+def swallowed_error_job(rank, told_by):
     model = wrap(dropout_net())
     errors = []
 
     def fail(_):
         raise ValueError("planted and swallowed")
 
-    def one_step(batch):
-        with model.step(), contextlib.suppress(ValueError):
-            cross_entropy(model, batch).backward()
+    def one_step(batch, planted):
+        with model.step():
+            with contextlib.suppress(ValueError):
+                cross_entropy(model, batch).backward()
+            if planted and told_by == "forward":
+                model(batch[0])
+                dist.barrier()  # the others reach theirs when they have heard
 
     for step in range(3):
         planted = rank.index == 1 and step == 1
         handle = model.module[3].weight.register_hook(fail) if planted else None
-        errors.append(raised(one_step, classes(8, seed=step)))
+        errors.append(raised(one_step, classes(8, seed=step), planted))
         if handle:
             handle.remove()
+        if step == 1 and not (planted and told_by == "forward"):
+            dist.barrier()
         if step != 1:
             gradients = [None] * rank.size
             dist.all_gather_object(gradients, gradients_of(model))
@@ -119,8 +126,9 @@ def swallowed_error_job(rank):
     return errors
 
 
-def test_an_error_swallowed_inside_a_scope_is_raised_on_the_others(ranks):
-    healthy, failed = ranks(swallowed_error_job, timeout_s=5)
+@pytest.mark.parametrize("told_by", ["forward", "end of the scope"])
+def test_an_error_swallowed_inside_a_scope_is_raised_on_the_others(ranks, told_by):
+    healthy, failed = ranks(swallowed_error_job, told_by, timeout_s=5)
     assert type(healthy[1]) is brimful.RankFailed and healthy[1].rank == 1, healthy
     assert healthy[1].seconds < SOON_S
     assert healthy[0] is failed[0] is healthy[2] is failed[2] is None, (healthy, failed)
@@ -183,17 +191,37 @@ for epoch in range(2):
             sizer.step(batch, cross_entropy)
             model.zero_grad()
     except brimful.RankFailed as error:
-        print(f"epoch {epoch}, {type(error).__name__}")
+        print(f"epoch {epoch}, {type(error).__name__}: {error}")
         sys.exit(0)
     if rank == 1:
         raise OSError("planted between two loops")
 """
 
 
-def test_a_rank_that_fails_between_two_loops_does_not_kill_the_others():
+def test_a_rank_that_fails_between_two_loops_leaves_word_and_does_not_kill_the_others():
     (healthy, heard), (failed, printed) = run_script(BETWEEN_LOOPS)
     assert failed == 1 and "planted between two loops" in printed, printed
     assert healthy == 0 and "epoch 1, RankFailed" in heard, (healthy, heard)
+    assert "rank 1 failed: OSError: planted between two loops" in heard, heard
+
+
+def launches_at_the_end_job(rank, in_loop):
+    model = wrap(dropout_net())
+    sizer = brimful.BatchSizer(model)
+    for batch in sizer.batches([classes(8, seed=step) for step in range(2)]):
+        sizer.step(batch, cross_entropy)
+        model.zero_grad()
+        if in_loop:
+            break
+    before = model.reducer.counters.launches
+    error = OSError("planted")
+    sys.excepthook(type(error), error, None)
+    return (model.reducer.counters.launches - before) / model.reducer.buckets
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+def test_a_rank_that_ends_launches_its_buckets_only_if_the_others_expect_them(ranks, in_loop):
+    assert ranks(launches_at_the_end_job, in_loop, size=1) == [in_loop]
 
 
 TOLD_ONCE = """

@@ -1,7 +1,9 @@
 """sizer.batches: loops over uneven data that end on all ranks together."""
 
 import copy
+import gc
 import random
+import weakref
 
 import numpy
 import pytest
@@ -313,3 +315,73 @@ def test_random_numbers_of_the_loader_are_not_drawn_twice_by_a_retry():
     with_retry = run([1])
     assert len({tuple(rows) for rows in with_retry}) == 4
     assert with_retry == run(None)
+
+
+class Job:
+    """Everything that may refer to everything else."""
+
+    def __init__(self, model):
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.sizer = brimful.BatchSizer(model, self.optimizer, weight_fn=self.rows)
+
+    def rows(self, batch):
+        return len(batch[1])
+
+    def run(self, data):
+        for batch in self.sizer.batches(data):
+            self.sizer.step(batch, cross_entropy)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def lifetime_job(rank, wrapped):
+    job = Job(wrap(net()) if wrapped else net())
+    job.run(data_of(rank.index, 2))
+    alive = [
+        weakref.ref(thing) for thing in (job, job.sizer, job.sizer._core, job.model, job.optimizer)
+    ]
+    del job
+    gc.collect()
+    return [type(ref()).__name__ for ref in alive if ref() is not None]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_sizer_dies_with_its_model_and_optimizer(ranks, wrapped):
+    assert ranks(lifetime_job, wrapped, size=1) == [[]]
+
+
+def kept_parts_job(rank):
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizer = brimful.BatchSizer(model, optimizer)
+    sizer.step(classes(4), cross_entropy)
+    model.zero_grad()
+    left = weakref.ref(sizer)
+    del sizer
+    gc.collect()
+    errors = []
+    for step in range(2):  # plain steps; the optimizer fails in the second one
+        errors.append(raised(lambda: cross_entropy(model, classes(4)).backward()))
+        if step == 1:
+            optimizer.param_groups[0]["lr"] = "none"
+        errors.append(raised(optimizer.step))
+        model.zero_grad()
+    return left() is None, model.buckets_expected(), [type(error) for error in errors]
+
+
+def test_a_model_and_an_optimizer_outlive_their_sizer(ranks):
+    dead, expected, errors = ranks(kept_parts_job, size=1)[0]
+    assert dead and expected
+    assert errors[:3] == [type(None)] * 3
+    assert issubclass(errors[3], TypeError)
+
+
+def test_a_sizer_keeps_no_batch():
+    _, sizer = single()
+    batch = classes(4)
+    sizer.step(batch, cross_entropy)
+    left = weakref.ref(batch[0])
+    del batch
+    gc.collect()
+    assert left() is None

@@ -45,7 +45,8 @@ class BRIMFUL_API HalfStepError : public c10::Error {
   explicit HalfStepError(const std::string& message);
 };
 
-/// The ranks' models differ in the number, shape or dtype of their parameters.
+/// The ranks' models differ in the number, shape or dtype of their parameters, or their sizers in the state that they
+/// loaded.
 class BRIMFUL_API PlanMismatch : public c10::ValueError {
  public:
   explicit PlanMismatch(const std::string& message);

@@ -1,30 +1,14 @@
 // Bad input raises on its rank with what is wrong, on the others as RankFailed; parameters stay, the next step works.
-#include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include "support/catch.h"
-#include "support/checks.h"
-#include "support/trainer.h"
-#include "support/watchdog.h"
-
-#include <brimful/launch/run_ranks.h>
-#include <brimful/memory/stats.h>
+#include "support/sizer_test.h"
 
 #include <functional>
 #include <limits>
 
+using namespace brimful;
 using namespace brimful::test;
-using brimful::BatchSizer;
-using brimful::BatchSizerOptions;
-using brimful::PieceLoss;
-using brimful::PieceWork;
-using brimful::run_ranks;
-using brimful::StepGroup;
-using brimful::StepInput;
-using brimful::Transaction;
 
 namespace {
 
-using Type = Caught::Type;
 constexpr int64_t kRows = 4;
 
 struct BadInput {
@@ -54,11 +38,11 @@ std::vector<BadInput> bad_inputs() {
        [=](Trainer&, StepInput& input, PieceWork&) { input.weight = kNaN; }},
       {"a split that does not cover the batch", Type::value_error, "(sum of split: 3, rows: 4)",
        [](Trainer&, StepInput& input, PieceWork&) {
-         input.split = std::vector<int64_t>{1, 2};
+         input.split = Split{1, 2};
        }},
       {"a split with an empty piece", Type::value_error, "split does not cover the batch",
        [](Trainer&, StepInput& input, PieceWork&) {
-         input.split = std::vector<int64_t>{4, 0};
+         input.split = Split{4, 0};
        }},
       {"an error of the batch", Type::value_error, "disagree in size (rows: 4 and 3)",
        [](Trainer&, StepInput& input, PieceWork&) {
@@ -103,7 +87,7 @@ std::vector<BadInput> bad_inputs() {
 }  // namespace
 
 TEST_CASE("Bad input fails the step on every rank with its words", "[sizer][bad input]") {
-  brimful::memory::install();
+  memory::install();
   const int world_size = GENERATE(1, 2, 3);
   const Watchdog watchdog("bad input");
   Checks checks;
@@ -118,8 +102,7 @@ TEST_CASE("Bad input fails the step on every rank with its words", "[sizer][bad 
         const auto name = std::string(bad.name) + ", rank " + std::to_string(rank) + ": ";
         const auto before = trainer.state();
         const auto batch = batch_of(rank, 1, kRows);
-        StepInput input;
-        input.rows = kRows;
+        auto input = input_of(kRows);
         auto work = trainer.work(batch);
         if (rank == bad_rank) {
           bad.spoil(trainer, input, work);
@@ -143,12 +126,12 @@ TEST_CASE("Bad input fails the step on every rank with its words", "[sizer][bad 
 
 TEST_CASE("A memory limit below what every step needs is refused at the step's start",
           "[sizer][bad input]") {
-  brimful::memory::install();
+  memory::install();
   const Watchdog watchdog("a limit that is too low");
   Checks checks;
   const c10::Device cpu(c10::DeviceType::CPU);
-  const auto limit = brimful::memory::stats(cpu).used_bytes + (int64_t{1} << 30);
-  brimful::memory::set_limit(cpu, limit);
+  const auto limit = memory::stats(cpu).used_bytes + (int64_t{1} << 30);
+  memory::set_limit(cpu, limit);
   run_ranks({2}, [&](int rank, const Group& group) {
     BatchSizerOptions options;
     options.required_bytes = [&] { return rank == 1 ? limit + 1 : limit; };
@@ -159,7 +142,7 @@ TEST_CASE("A memory limit below what every step needs is refused at the step's s
                       std::string::npos,
                   caught.text);
   });
-  brimful::memory::set_limit(cpu, std::nullopt);
+  memory::set_limit(cpu, std::nullopt);
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 
@@ -174,9 +157,9 @@ TEST_CASE("A sizer rejects bad options, and modules of different groups", "[size
                     Catch::Contains("(pieces: 0)"));
   Checks checks;
   run_ranks({2}, [&](int rank, const Group& group) {
-    brimful::DistributedDataParallel<Net> wide(std::make_shared<Net>(), group);
+    DistributedDataParallel<Net> wide(std::make_shared<Net>(), group);
     run_ranks({1}, [&](int, const Group& alone) {
-      brimful::DistributedDataParallel<Net> narrow(std::make_shared<Net>(), alone);
+      DistributedDataParallel<Net> narrow(std::make_shared<Net>(), alone);
       const auto caught = catching([&] { StepGroup({wide.reducer(), narrow.reducer()}, {}); });
       checks.expect(caught.type == Type::value_error, caught.text);
       const auto expected = "first module's: " + std::to_string(rank) + " of 2";

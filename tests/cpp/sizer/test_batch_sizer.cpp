@@ -1,32 +1,12 @@
-#include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include "support/catch.h"
-#include "support/checks.h"
-#include "support/trainer.h"
-#include "support/watchdog.h"
-
-#include <brimful/launch/run_ranks.h>
-#include <brimful/log.h>
-#include <brimful/memory/stats.h>
+#include "support/sizer_test.h"
 
 #include <limits>
 #include <numeric>
 
+using namespace brimful;
 using namespace brimful::test;
-using brimful::BatchSizer;
-using brimful::BatchSizerOptions;
-using brimful::Outcome;
-using brimful::PieceLoss;
-using brimful::PieceWork;
-using brimful::run_ranks;
-using brimful::StepGroup;
-using brimful::StepInput;
-using brimful::Transaction;
 
 namespace {
-
-using Type = Caught::Type;
-using Split = std::vector<int64_t>;
 
 double tolerance(c10::ScalarType dtype) {
   return dtype == at::kDouble ? 1e-12 : 1e-6;
@@ -55,14 +35,13 @@ at::Tensor row_weights(int rank, int64_t rows, c10::ScalarType dtype) {
 
 PieceWork weighted_work(Trainer& trainer, const Batch& batch, const at::Tensor& weights) {
   return {[&trainer, batch, weights](int64_t begin, int64_t end) {
-            const auto w = brimful::slice_rows(weights, begin, end);
-            const auto out = trainer.model(brimful::slice_rows(batch.data, begin, end));
-            const auto error =
-                (out - brimful::slice_rows(batch.target, begin, end)).square().squeeze(1);
+            const auto w = slice_rows(weights, begin, end);
+            const auto out = trainer.model(slice_rows(batch.data, begin, end));
+            const auto error = (out - slice_rows(batch.target, begin, end)).square().squeeze(1);
             const double sum = w.sum().item<double>();
             return PieceLoss{(error * w).sum() / sum, sum};  // NaN where the sum is 0
           },
-          [](const at::Tensor& loss, const at::Tensor& gradient) { loss.backward(gradient); }};
+          run_backward};
 }
 
 struct Reference {
@@ -153,9 +132,7 @@ TEST_CASE("Explicit weights give the weighted mean, pieces and ranks of weight 0
           weights.back().zero_();
         }
       }
-      StepInput input;
-      input.rows = 10;
-      input.split = split;
+      const auto input = input_of(10, split);
       const auto outcome =
           trainer.sizer.step(input, weighted_work(trainer, batches[rank], weights[rank]));
       const auto expected = weighted_reference(batches, weights);
@@ -178,9 +155,7 @@ TEST_CASE("A step whose weights are all 0 has zero gradients", "[sizer]") {
   run_ranks({2}, [&](int rank, const Group& group) {
     Trainer trainer(group, net_of(at::kDouble));
     for (int step = 0; step < 2; ++step) {
-      StepInput input;
-      input.rows = 4;
-      input.split = Split{2, 2};
+      const auto input = input_of(4, Split{2, 2});
       const auto batch = batch_of(rank, 0, 4, at::kDouble);
       const auto outcome =
           trainer.sizer.step(input, weighted_work(trainer, batch, at::zeros({4}, at::kDouble)));
@@ -206,16 +181,13 @@ TEST_CASE("A parameter that only the first piece uses keeps its gradient", "[siz
     const auto bias =
         net.module()->parameters()[1];  // leaves behind third.*, which every piece uses
     const auto used = net.module()->parameters()[5];
-    PieceWork work{
-        [&](int64_t begin, int64_t end) {
-          auto loss = used.sum() * 2;
-          loss = begin == 0 && rank == 1 ? loss + bias.sum() * 3 : loss;
-          return PieceLoss{loss, static_cast<double>(end - begin)};
-        },
-        [](const at::Tensor& loss, const at::Tensor& gradient) { loss.backward(gradient); }};
-    StepInput input;
-    input.rows = 4;
-    input.split = Split{1, 3};
+    PieceWork work{[&](int64_t begin, int64_t end) {
+                     auto loss = used.sum() * 2;
+                     loss = begin == 0 && rank == 1 ? loss + bias.sum() * 3 : loss;
+                     return PieceLoss{loss, static_cast<double>(end - begin)};
+                   },
+                   run_backward};
+    const auto input = input_of(4, Split{1, 3});
     for (int step = 0; step < 2; ++step) {
       trainer.sizer.step(input, work);
       checks.expect(at::allclose(bias.grad(), at::full_like(bias, 3.0 / 8), 1e-12),
@@ -231,22 +203,20 @@ TEST_CASE("A parameter that only the first piece uses keeps its gradient", "[siz
 }
 
 TEST_CASE("One process without a group splits and retries too", "[sizer]") {
-  brimful::set_log_level(brimful::LogLevel::error);
+  const Quiet quiet;
   const auto net = std::make_shared<Net>(false, at::kDouble);
   BatchSizer sizer(StepGroup({}, net->parameters()), Transaction({}, {}), {});
   const auto batch = batch_of(0, 0, 8, at::kDouble);
   const auto expected = weighted_reference({batch}, {at::ones({8}, at::kDouble)});
   bool fail = true;
-  const PieceWork work{
-      [&](int64_t begin, int64_t end) {
-        TORCH_CHECK_WITH(OutOfMemoryError, !fail || end - begin <= 2, "planted");
-        const auto out = net->forward(brimful::slice_rows(batch.data, begin, end));
-        return PieceLoss{at::mse_loss(out, brimful::slice_rows(batch.target, begin, end)),
-                         static_cast<double>(end - begin)};
-      },
-      [](const at::Tensor& loss, const at::Tensor& gradient) { loss.backward(gradient); }};
-  StepInput input;
-  input.rows = 8;
+  const PieceWork work{[&](int64_t begin, int64_t end) {
+                         TORCH_CHECK_WITH(OutOfMemoryError, !fail || end - begin <= 2, "planted");
+                         const auto out = net->forward(slice_rows(batch.data, begin, end));
+                         return PieceLoss{at::mse_loss(out, slice_rows(batch.target, begin, end)),
+                                          static_cast<double>(end - begin)};
+                       },
+                       run_backward};
+  const auto input = input_of(8);
   auto outcome = sizer.step(input, work);
   CHECK(outcome.retries == 2);
   CHECK(outcome.split == Split{2, 2, 2, 2});
@@ -256,5 +226,4 @@ TEST_CASE("One process without a group splits and retries too", "[sizer]") {
   outcome = sizer.step(input, work);
   CHECK(outcome.retries == 0);
   CHECK(outcome.pieces == 4);
-  brimful::set_log_level(brimful::LogLevel::warning);
 }

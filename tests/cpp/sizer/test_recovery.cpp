@@ -1,45 +1,26 @@
 // What else a step must survive: no data, retries that run out, late gradients, several modules, mixed failures.
-#include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include "support/catch.h"
-#include "support/checks.h"
-#include "support/trainer.h"
-#include "support/watchdog.h"
+#include "support/sizer_test.h"
 
-#include <brimful/launch/run_ranks.h>
-#include <brimful/log.h>
 #include <brimful/memory/fault.h>
-#include <brimful/memory/stats.h>
 
-using brimful::BatchSizer;
-using brimful::BatchSizerOptions;
-using brimful::Outcome;
-using brimful::PieceLoss;
-using brimful::PieceWork;
-using brimful::run_ranks;
-using brimful::StepInput;
+using namespace brimful;
 using namespace brimful::test;
 
 namespace {
 
-using Type = Caught::Type;
 constexpr int64_t kRows = 8;
-
-struct Quiet {
-  Quiet() {
-    brimful::memory::install();
-    brimful::set_log_level(brimful::LogLevel::error);
-  }
-  ~Quiet() { brimful::set_log_level(brimful::LogLevel::warning); }
-};
 
 std::shared_ptr<Net> exact_net() {
   return std::make_shared<Net>(false, at::kDouble);
 }
 
 /// The gradients of the mean loss over all of `batches`, in one process.
-std::vector<at::Tensor> reference_gradients(const std::vector<Batch>& batches) {
+std::vector<at::Tensor> reference_gradients(const std::vector<Batch>& batches,
+                                            const std::vector<at::Tensor>& parameters = {}) {
   const auto net = exact_net();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    net->parameters()[i].set_data(parameters[i].detach());
+  }
   std::vector<at::Tensor> data;
   std::vector<at::Tensor> target;
   for (const auto& batch : batches) {
@@ -180,6 +161,101 @@ TEST_CASE("A rank that runs out beside one that fails learns of it", "[sizer][fa
     }
   });
   CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("Buffers come from a rank with data though nobody announced any", "[sizer]") {
+  const Quiet quiet;
+  const Watchdog watchdog("buffers of ranks without data");
+  Checks checks;
+  std::vector<std::vector<at::Tensor>> states(2);
+  run_ranks({2}, [&](int rank, const Group& group) {
+    Trainer trainer(group);
+    const auto batches_seen = [&] { return trainer.model->buffers()[2].item<int64_t>(); };
+    trainer.step(batch_of(rank, 0, kRows));
+    for (int step = 1; step < 5; ++step) {
+      trainer.step(rank == 0 ? std::nullopt : std::optional(batch_of(rank, step, kRows)));
+      // Only in the first of them nobody knew that rank 0 had none.
+      checks.expect(batches_seen() == step, "buffers saw " + std::to_string(batches_seen()) +
+                                                " batches in step " + std::to_string(step));
+    }
+    states[rank] = trainer.state();
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+  CHECK(same_bits(states[0], states[1]));
+}
+
+TEST_CASE("A state that only one rank has loaded is noticed, and does no harm", "[sizer][faults]") {
+  const Quiet quiet;
+  const Watchdog watchdog("a state on one rank only");
+  Checks checks;
+  run_ranks({3}, [&](int rank, const Group& group) {
+    Trainer trainer(group, exact_net());
+    const auto fill = [&](const Batch& batch) {
+      auto work = trainer.work(batch);
+      work.forward = [forward = work.forward](int64_t begin, int64_t end) {
+        auto piece = forward(begin, end);
+        piece.weight *= 2;  // not known beforehand
+        return piece;
+      };
+      trainer.sizer.step(input_of(kRows), work);
+    };
+    fill(batch_of(rank, 0, kRows, at::kDouble));
+    trainer.model->update();
+    if (rank == 1) {
+      auto state = trainer.sizer.state();
+      state["last_total"] += 1;
+      trainer.sizer.load_state(state);
+    }
+    const auto before = trainer.state();
+    const auto batch = [&](int other) { return batch_of(other, 1, kRows, at::kDouble); };
+    const auto caught = catching([&] { fill(batch(rank)); });
+    checks.expect(caught.type == Type::value_error, "ended with " + caught.text);
+    checks.expect(caught.text.find("(ranks that differ from rank 0: 1); load a state_dict") !=
+                      std::string::npos,
+                  caught.text);
+    checks.expect(same_bits(before, trainer.state()), "the failed step left a trace");
+    for (int repeat = 0; repeat < 2; ++repeat) {  // with an exchange, and without
+      const auto parameters = trainer.model->parameters();
+      std::vector<Batch> batches{batch(0), batch(1), batch(2)};
+      const auto after = catching([&] { fill(batch(rank)); });
+      checks.expect(after.type == Type::nothing, "the next step raised: " + after.text);
+      checks.expect(close(trainer.model->gradients(), reference_gradients(batches, parameters)),
+                    "the next step is not the mean");
+      trainer.model->update(0);
+    }
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("Every rank learns how long the others worked", "[sizer]") {
+  const Quiet quiet;
+  const Watchdog watchdog("the time of each rank's work");
+  Checks checks;
+  std::vector<std::vector<double>> told(2);
+  std::vector<double> worked(2);
+  run_ranks({2}, [&](int rank, const Group& group) {
+    Trainer trainer(group);
+    const auto batch = batch_of(rank, 0, kRows);
+    auto work = trainer.work(batch);
+    work.forward = [&, forward = work.forward](int64_t begin, int64_t end) {
+      const auto start = Clock::now();
+      const auto elapsed = [&] {
+        return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+      };
+      auto piece = forward(begin, end);
+      while (elapsed() < 5 + 20 * rank) {
+      }
+      worked[rank] += elapsed();
+      return piece;
+    };
+    const auto input = input_of(kRows, Split{4, 4});
+    told[rank] = trainer.sizer.step(input, work).work_ms;
+  });
+  CHECK(told[0] == told[1]);
+  REQUIRE(told[0].size() == 2);
+  for (const int rank : {0, 1}) {
+    CHECK(told[0][rank] >= worked[rank] * 0.999);  // it travels as a float
+  }
 }
 
 TEST_CASE("A loop over uneven data ends on all ranks after the same step", "[sizer]") {
@@ -347,8 +423,7 @@ TEST_CASE("A late gradient repeats the step once and the sum is right",
           loss.backward(gradient);
         }
       };
-      StepInput input;
-      input.rows = kRows;
+      const auto input = input_of(kRows);
       const auto outcome = trainer.sizer.step(input, work);
       checks.expect(outcome.retries == (step == 0 ? 1 : 0),
                     "retries: " + std::to_string(outcome.retries));
@@ -376,7 +451,7 @@ TEST_CASE("An allocation refused anywhere in a step ends as a retry", "[sizer][f
       const auto batch = batch_of(rank, 1, kRows);
       const auto caught = catching([&] {
         if (rank == 1) {
-          const brimful::memory::FaultAt fault(index);
+          const memory::FaultAt fault(index);
           trainer.fill(batch);
           more = fault.fired();
         } else {

@@ -1,22 +1,8 @@
 // A model whose last gradient is sparse: its bucket leaves first or early, and the record rides in a dense one.
-#include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include "support/catch.h"
-#include "support/checks.h"
-#include "support/trainer.h"
-#include "support/watchdog.h"
+#include "support/sizer_test.h"
 
-#include <brimful/launch/run_ranks.h>
-#include <brimful/log.h>
-
+using namespace brimful;
 using namespace brimful::test;
-using brimful::BatchSizer;
-using brimful::PieceLoss;
-using brimful::Reducer;
-using brimful::run_ranks;
-using brimful::StepGroup;
-using brimful::StepInput;
-using brimful::Transaction;
 
 namespace {
 
@@ -28,7 +14,7 @@ struct SparseModel {
     table.set_requires_grad(true);
     head.set_requires_grad(true);
     std::vector<at::Tensor> parameters{table};
-    brimful::ReducerOptions options;
+    ReducerOptions options;
     options.bucket_cap_mb = options.first_bucket_cap_mb = 1e-6;
     options.sparse = {true};
     if (dense) {
@@ -64,7 +50,7 @@ at::Tensor words_of(int rank) {
 
 TEST_CASE("A sparse gradient survives every failure and stays the exact mean",
           "[sizer][reducer][faults]") {
-  brimful::set_log_level(brimful::LogLevel::error);
+  const Quiet quiet;
   const bool dense = GENERATE(true, false);
   const Watchdog watchdog("sparse gradients and failures");
   Checks checks;
@@ -78,8 +64,7 @@ TEST_CASE("A sparse gradient survives every failure and stays the exact mean",
         SparseModel model(group, dense);
         BatchSizer sizer(StepGroup({model.reducer}, {}), Transaction({}, {}));
         const auto step = [&] {
-          StepInput input;
-          input.rows = kRows;
+          const auto input = input_of(kRows);
           return sizer.step(input, {[&](int64_t begin, int64_t end) {
                                       return PieceLoss{
                                           model.loss(words_of(rank).slice(0, begin, end)),
@@ -111,6 +96,5 @@ TEST_CASE("A sparse gradient survives every failure and stays the exact mean",
       }
     }
   });
-  brimful::set_log_level(brimful::LogLevel::warning);
   CHECK(checks.failures() == std::vector<std::string>{});
 }

@@ -1,25 +1,11 @@
 // Two wrapped modules in one step, as a GAN has them: the verdict is the worst over both.
-#include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include "support/catch.h"
-#include "support/checks.h"
-#include "support/trainer.h"
-#include "support/watchdog.h"
+#include "support/sizer_test.h"
 
-#include <brimful/launch/run_ranks.h>
-#include <brimful/log.h>
-#include <brimful/memory/stats.h>
-
+using namespace brimful;
 using namespace brimful::test;
-using brimful::BatchSizer;
-using brimful::run_ranks;
-using brimful::StepGroup;
-using brimful::StepInput;
-using brimful::Transaction;
 
 namespace {
 
-using Type = Caught::Type;
 constexpr int64_t kRows = 8;
 constexpr int kParameters = 6;  // of each module
 
@@ -30,21 +16,18 @@ struct Gan {
         critic(std::make_shared<Net>(false, at::kDouble, 3), group, tiny_buckets()),
         sizer(StepGroup({generator.reducer(), critic.reducer()}, {}), Transaction({}, {})) {}
 
-  brimful::Outcome step(int rank, int64_t number, std::optional<std::vector<int64_t>> split = {}) {
+  Outcome step(int rank, int64_t number, std::optional<std::vector<int64_t>> split = {}) {
     const auto batch = batch_of(rank, number, kRows, at::kDouble);
-    StepInput input;
-    input.rows = kRows;
-    input.split = std::move(split);
+    const auto input = input_of(kRows, std::move(split));
     auto outcome = sizer.step(
         input,
         {[&](int64_t begin, int64_t end) {
            generator->fault->current_piece = critic->fault->current_piece = static_cast<int>(begin);
-           const auto made = generator(brimful::slice_rows(batch.data, begin, end));
-           const auto target = brimful::slice_rows(batch.target, begin, end);
-           return brimful::PieceLoss{at::mse_loss(critic(made), target),
-                                     static_cast<double>(end - begin)};
+           const auto made = generator(slice_rows(batch.data, begin, end));
+           const auto target = slice_rows(batch.target, begin, end);
+           return PieceLoss{at::mse_loss(critic(made), target), static_cast<double>(end - begin)};
          },
-         [](const at::Tensor& loss, const at::Tensor& gradient) { loss.backward(gradient); }});
+         run_backward});
     generator->update();
     critic->update();
     return outcome;
@@ -56,8 +39,8 @@ struct Gan {
     return copies(tensors);
   }
 
-  brimful::DistributedDataParallel<Net> generator;
-  brimful::DistributedDataParallel<Net> critic;
+  DistributedDataParallel<Net> generator;
+  DistributedDataParallel<Net> critic;
   BatchSizer sizer;
 };
 
@@ -65,8 +48,7 @@ struct Gan {
 
 TEST_CASE("Two modules in one step share its verdict wherever one fails",
           "[sizer][reducer][faults]") {
-  brimful::memory::install();
-  brimful::set_log_level(brimful::LogLevel::error);
+  const Quiet quiet;
   const int world_size = GENERATE(2, 3);
   const Watchdog watchdog("two modules in one step");
   Checks checks;
@@ -85,7 +67,7 @@ TEST_CASE("Two modules in one step share its verdict wherever one fails",
           fault.parameter = parameter;
           fault.kind = kind;
           fault.armed = rank == 1;
-          brimful::Outcome outcome;
+          Outcome outcome;
           const auto caught = catching([&] { outcome = gan.step(rank, 1); });
           if (kind == Fault::Kind::out_of_memory) {
             checks.expect(caught.type == Type::nothing, name + caught.text);
@@ -122,7 +104,7 @@ TEST_CASE("Two modules in one step have the gradients that they have in one proc
   run_ranks({2}, [&](int rank, const Group& group) {
     Gan gan(group);
     const auto start = gan.state();
-    gan.step(rank, 0, std::vector<int64_t>{3, 5});
+    gan.step(rank, 0, Split{3, 5});
     Net generator(false, at::kDouble, 0, Net::kInputs);
     Net critic(false, at::kDouble, 3);
     const auto a = batch_of(0, 0, kRows, at::kDouble);

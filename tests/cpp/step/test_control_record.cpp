@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <set>
 
 using namespace brimful;
 
@@ -33,8 +34,8 @@ TEST_CASE("A record survives its bytes bit by bit", "[step]") {
   record.weight = value;
   record.loss_sum = -value;
   record.next_weight = value + 1;
-  record.free_bytes = value * 2;
-  record.step_ms = static_cast<float>(value);
+  record.ref = 0x89ABCDEF;
+  record.work_ms = static_cast<float>(value);
   const auto back = decode(encode(record));
   CHECK(back.verdict == record.verdict);
   CHECK(back.next == record.next);
@@ -42,8 +43,8 @@ TEST_CASE("A record survives its bytes bit by bit", "[step]") {
   CHECK(same_bits(back.weight, record.weight));
   CHECK(same_bits(back.loss_sum, record.loss_sum));
   CHECK(same_bits(back.next_weight, record.next_weight));
-  CHECK(same_bits(back.free_bytes, record.free_bytes));
-  CHECK(same_bits(back.step_ms, record.step_ms));
+  CHECK(back.ref == record.ref);
+  CHECK(same_bits(back.work_ms, record.work_ms));
 }
 
 TEST_CASE("The loss stands where a device may write it", "[step]") {
@@ -95,7 +96,29 @@ TEST_CASE("The next step's weight is known if every rank knows its own", "[step]
 TEST_CASE("Buffers come from the lowest rank that has a batch", "[step]") {
   const auto none = record_of(Verdict::ok, Next::no);
   const auto some = record_of(Verdict::ok, Next::yes);
-  CHECK(lowest_next_rank({none, some, some}) == 1);
-  CHECK(lowest_next_rank({some, none}) == 0);
-  CHECK(lowest_next_rank({none, none}) == 0);
+  const auto perhaps = record_of(Verdict::ok);
+  const auto hardly = record_of(Verdict::no_data);
+  CHECK(next_buffer_source({none, some, some}) == 1);
+  CHECK(next_buffer_source({some, none}) == 0);
+  CHECK(next_buffer_source({none, none}) == 0);
+  CHECK(next_buffer_source({perhaps, perhaps}) == 0);
+  CHECK(next_buffer_source({none, hardly, perhaps, perhaps}) == 2);
+  CHECK(next_buffer_source({none, hardly}) == 1);
+  CHECK(next_buffer_source({perhaps, some}) == 1);
+}
+
+TEST_CASE("Numbers that a rank may divide by have fingerprints of their own", "[step]") {
+  std::set<uint32_t> found;
+  for (int i = 1; i <= 20000; ++i) {
+    found.insert(fingerprint(i));
+    found.insert(fingerprint(i + 1e-9));
+    found.insert(fingerprint(1.0 / (i + 1)));
+  }
+  CHECK(found.size() >= 3 * 20000 - 2);
+  auto first = record_of(Verdict::ok);
+  auto second = record_of(Verdict::no_data);
+  first.ref = second.ref = fingerprint(8);
+  CHECK(ranks_with_another_ref({first, second}).empty());
+  second.ref = fingerprint(std::nextafter(8, 9));
+  CHECK(ranks_with_another_ref({first, second, first, second}) == std::vector<int>{1, 3});
 }

@@ -30,6 +30,17 @@ inline Batch batch_of(int rank, int64_t step, int64_t rows, c10::ScalarType dtyp
   return {filled({rows, Net::kInputs}, salt, dtype), filled({rows, 1}, salt + 5, dtype)};
 }
 
+inline StepInput input_of(int64_t rows, std::optional<std::vector<int64_t>> split = {}) {
+  StepInput input;
+  input.rows = rows;
+  input.split = std::move(split);
+  return input;
+}
+
+inline void run_backward(const at::Tensor& loss, const at::Tensor& gradient) {
+  loss.backward(gradient);
+}
+
 /// One rank's training with a sizer.
 class Trainer {
  public:
@@ -48,16 +59,12 @@ class Trainer {
               const auto y = slice_rows(batch->target, begin, end);
               return PieceLoss{at::mse_loss(model(x), y), static_cast<double>(end - begin)};
             },
-            [](const at::Tensor& loss, const at::Tensor& gradient) { loss.backward(gradient); }};
+            run_backward};
   }
 
   /// The gradients of one step.
   Outcome fill(const std::optional<Batch>& batch, std::optional<std::vector<int64_t>> split = {}) {
-    StepInput input;
-    if (batch) {
-      input.rows = batch->data.size(0);
-      input.split = std::move(split);
-    }
+    const auto input = batch ? input_of(batch->data.size(0), std::move(split)) : StepInput{};
     return sizer.step(input, work(batch));
   }
   Outcome step(const std::optional<Batch>& batch, std::optional<std::vector<int64_t>> split = {}) {

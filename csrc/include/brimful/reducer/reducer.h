@@ -70,8 +70,6 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void announce_failure(FailureKind kind, const std::string& text, int64_t patience_ms);
   /// True while the other ranks wait, or may come to wait, for a step that this rank has begun.
   bool owes() const;
-  /// Leaves word of a failure without any collective, for ranks that find the group broken.
-  void leave_word(FailureKind kind, const std::string& text);
 
   /// Counted since construction, for tests and reports.
   struct Counters {

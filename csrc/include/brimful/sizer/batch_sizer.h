@@ -39,8 +39,9 @@ struct Outcome {
   std::vector<int64_t>
       split;  ///< rows per piece; a step given the same split repeats it bit by bit
   int64_t retries = 0;
-  int64_t peak_bytes = 0;  ///< of this rank's device during the step, retries included
-  bool last = false;       ///< no rank has another batch
+  int64_t peak_bytes = 0;       ///< of this rank's device during the step, retries included
+  std::vector<double> work_ms;  ///< by rank: ControlRecord::work_ms; the straggler's is the largest
+  bool last = false;            ///< no rank has another batch
   std::vector<AttemptNote> attempts;
 };
 
@@ -71,7 +72,7 @@ class BRIMFUL_API BatchSizer {
 
   /// Fills the gradients of one step, and returns when all ranks agree on how it ended.
   /// @throws the error of this rank's own work, RankFailed for another rank's (RankOutOfMemory if it could not split
-  /// further), BatchTooLarge if no split fits here; parameters, buffers and RNG are then as before the call.
+  /// further), BatchTooLarge if no split fits here, PlanMismatch if the ranks loaded different states; parameters, buffers and RNG are then as before the call.
   /// Waits once for the device.
   Outcome step(const StepInput& input, const PieceWork& work);
   /// The same for a batch that slice_rows() can split, or an empty optional of one where this rank has no data.
@@ -104,7 +105,6 @@ class BRIMFUL_API BatchSizer {
   void load_state(const std::map<std::string, double>& state);
   /// True if the other ranks are in a step of their own, or come to one without an exchange before it.
   bool expects_step() const { return agreed_ && !at_end_; }
-  bool running() const { return running_; }
   /// Of the last step: no rank has another batch.
   bool at_end() const { return at_end_; }
   int64_t steps() const { return steps_; }
@@ -122,6 +122,7 @@ class BRIMFUL_API BatchSizer {
   Outcome run(const StepInput& input, const PieceWork& work);
   bool settle_attempt(const AttemptResult& result, StepInput input, Outcome& outcome);
   [[noreturn]] void throw_failure(const AttemptResult& result, const Outcome& outcome);
+  void require_same_ref(const std::vector<ControlRecord>& records);
   void split_finer(int64_t rows, Outcome& outcome);
 
   StepGroup group_;

@@ -23,12 +23,13 @@ struct ControlRecord {
   double loss_sum = 0;       ///< sum over pieces of mean loss times weight
   double next_weight =
       std::numeric_limits<double>::quiet_NaN();  ///< of the next step; NaN: not known
-  double free_bytes = 0;  ///< limit minus use on the rank's main device, 0 without a limit
-  float step_ms = 0;      ///< from the beginning of this step to this record, without waiting
-  uint32_t plan = 0;      ///< rank 0: number of a bucket plan that all ranks take up next; else 0
+  uint32_t ref = 0;   ///< fingerprint() of what this rank divided its losses by
+  float work_ms = 0;  ///< from the step's begin until the last bucket left, by the host's clock, without waiting for
+                      ///< others; 0 of a rank that did not finish its pieces
+  uint32_t plan = 0;  ///< rank 0: number of a bucket plan that all ranks take up next; else 0
 };
 
-constexpr int64_t kRecordBytes = 44;
+constexpr int64_t kRecordBytes = 40;
 constexpr int64_t kLossSumOffset = 12;  ///< of the eight bytes of loss_sum
 using RecordBytes = std::array<uint8_t, kRecordBytes>;
 
@@ -44,8 +45,14 @@ BRIMFUL_API double mean_loss(const std::vector<ControlRecord>& records);
 BRIMFUL_API double next_total_weight(const std::vector<ControlRecord>& records);
 /// True if no rank has, or may have, another batch.
 BRIMFUL_API bool nobody_continues(const std::vector<ControlRecord>& records);
-/// The lowest rank that announced a batch for the next step, 0 where none did.
-BRIMFUL_API int lowest_next_rank(const std::vector<ControlRecord>& records);
+/// Whose buffers win in the next step: the lowest rank's that announced a batch for it; where none did, the lowest
+/// rank's that had one in this step and may have another.
+BRIMFUL_API int next_buffer_source(const std::vector<ControlRecord>& records);
+
+/// Different for different numbers, but for one pair in four thousand million.
+BRIMFUL_API uint32_t fingerprint(double value);
+/// Ranks whose `ref` is not that of rank 0.
+BRIMFUL_API std::vector<int> ranks_with_another_ref(const std::vector<ControlRecord>& records);
 
 inline bool is_failure(Verdict verdict) {
   return verdict >= Verdict::failed;

@@ -23,6 +23,7 @@ class BRIMFUL_API Transaction {
   void add(Keeper keeper);
   void capture();
   /// Writes buffers back in place, only those that changed; may be called several times after one capture().
+  /// Compares their values, and so waits for the device: BatchNorm changes its statistics behind the version counter.
   void restore();
 
  private:
