@@ -1,6 +1,7 @@
 #pragma once
 // Everything that brimful offers to C++ programs. Files that need one part compile faster with that part's header.
 #include <brimful/error.h>
+#include <brimful/launch/distributed_sampler.h>
 #include <brimful/launch/init_from_env.h>
 #include <brimful/launch/run_ranks.h>
 #include <brimful/log.h>
