@@ -1,3 +1,5 @@
+// Ranks meet through the store, not by a collective: that can tell who is missing, needs no device, and an error on one
+// rank leaves no collective half done.
 #include "launch/meet.h"
 
 #include <brimful/error.h>
