@@ -6,6 +6,7 @@ namespace brimful {
 namespace py = pybind11;
 
 void bind_errors(py::module_& m);
+void bind_launch(py::module_& m);
 void bind_memory(py::module_& m);
 void bind_batch(py::module_& m);
 void bind_reducer(py::module_& m);

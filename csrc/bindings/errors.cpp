@@ -3,6 +3,8 @@
 #include <brimful/step/oom.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <system_error>
+
 #include "bindings/callbacks.h"
 
 namespace brimful {
@@ -57,6 +59,10 @@ void translate(std::exception_ptr pointer) {
     PyErr_SetString(PyExc_TypeError, e.what_without_backtrace());
   } catch (const c10::OutOfMemoryError& e) {
     PyErr_SetString(types.out_of_memory, e.what_without_backtrace());
+  } catch (const std::system_error& e) {
+    // Of the file system: OSError makes a FileNotFoundError and the like of it.
+    const auto instance = py::handle(PyExc_OSError)(e.code().value(), e.what());
+    PyErr_SetObject(py::type::of(instance).ptr(), instance.ptr());
   } catch (python_error& e) {
     e.restore();
   } catch (const c10::Error& e) {

@@ -2,6 +2,7 @@
 
 PYBIND11_MODULE(_C, m) {
   brimful::bind_errors(m);
+  brimful::bind_launch(m);
   brimful::bind_memory(m);
   brimful::bind_batch(m);
   brimful::bind_reducer(m);

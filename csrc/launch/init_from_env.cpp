@@ -1,6 +1,5 @@
-#include "launch/gloo_group.h"
-
 #include <brimful/launch/init_from_env.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -9,14 +8,19 @@
 #include <charconv>
 #include <cstdlib>
 #include <limits>
+#include <optional>
 #include <string>
 #include <string_view>
+
+#include "launch/gloo_group.h"
+#include "launch/nccl_group.h"
 
 namespace brimful {
 namespace {
 
 constexpr const char* kRemedy =
-    "; start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT";
+    "; start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and "
+    "LOCAL_RANK where there are CUDA devices";
 
 struct Environment {
   int rank;
@@ -24,6 +28,7 @@ struct Environment {
   std::string master_addr;
   uint16_t master_port;
   bool agent_serves_store;
+  std::string attempt;  // torchrun keeps its store when it starts the ranks again
 };
 
 std::string read_text(const char* name) {
@@ -59,6 +64,8 @@ Environment read_environment() {
       static_cast<uint16_t>(read_number("MASTER_PORT", 1, std::numeric_limits<uint16_t>::max()));
   const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
   env.agent_serves_store = agent != nullptr && std::string_view(agent) == "True";
+  const char* attempt = std::getenv("TORCHELASTIC_RESTART_COUNT");
+  env.attempt = attempt != nullptr ? attempt : "0";
   return env;
 }
 
@@ -76,17 +83,39 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Environment& env,
 
 }  // namespace
 
+std::optional<c10::Device> launch::device_from_env(int devices) {
+  if (devices == 0) {
+    return std::nullopt;
+  }
+  constexpr int kMaxIndex = std::numeric_limits<c10::DeviceIndex>::max();
+  const int local_rank = read_number("LOCAL_RANK", 0, kMaxIndex);
+  // Some launchers show each process its own device only.
+  const int index = devices == 1 ? 0 : local_rank;
+  TORCH_CHECK_VALUE(index < devices, "there are fewer CUDA devices than ranks on this host (",
+                    "LOCAL_RANK: ", local_rank, ", devices: ", devices,
+                    "); start one rank per device, or set CUDA_VISIBLE_DEVICES to nothing to "
+                    "train on the CPU");
+  return c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
+}
+
 c10::intrusive_ptr<c10d::ProcessGroup> init_from_env(std::chrono::milliseconds timeout) {
   TORCH_CHECK_VALUE(timeout.count() > 0,
                     "the timeout must be positive (timeout_ms: ", timeout.count(), ")");
   const Environment env = read_environment();
+  const auto device = launch::device_from_env(launch::nccl_device_count());
   // Beside torchrun's keys and torch's own ("default_pg"), and apart from earlier groups of this
-  // process.
+  // process and of ranks that were here before a restart.
   static std::atomic<int> groups{0};
-  const std::string prefix = "brimful/group_" + std::to_string(groups++);
+  const std::string prefix =
+      "brimful/attempt_" + env.attempt + "/group_" + std::to_string(groups++);
   const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect_store(env, timeout));
-  return launch::make_gloo_group(store, env.rank, env.world_size, launch::GlooDevice::of_host,
-                                 timeout);
+  const auto group = launch::make_gloo_group(store, env.rank, env.world_size,
+                                             launch::GlooDevice::of_host, timeout);
+  if (device) {
+    c10::impl::getDeviceGuardImpl(device->type())->setDevice(*device);
+    launch::add_nccl(*group, store, env.rank, env.world_size, *device, timeout);
+  }
+  return group;
 }
 
 }  // namespace brimful

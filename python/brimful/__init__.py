@@ -26,6 +26,7 @@ from brimful._C import (
     memory_install,
 )
 from brimful._log import connect_logging
+from brimful.checkpoint import load, save_on_rank0
 from brimful.reducer import DistributedDataParallel
 from brimful.sizer import NO_DATA, BatchSizer
 
@@ -48,5 +49,7 @@ __all__ = [
     "RankOutOfMemory",
     "__version__",
     "cmake_prefix_path",
+    "load",
     "memory",
+    "save_on_rank0",
 ]

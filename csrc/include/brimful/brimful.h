@@ -1,6 +1,8 @@
 #pragma once
-// Everything that brimful offers to C++ programs. Files that need one part compile faster with that part's header.
+// Everything that brimful offers to C++ programs but launch/checkpoint.h, which takes more of torch in. Files that need
+// one part compile faster with that part's header.
 #include <brimful/error.h>
+#include <brimful/launch/distributed_sampler.h>
 #include <brimful/launch/init_from_env.h>
 #include <brimful/launch/run_ranks.h>
 #include <brimful/log.h>

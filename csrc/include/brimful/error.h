@@ -17,7 +17,7 @@ class BRIMFUL_API RankFailed : public c10::Error {
   RankFailed(int rank, int64_t step, FailureKind kind, const std::string& message);
   /// The lowest rank that failed, or -1 where the process group broke and nobody left word.
   int rank() const { return rank_; }
-  /// The step's number, counted from 0 by the reducer.
+  /// The step's number, counted from 0 by the reducer; -1 outside of steps, in a checkpoint.
   int64_t step() const { return step_; }
   FailureKind kind() const { return kind_; }
 

@@ -4,6 +4,7 @@
 #include "launch/gloo_group.h"
 #include "support/catch.h"
 #include "support/counting_backend.h"
+#include "support/scoped_env.h"
 #include "support/watchdog.h"
 
 #include <brimful/launch/init_from_env.h>
@@ -11,21 +12,17 @@
 
 #include <array>
 #include <chrono>
-#include <cstdlib>
-#include <map>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 using brimful::RanksOptions;
 using brimful::run_ranks;
 using brimful::test::Call;
 using brimful::test::CountedGroup;
+using brimful::test::one_rank_world;
+using brimful::test::ScopedEnv;
 using brimful::test::Watchdog;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -35,59 +32,6 @@ double sum_over_ranks(const Group& group, double value) {
   std::vector<at::Tensor> tensors{at::full({3}, value, at::kDouble)};
   group->allreduce(tensors)->wait();
   return tensors[0][2].item<double>();
-}
-
-/// Sets torchrun's variables, and puts back what was there before.
-class ScopedEnv {
- public:
-  explicit ScopedEnv(const std::map<std::string, const char*>& values) {
-    for (const auto& [name, value] : values) {
-      const char* old = std::getenv(name.c_str());
-      if (old != nullptr) {
-        old_[name] = old;
-      }
-      names_.push_back(name);
-      set(name, value);
-    }
-  }
-  ~ScopedEnv() {
-    for (const auto& name : names_) {
-      set(name, old_.count(name) != 0 ? old_[name].c_str() : nullptr);
-    }
-  }
-  ScopedEnv(const ScopedEnv&) = delete;
-  ScopedEnv& operator=(const ScopedEnv&) = delete;
-
- private:
-  static void set(const std::string& name, const char* value) {
-    if (value == nullptr) {
-      unsetenv(name.c_str());
-    } else {
-      setenv(name.c_str(), value, 1);
-    }
-  }
-  std::vector<std::string> names_;
-  std::map<std::string, std::string> old_;
-};
-
-std::string free_port() {
-  const int fd = socket(AF_INET6, SOCK_STREAM, 0);
-  sockaddr_in6 address{};
-  address.sin6_family = AF_INET6;
-  socklen_t size = sizeof(address);
-  auto* any = reinterpret_cast<sockaddr*>(&address);
-  const bool found = bind(fd, any, size) == 0 && getsockname(fd, any, &size) == 0;
-  close(fd);
-  return found ? std::to_string(ntohs(address.sin6_port)) : "29731";
-}
-
-std::map<std::string, const char*> one_rank_world() {
-  static const std::string port = free_port();
-  return {{"RANK", "0"},
-          {"WORLD_SIZE", "1"},
-          {"MASTER_ADDR", "127.0.0.1"},
-          {"MASTER_PORT", port.c_str()},
-          {"TORCHELASTIC_USE_AGENT_STORE", nullptr}};
 }
 
 }  // namespace
@@ -161,7 +105,7 @@ TEST_CASE("run_ranks rejects bad options", "[launch]") {
   options = {};
   options.timeout = std::chrono::milliseconds(0);
   CHECK_THROWS_AS(run_ranks(options, nothing), c10::ValueError);
-  CHECK_THROWS_AS(run_ranks({}, nullptr), c10::ValueError);
+  CHECK_THROWS_AS(run_ranks(RanksOptions{}, nullptr), c10::ValueError);
 }
 
 TEST_CASE("a counted group counts each call of each kind", "[launch]") {

@@ -1,0 +1,53 @@
+#include <brimful/launch/distributed_sampler.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <utility>
+
+namespace brimful {
+
+DistributedSampler::DistributedSampler(size_t size, int rank, int world_size,
+                                       DistributedSamplerOptions options)
+    : size_(size), rank_(rank), world_size_(world_size), options_(options) {
+  TORCH_CHECK_VALUE(0 <= rank && rank < world_size, "need 0 <= rank < world_size (rank: ", rank,
+                    ", world_size: ", world_size, ")");
+}
+
+void DistributedSampler::reset(std::optional<size_t> new_size) {
+  size_ = new_size.value_or(size_);
+  std::vector<size_t> all(size_);
+  std::iota(all.begin(), all.end(), size_t{0});
+  if (options_.shuffle) {
+    // std::shuffle may differ between standard libraries, and so between hosts.
+    std::seed_seq seed{options_.seed, options_.seed >> 32, next_epoch_, next_epoch_ >> 32};
+    std::mt19937_64 random(seed);
+    for (size_t left = size_; left > 1; --left) {
+      std::swap(all[left - 1], all[random() % left]);
+    }
+  }
+  own_.clear();
+  for (size_t i = rank_; i < size_; i += world_size_) {
+    own_.push_back(all[i]);
+  }
+  position_ = 0;
+  begun_ = true;
+  ++next_epoch_;
+}
+
+std::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size) {
+  TORCH_CHECK_VALUE(batch_size > 0, "the batch size must be positive (batch_size: 0)");
+  if (!begun_) {
+    reset();
+  }
+  if (position_ == own_.size()) {
+    return std::nullopt;
+  }
+  const auto begin = own_.begin() + static_cast<std::ptrdiff_t>(position_);
+  const auto count = std::min(batch_size, own_.size() - position_);
+  position_ += count;
+  return std::vector<size_t>(begin, begin + static_cast<std::ptrdiff_t>(count));
+}
+
+}  // namespace brimful

@@ -1,0 +1,12 @@
+#pragma once
+// Include after support/catch.h.
+#include "launch/nccl_group.h"
+
+/// Ends the test, which CTest then reports as skipped (see CMakeLists.txt), where there are fewer CUDA devices.
+#define BRIMFUL_NEEDS_GPUS(count)                                                                 \
+  if (brimful::launch::nccl_device_count() < (count)) {                                           \
+    WARN("skipped: needs CUDA devices (needed: " << (count) << ", here: "                         \
+                                                 << brimful::launch::nccl_device_count() << ")"); \
+    return;                                                                                       \
+  }                                                                                               \
+  static_assert(true, "")
