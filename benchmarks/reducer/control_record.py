@@ -1,0 +1,5 @@
+IDS = ("reducer.control_record",)
+
+
+def measure(request, conditions):
+    return iter(())
