@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,7 +20,6 @@ WORLD_SIZE = 2
 ROUNDS, QUICK_ROUNDS = 60, 3
 # Compiling reports no progress, and takes minutes on a slow machine.
 MIN_STALL_S = 400.0
-LAYERS, WIDTH, HEADS, TOKENS, BATCH = 4, 256, 4, 64, 4
 BARE, OURS, OURS_AGAIN, OURS_EAGER = "bare", "brimful", "brimful_again", "brimful:not_compiled"
 TORCH_CASES = {
     "default": cases.TorchCase({}),
@@ -28,15 +28,30 @@ TORCH_CASES = {
 }
 
 
+@dataclass(frozen=True)
+class Transformer:
+    """The model's size."""
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    tokens: int = 64
+    batch: int = 4
+
+
+MODEL = Transformer()
+
+
 class Encoder(nn.Module):
     """A small transformer without dropout: all cases compute the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Transformer) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, WIDTH)
+        width = model.width
+        layer = nn.TransformerEncoderLayer(width, model.heads, 4 * width, 0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, model.layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.layers(x))
@@ -51,8 +66,8 @@ def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]
     backend = "aot_eager" if request.quick else "inductor"
     conditions.update(
         ours=ours,
-        model=f"transformer, {LAYERS} layers of {WIDTH}, {TOKENS} tokens",
-        batch_per_rank=BATCH,
+        model=f"transformer, {MODEL.layers} layers of {MODEL.width}, {MODEL.tokens} tokens",
+        batch_per_rank=MODEL.batch,
         world_size=WORLD_SIZE,
         backend="gloo",
         compile_backend=backend,
@@ -63,6 +78,7 @@ def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]
     by_rank = ranks.run_ranks(
         WORLD_SIZE,
         work,
+        MODEL,
         request.warm_up_rounds,
         count,
         ours,
@@ -91,6 +107,7 @@ def work(
     rank: int,
     world_size: int,
     progress: Callable[[], None],
+    model: Transformer,
     warm_up_rounds: int,
     timed_rounds: int,
     ours: str,
@@ -100,10 +117,10 @@ def work(
     warnings.filterwarnings("ignore")
     make_ours = cases.resolve(ours)
     samples = Samples()
-    base = Encoder()
+    base = Encoder(model)
     samples.describe(base)
     torch.manual_seed(1 + rank)
-    x = torch.randn(BATCH, TOKENS, WIDTH)
+    x = torch.randn(model.batch, model.tokens, model.width)
     wrapped: dict[str, nn.Module] = {BARE: copy.deepcopy(base)}
     for name in (OURS, OURS_AGAIN, OURS_EAGER):
         wrapped[name] = make_ours(copy.deepcopy(base))
