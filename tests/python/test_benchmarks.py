@@ -104,6 +104,7 @@ def tiny(monkeypatch):
     biased = dataclasses.replace(model, layers=6, bias=True)
     monkeypatch.setattr(rescale, "MODEL", dataclasses.replace(model, batch=8))
     monkeypatch.setattr(first, "MODEL", dataclasses.replace(model, width=64))
+    monkeypatch.setattr(first, "QUICK_WRAPPERS", 1)
     monkeypatch.setattr(unused, "MODEL", biased)
     monkeypatch.setattr(planner, "MODEL", biased)
     monkeypatch.setattr(planner, "QUICK_WARM_UP_ROUNDS", 2)
@@ -518,6 +519,7 @@ class TestCallgrind:
 
 
 class TestRun:
+    @pytest.mark.timeout(400)
     def test_every_figure_is_written_as_ids_json_has_it(self, tmp_path, stand_ins, tiny, capsys):
         out = tmp_path / "out.json"
         ours = stand_ins + "brimful_itself"
