@@ -159,7 +159,9 @@ def make_torch(module: nn.Module, case: TorchCase) -> nn.Module:
     """Wraps a module in torch's class."""
     wrapped = DistributedDataParallel(module, **case.flags)
     if case.hook == "builtin":
-        wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        wrapped._register_builtin_comm_hook(  # type: ignore[no-untyped-call]
+            dist.BuiltinCommHookType.ALLREDUCE  # type: ignore[attr-defined]
+        )
     elif case.hook:
         hooks = {"python": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook}
         wrapped.register_comm_hook(None, hooks[case.hook])

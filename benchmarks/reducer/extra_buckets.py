@@ -68,18 +68,18 @@ def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]
     print("\nreducer.extra_buckets: above the bare module, in buckets")
     for key, value in extra.items():
         report.print_line(key, f"{value:.3f}{'  <- largest' if key == worst else ''}")
-    value = intervals.Interval(extra[worst], extra[worst], extra[worst])
+    exact = intervals.Interval(extra[worst], extra[worst], extra[worst])
     peer = "bare module, set_to_none=False"
-    yield report.figure_of("reducer.extra_buckets", value, 1, conditions, peer)
+    yield report.figure_of("reducer.extra_buckets", exact, 1, conditions, peer)
 
 
 def _describe(name: str, case: Case, by_rank: list[Peaks]) -> dict[str, Any]:
-    for rank, peaks in enumerate(by_rank):
-        if peaks.wrong is not None:
-            raise report.Unmeasured(f"rank {rank}, model {name}: {peaks.wrong}")
-        if peaks.buckets < MIN_BUCKETS:
+    for rank, found in enumerate(by_rank):
+        if found.wrong is not None:
+            raise report.Unmeasured(f"rank {rank}, model {name}: {found.wrong}")
+        if found.buckets < MIN_BUCKETS:
             raise report.Unmeasured(
-                f"too few buckets to tell (model: {name}, buckets: {peaks.buckets}, "
+                f"too few buckets to tell (model: {name}, buckets: {found.buckets}, "
                 f"needed: {MIN_BUCKETS})"
             )
     size = case.bucket_mb * 2**20

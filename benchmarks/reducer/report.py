@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class Unmeasured(Exception):
     """A figure that ran and has no value; its words become the reason."""
 
 
-def why_not(by_rank: list[Samples]) -> str | None:
+def why_not(by_rank: Sequence[Samples]) -> str | None:
     """Returns why the samples are of no use, or None."""
     for rank, samples in enumerate(by_rank):
         for name, error in samples.failed_peers.items():
@@ -56,14 +56,14 @@ def why_not(by_rank: list[Samples]) -> str | None:
     return None
 
 
-def require_usable(by_rank: list[Samples]) -> None:
+def require_usable(by_rank: Sequence[Samples]) -> None:
     """Raises Unmeasured for a peer that failed or a gradient that differs."""
     reason = why_not(by_rank)
     if reason is not None:
         raise Unmeasured(reason)
 
 
-def wall_and_cpu(by_rank: list[Samples]) -> tuple[Columns, Columns]:
+def wall_and_cpu(by_rank: Sequence[Samples]) -> tuple[Columns, Columns]:
     """Returns the columns over all ranks.
 
     A step ends when its slowest rank ends; CPU time is a rank's own, averaged.

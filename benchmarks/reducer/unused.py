@@ -6,6 +6,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -115,7 +116,8 @@ class Chain(nn.Module):
         self.layers = nn.ModuleList(made)
         # Neither parameters nor submodules: no wrapper knows of them.
         self.stand_ins = [
-            (_without_gradient(layer.weight), _without_gradient(layer.bias)) for layer in made
+            tuple(_without_gradient(parameter) for parameter in layer.parameters())
+            for layer in made
         ]
         self.used = [True] * len(made)
 
@@ -128,7 +130,8 @@ class Chain(nn.Module):
 def _without_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """Returns a copy that needs a gradient, which a C++ node of the graph then throws away."""
     leaf = parameter.detach().clone().requires_grad_()
-    dropped: torch.Tensor = torch._C._functions.UndefinedGrad()(leaf)  # type: ignore[attr-defined]
+    dropped: Any = torch._C._functions.UndefinedGrad()(leaf)
+    assert isinstance(dropped, torch.Tensor)
     return dropped
 
 

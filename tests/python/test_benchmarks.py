@@ -98,8 +98,8 @@ def tiny(monkeypatch):
     for figure_id, spec in steps.SPECS.items():
         small = dataclasses.replace(spec, model=model, quick_rounds=3)
         monkeypatch.setitem(steps.SPECS, figure_id, small)
-    many = cases.Model(layers=12, width=16, batch=4, bias=False)
-    case = extra_buckets.Case(many, bucket_mb=1 / 1024)
+    many = cases.Model(layers=12, width=64, batch=4, bias=False)
+    case = extra_buckets.Case(many, bucket_mb=1 / 64)
     monkeypatch.setattr(extra_buckets, "CASES", {"small": case})
     biased = dataclasses.replace(model, layers=6, bias=True)
     monkeypatch.setattr(rescale, "MODEL", dataclasses.replace(model, batch=8))
@@ -551,8 +551,9 @@ class TestRun:
         assert "torch:view+python_hook" in conditions["wide_w2"]["cases"]
         (model,) = conditions["extra_buckets"]["models"].values()
         assert model["buckets"] >= extra_buckets.MIN_BUCKETS
-        # torch without views keeps a second copy of all gradients: more than all buckets.
-        assert model["extra_buckets_of_torch"]["torch:default, 1 piece"] >= 12
+        assert max(model["extra_buckets"].values()) <= 2
+        # torch without views keeps a second copy of all gradients: 12 buckets, less what bare adds.
+        assert model["extra_buckets_of_torch"]["torch:default, 1 piece"] > 10
         assert set(conditions["unused"]["world_sizes"]) == {"1", "2"}
         assert conditions["planner"]["choosing"]["best"] in conditions["planner"]["cases"]
         assert conditions["first_time"]["fresh_wrappers"] == first.QUICK_WRAPPERS
