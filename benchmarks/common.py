@@ -17,7 +17,8 @@ from benchmarks.intervals import Interval
 IDS_FILE = Path(__file__).parent / "ids.json"
 UNITS = ("ratio", "fraction", "count", "bytes", "s")
 BETTER = ("lower", "higher")
-# Below this distance from 1 a ratio of times is judged by CPU time, over at least this many rounds.
+# Below this difference a ratio of times, or a fraction, is judged by CPU time where it is known, over
+# at least this many rounds.
 CLOSE_FRACTION = 0.05
 CLOSE_MIN_ROUNDS = 30
 
@@ -129,7 +130,8 @@ def verdict(figure: Figure, entry: Id) -> str:
         return "reported"
     value, low, high, note = figure.value, figure.low, figure.high, ""
     cpu = figure.conditions.get("cpu_time")
-    if entry.unit == "ratio" and cpu is not None and abs(value - 1) < CLOSE_FRACTION:
+    even = {"ratio": 1, "fraction": 0}.get(entry.unit)
+    if even is not None and cpu is not None and abs(value - even) < CLOSE_FRACTION:
         if figure.rounds < CLOSE_MIN_ROUNDS:
             return f"open: within {CLOSE_FRACTION:.0%}, needs >= {CLOSE_MIN_ROUNDS} rounds"
         value, low, high = cpu["value"], cpu["low"], cpu["high"]

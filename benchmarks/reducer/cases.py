@@ -9,15 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 OURS = "benchmarks.reducer.cases:make_brimful"
+OURS_BF16 = "benchmarks.reducer.cases:make_brimful_bf16"
 BARE = "bare"
 BARE_AGAIN = "bare_again"
 OURS_CASE = "brimful"
 OURS_AGAIN = "brimful_again"
 TORCH = "torch:"
+# Torch's default without compression: timed beside a bf16 wire, and the reference of its gradients.
+FP32_WIRE = "fp32_wire:torch"
 
 # Each flag of torch's DDP alone, and those that a user would combine for speed. A flag that the
 # torch at hand lacks is left out and named in the figure's conditions.
@@ -43,6 +48,21 @@ TORCH_FLAGS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class TorchCase:
+    """Arguments of torch's class, and a communication hook: "", python, builtin or bf16."""
+
+    flags: dict[str, Any]
+    hook: str = ""
+
+
+# The same all-reduce through a hook. They come after torch's own copy, so they can only tie.
+TORCH_HOOKS = {
+    "view+python_hook": TorchCase({"gradient_as_bucket_view": True}, "python"),
+    "view+builtin_hook": TorchCase({"gradient_as_bucket_view": True}, "builtin"),
+}
+
+
+@dataclass(frozen=True)
 class Model:
     """A chain of linear layers. `width` inputs and outputs each, `batch` rows a rank."""
 
@@ -50,6 +70,11 @@ class Model:
     width: int
     batch: int
     bias: bool
+
+    @property
+    def text(self) -> str:
+        """Returns what stands in a figure's conditions."""
+        return f"{self.layers} x Linear({self.width}, bias={self.bias})"
 
     def make(self) -> nn.Module:
         """Returns the module, the same on every rank.
@@ -69,18 +94,39 @@ class Model:
         return torch.randn(self.batch, self.width)
 
 
-def make_brimful(module: nn.Module) -> nn.Module:
+def make_brimful(module: nn.Module, **options: Any) -> nn.Module:
     """Wraps a module in brimful's class; at W = 1 too this is the whole path."""
     import brimful
 
-    wrapped: nn.Module = brimful.DistributedDataParallel(module)
+    if "whole_path" in inspect.signature(brimful.DistributedDataParallel).parameters:
+        options["whole_path"] = True
+    wrapped: nn.Module = brimful.DistributedDataParallel(module, **options)
     return wrapped
 
 
-def resolve(factory: str) -> Callable[[nn.Module], nn.Module]:
+def make_brimful_bf16(module: nn.Module) -> nn.Module:
+    """Wraps a module with a bf16 wire and error feedback."""
+    return make_brimful(module, wire_dtype=torch.bfloat16, error_feedback=True)
+
+
+def fixed_plan(bucket_mb: float) -> dict[str, Any]:
+    """Returns our arguments for buckets of a given size that no planner changes."""
+    return {"bucket_cap_mb": bucket_mb, "plan": "ordered"}
+
+
+def wire_bytes(module: nn.Module) -> int | str:
+    """Returns the bytes that our last step gave to collectives, or why they are unknown."""
+    telemetry = getattr(module, "telemetry", None)
+    if telemetry is None:
+        return "ours has no telemetry()"
+    found = telemetry()
+    return int(found["bytes"]) if "bytes" in found else "ours counts no bytes in telemetry()"
+
+
+def resolve(factory: str) -> Callable[..., nn.Module]:
     """Returns the function named `module:function`."""
     module, _, function = factory.partition(":")
-    resolved: Callable[[nn.Module], nn.Module] = getattr(importlib.import_module(module), function)
+    resolved: Callable[..., nn.Module] = getattr(importlib.import_module(module), function)
     return resolved
 
 
@@ -92,6 +138,31 @@ def torch_flags() -> tuple[dict[str, dict[str, Any]], list[str]]:
     return present, sorted(absent)
 
 
-def make_torch(module: nn.Module, flags: dict[str, Any]) -> nn.Module:
+def torch_cases(
+    hooks: bool = False, bf16_wire: bool = False
+) -> tuple[dict[str, TorchCase], list[str]]:
+    """Returns torch's peers, and the flags that this torch lacks.
+
+    `hooks` adds those of TORCH_HOOKS; `bf16_wire` gives all bf16_compress_hook and adds FP32_WIRE.
+    """
+    flags, absent = torch_flags()
+    hook = "bf16" if bf16_wire else ""
+    found = {name: TorchCase(arguments, hook) for name, arguments in flags.items()}
+    if hooks:
+        found.update(TORCH_HOOKS)
+    if bf16_wire:
+        found[FP32_WIRE] = TorchCase({})
+    return found, absent
+
+
+def make_torch(module: nn.Module, case: TorchCase) -> nn.Module:
     """Wraps a module in torch's class."""
-    return DistributedDataParallel(module, **flags)
+    wrapped = DistributedDataParallel(module, **case.flags)
+    if case.hook == "builtin":
+        wrapped._register_builtin_comm_hook(  # type: ignore[no-untyped-call]
+            dist.BuiltinCommHookType.ALLREDUCE  # type: ignore[attr-defined]
+        )
+    elif case.hook:
+        hooks = {"python": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook}
+        wrapped.register_comm_hook(None, hooks[case.hook])
+    return wrapped

@@ -8,17 +8,32 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import common, intervals, ranks, run  # noqa: E402
-from benchmarks.reducer import bench, cases, worker  # noqa: E402
+from benchmarks import callgrind, common, intervals, ranks, run  # noqa: E402
+from benchmarks.reducer import (  # noqa: E402
+    bench,
+    cases,
+    compiled,
+    control_record,
+    extra_buckets,
+    first,
+    planner,
+    report,
+    rescale,
+    rounds,
+    steps,
+    unused,
+)
 
 FIELDS = {"id", "value", "low", "high", "unit", "peer", "rounds", "quick", "torch", "cpu"}
 FIELDS |= {"conditions"}
 
 STAND_INS = """
+import inspect
 import time
 from torch.nn.parallel import DistributedDataParallel
 from benchmarks.reducer import cases
@@ -27,8 +42,22 @@ class Wrong(DistributedDataParallel):
     def forward(self, x):
         return super().forward(x) * 1.01
 
-def torch_itself(module):
-    return DistributedDataParallel(module)
+def make_brimful(wrapper, module, options):
+    known = inspect.signature(wrapper).parameters
+    return wrapper(module, **{name: v for name, v in options.items() if name in known})
+
+def brimful_itself(module, **options):
+    import brimful
+    return make_brimful(brimful.DistributedDataParallel, module, options)
+
+def wrong_brimful(module, **options):
+    import brimful
+
+    class WrongBrimful(brimful.DistributedDataParallel):
+        def forward(self, x):
+            return super().forward(x) * 1.01
+
+    return make_brimful(WrongBrimful, module, options)
 
 def wrong(module):
     return Wrong(module)
@@ -43,8 +72,11 @@ def die(module):
 def raises(module):
     raise RuntimeError("planted")
 
+def raises_tensors(module):
+    raise RuntimeError("planted " + "0.123 " * 10000)
+
 def peer_breaks(module):
-    def fail(module, flags):
+    def fail(module, case):
         raise RuntimeError("planted in the peer")
     cases.make_torch = fail
     return DistributedDataParallel(module)
@@ -63,19 +95,29 @@ def stand_ins(tmp_path, monkeypatch):
 def tiny(monkeypatch):
     """Makes every reducer benchmark small enough for a test."""
     model = cases.Model(layers=3, width=8, batch=2, bias=False)
-    for figure_id, spec in bench.SPECS.items():
+    for figure_id, spec in steps.SPECS.items():
         small = dataclasses.replace(spec, model=model, quick_rounds=3)
-        monkeypatch.setitem(bench.SPECS, figure_id, small)
+        monkeypatch.setitem(steps.SPECS, figure_id, small)
+    many = cases.Model(layers=12, width=64, batch=4, bias=False)
+    case = extra_buckets.Case(many, bucket_mb=1 / 64)
+    monkeypatch.setattr(extra_buckets, "CASES", {"small": case})
+    biased = dataclasses.replace(model, layers=6, bias=True)
+    monkeypatch.setattr(rescale, "MODEL", dataclasses.replace(model, batch=8))
+    monkeypatch.setattr(first, "MODEL", dataclasses.replace(model, width=64))
+    monkeypatch.setattr(first, "QUICK_WRAPPERS", 1)
+    monkeypatch.setattr(unused, "MODEL", biased)
+    monkeypatch.setattr(planner, "MODEL", biased)
+    monkeypatch.setattr(planner, "QUICK_WARM_UP_ROUNDS", 2)
+    monkeypatch.setattr(compiled, "MODEL", compiled.Transformer(1, 16, 2, 4, 2))
 
 
 def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run_one(tmp_path, ours, *more):
-    """Runs the smallest figure with `ours` in our place; returns the status and its line."""
+def run_one(tmp_path, ours, *more, only="reducer.small_params_w1"):
+    """Runs one figure with `ours` in our place; returns the status and its line."""
     out = tmp_path / "out.json"
-    only = "reducer.small_params_w1"
     status = run.main(["--only", only, "--quick", "--json", str(out), "--ours", ours, *more])
     (line,) = read_lines(out)
     assert line["id"] == only
@@ -85,9 +127,10 @@ def run_one(tmp_path, ours, *more):
 def samples(**wall_ms):
     """One rank's samples, in which every round takes the same time."""
     wall = {name: [value * 1e-3] * 5 for name, value in wall_ms.items()}
-    return worker.Samples(wall_s=wall, cpu_s=wall, parameters=6, gradient_bytes=24)
+    return rounds.Samples(wall_s=wall, cpu_s=wall, parameters=6, gradient_bytes=24)
 
 
+REDUCER_IDS = [figure_id for benchmark in bench.benchmarks() for figure_id in benchmark.ids]
 STEADY = {
     cases.BARE: 10,
     cases.BARE_AGAIN: 10,
@@ -148,7 +191,8 @@ class TestIntervals:
 
 class TestIds:
     def test_every_reducer_benchmark_is_listed_and_no_other(self):
-        assert set(bench.SPECS) == {name for name in common.load_ids() if name[:8] == "reducer."}
+        listed = [name for name in common.load_ids() if name.startswith("reducer.")]
+        assert sorted(REDUCER_IDS) == sorted(listed)
 
     def test_every_id_belongs_to_a_subsystem_with_benchmarks(self):
         for name in common.load_ids():
@@ -232,7 +276,7 @@ class TestReducerFigure:
 
     def evaluate(self, by_rank, figure_id=small_w1):
         conditions = {"value": "ratio of overheads"}
-        return bench.evaluate(figure_id, bench.SPECS[figure_id], 5, by_rank, conditions)
+        return steps.evaluate(figure_id, steps.SPECS[figure_id], 5, by_rank, conditions)
 
     def test_overhead_is_taken_against_the_best_of_torch(self):
         figure = self.evaluate([samples(**STEADY)])
@@ -260,10 +304,10 @@ class TestReducerFigure:
 
     def test_wrong_gradient_on_any_rank_voids_the_figure(self):
         wrong = samples(**STEADY)
-        wrong.wrong[cases.OURS_CASE] = "gradient of parameter 2: missing"
+        wrong.wrong[cases.OURS_CASE] = "differs from torch:default: gradient 2 is missing"
         figure = self.evaluate([samples(**STEADY), wrong], "reducer.small_params_w2")
         assert figure.value is None
-        assert "on rank 1: gradient of parameter 2: missing" in figure.reason
+        assert "rank 1: brimful differs from torch:default: gradient 2" in figure.reason
 
     def test_peer_as_fast_as_the_bare_module_is_not_measured(self):
         figure = self.evaluate([samples(**{**STEADY, "torch:view": 10})])
@@ -272,7 +316,7 @@ class TestReducerFigure:
 
     def test_order_of_a_round_rotates_through_all_cases(self):
         names = ["a", "b", "c", "d"]
-        orders = [worker._order(names, k) for k in range(8)]
+        orders = [rounds.order(names, k) for k in range(8)]
         assert all(sorted(order) == names for order in orders)
         assert {order[0] for order in orders} == set(names)
 
@@ -283,27 +327,261 @@ class TestReducerFigure:
         assert "flag_of_the_future" in absent
         assert {"default", "view", "static+view"} <= set(present)
 
+    def test_bytes_on_the_wire_stand_beside_a_bf16_figure(self):
+        bounds = {"bound:copy": 3, "bound:all_reduce": 4, cases.FP32_WIRE: 24}
+        one = samples(**STEADY, **bounds)
+        one.more["wire_bytes"] = 13
+        figure = self.evaluate([one, one], "reducer.wide_w2_bf16")
+        assert figure.peer == "torch:view"  # never the one on a fp32 wire
+        assert figure.conditions["wire"] == {"bytes": 13, "to_fp32": 13 / 24}
+        assert figure.conditions["step_to_fp32_wire"]["value"] == pytest.approx(0.5)
+        one.more["wire_bytes"] = "ours has no telemetry()"
+        figure = self.evaluate([one, one], "reducer.wide_w2_bf16")
+        assert figure.conditions["wire"]["reason"] == "ours has no telemetry()"
+
+    def test_bytes_are_those_of_telemetry(self):
+        class Wrapped:
+            def telemetry(self):
+                return {"bytes": 12}
+
+        assert cases.wire_bytes(Wrapped()) == 12
+        assert cases.wire_bytes(object()) == "ours has no telemetry()"
+
+
+class TestGradients:
+    one = torch.tensor([1.0, -2.0])
+
+    def test_same_ones_pass(self):
+        assert rounds.differences([self.one, None], [self.one.clone(), None]) is None
+
+    @pytest.mark.parametrize(
+        "found, message",
+        [
+            ([one * 1.01, None], "parameter 0: differs by 0.01 of its largest"),
+            ([None, None], "parameter 0: missing"),
+            ([one, one], "parameter 1: is there"),
+            ([one], "has 1 parameters, not 2"),
+        ],
+    )
+    def test_others_are_named(self, found, message):
+        assert message in rounds.differences(found, [self.one, None])
+
+    def test_bf16_passes_what_two_roundings_change(self):
+        exact = torch.randn(1000)
+        half = (exact / 2).bfloat16()
+        assert rounds.differences([(half + half).float()], [exact], rounds.BF16) is None
+        assert rounds.differences([(half + half).float()], [exact]) is not None
+
+    def test_nothing_to_compare_with_is_an_error(self):
+        for reference in ([None], [torch.zeros(2)], [torch.full((2,), math.nan)]):
+            with pytest.raises(RuntimeError, match="nothing to compare"):
+                rounds.differences([self.one], reference)
+
+
+class TestUnused:
+    model = cases.Model(layers=6, width=8, batch=2, bias=True)
+
+    def test_each_step_and_rank_uses_another_half(self):
+        mine, theirs = unused.halves(40, 0, 3), unused.halves(40, 1, 3)
+        assert all(sum(used) == 20 for used in mine + theirs)
+        assert len({tuple(used) for used in mine + theirs}) == 6
+
+    def test_half_step_computes_the_same_and_keeps_no_gradient_of_a_stand_in(self):
+        chain = unused.Chain(self.model)
+        x = self.model.data(0)
+        expected = chain(x)
+        chain.used = [False, True] * 3
+        for _ in range(2):
+            out = chain(x)
+            assert torch.equal(out, expected)
+            out.sum().backward()
+        assert [layer.weight.grad is not None for layer in chain.layers] == chain.used
+        assert all(tensor.requires_grad for pair in chain.stand_ins for tensor in pair)
+        assert len(list(chain.parameters())) == 12
+
+
+class TestOtherFigures:
+    def test_too_few_buckets_are_no_figure(self):
+        case = extra_buckets.Case(cases.Model(2, 8, 2, False), 1)
+        with pytest.raises(report.Unmeasured, match="buckets: 3, needed: 10"):
+            extra_buckets._describe("small", case, [extra_buckets.Peaks(buckets=3)])
+
+    def test_extra_buckets_are_counted_from_the_bare_module_of_as_many_pieces(self):
+        case = extra_buckets.Case(cases.Model(2, 8, 2, False), 1)
+        mib = 2**20
+        peaks = {"bare, 1 piece": 5 * mib, "bare, 4 pieces": 4 * mib}
+        peaks |= {"set_to_none=True, 1 piece": 6 * mib, "set_to_none=True, 4 pieces": 7 * mib}
+        more = {**peaks, "set_to_none=True, 1 piece": 8 * mib}  # the rank that takes more counts
+        ranks_peaks = [extra_buckets.Peaks(p, buckets=12) for p in (peaks, more)]
+        found = extra_buckets._describe("small", case, ranks_peaks)["extra_buckets"]
+        assert found == {"set_to_none=True, 1 piece": 3, "set_to_none=True, 4 pieces": 3}
+
+    def test_peak_is_taken_against_the_default_and_time_against_the_best(self):
+        one = first.FirstSamples()
+        one.wall_s = {cases.OURS_CASE: [2.0] * 3, cases.OURS_AGAIN: [2.0] * 3}
+        one.wall_s |= {"torch:default": [4.0] * 3, "torch:view": [5.0] * 3}
+        one.cpu_s = one.wall_s
+        one.construct_s = {name: [1.0] * 3 for name in one.wall_s}
+        one.construct_peak_bytes = {name: [1] * 3 for name in one.wall_s}
+        peaks = {"torch:default": 100, "torch:view": 60}
+        one.peak_bytes = {name: [peaks.get(name, 50)] * 3 for name in one.wall_s}
+        time_figure, peak_figure = first.evaluate([one, one], 3, {})
+        assert (time_figure.value, time_figure.peer) == (0.5, "torch:default")
+        assert time_figure.conditions["with_constructor"]["value"] == pytest.approx(3 / 5)
+        assert (peak_figure.value, peak_figure.peer) == (0.5, "torch:default")
+        assert peak_figure.conditions["leanest"] == "torch:view"
+        assert peak_figure.conditions["to_leanest"]["value"] == pytest.approx(50 / 60)
+
+    def test_best_fixed_size_is_chosen_without_the_planner(self):
+        wall = {"1 MB": [3.0, 3.0], "5 MB": [2.0, 2.0], planner.AUTO: [1.0, 1.0]}
+        assert planner.choose(wall) == "5 MB"
+
+    def test_fraction_near_zero_is_judged_by_cpu_time(self):
+        cpu = {"cpu_time": {"value": 0.2, "low": 0.1, "high": 0.3}}
+        figure = common.Figure("a.b", "fraction", 0.01, 0.0, 0.02, "torch", 60, cpu)
+        entry = common.Id("fraction", "lower", 0.05)
+        assert common.verdict(figure, entry) == "miss by CPU time 0.200 [0.100, 0.300]"
+        assert common.verdict(dataclasses.replace(figure, conditions={}), entry) == "pass"
+
+
+PROFILE = """positions: line
+events: Ir
+summary: 1000
+
+fn=brimful_bench_step
+0 10
+cfn=brimful::Reducer::launch(long)
+calls=1 0
+0 640
+
+fn=brimful::Reducer::launch(long)
+0 40
+cfn=brimful::Tail::write(int)
+calls=2 0
+0 100
+
+fn=brimful::Tail::write(int)
+0 70
+cob=libbrimful.so
+cfi=???
+cfn=brimful::encode(brimful::ControlRecord const&)
+calls=2 0
+0 30
+
+fn=brimful::Reducer::finish()
+cfn=brimful::Tail::read()
+calls=2 0
+0 60
+cfn=brimful::decode(std::array<unsigned char, 40ul> const&)
+calls=2 0
+0 40
+"""
+
+
+class TestCallgrind:
+    def evaluate(self, ours=PROFILE):
+        bare = "summary: 600\n"
+        return control_record.evaluate({"bare": bare, "brimful": ours}, 2, {})
+
+    def test_calls_among_the_counted_functions_count_once(self):
+        figure = self.evaluate()
+        assert figure.value == (100 + 60 + 40) / 1000
+        assert figure.conditions["step_instructions"] == {"bare": 300, "brimful": 500}
+        above = figure.conditions["instructions_above_bare_per_parameter"]
+        assert above == {"brimful": 200 / 800}
+        common.check_figure(figure, common.load_ids())
+
+    def test_profile_without_the_control_record_is_no_figure(self):
+        with pytest.raises(report.Unmeasured, match="none of brimful::Tail::"):
+            self.evaluate(PROFILE.replace("brimful::", "renamed::"))
+
+    @pytest.mark.parametrize(
+        "missing, reason",
+        [("program", "configure with -DBRIMFUL_BENCHMARKS=ON"), ("valgrind", "not installed")],
+    )
+    def test_what_is_missing_becomes_the_reason(self, monkeypatch, tmp_path, missing, reason):
+        if missing == "program":
+            monkeypatch.setattr(control_record, "PROGRAM", "no_such_program")
+        else:
+            monkeypatch.setattr(callgrind, "find_program", lambda name: tmp_path / name)
+            monkeypatch.setattr(callgrind.shutil, "which", lambda name: None)
+        (figure,) = bench.figures(quick=True, only=["reducer.control_record"])
+        assert figure.value is None
+        assert reason in figure.reason
+
+    def test_program_that_fails_is_named(self, monkeypatch, tmp_path):
+        fails = tmp_path / "fails"
+        fails.write_text("#!/bin/sh\necho planted >&2\nexit 3\n")
+        fails.chmod(0o755)
+        monkeypatch.setattr(callgrind.shutil, "which", lambda name: str(fails))
+        with pytest.raises(callgrind.Unavailable, match="exit status 3: planted"):
+            callgrind.profile(fails)
+
 
 class TestRun:
+    @pytest.mark.timeout(400)
     def test_every_figure_is_written_as_ids_json_has_it(self, tmp_path, stand_ins, tiny, capsys):
         out = tmp_path / "out.json"
-        run.main(["reducer", "--quick", "--json", str(out), "--ours", stand_ins + "torch_itself"])
+        ours = stand_ins + "brimful_itself"
+        run.main(["reducer", "--quick", "--json", str(out), "--ours", ours])
         ids = common.load_ids()
         lines = {line["id"]: line for line in read_lines(out)}
-        assert set(lines) == set(bench.SPECS)
+        assert sorted(lines) == sorted(REDUCER_IDS)
         for name, line in lines.items():
             assert set(line) >= FIELDS
             assert line["unit"] == ids[name].unit
             assert line["quick"] is True
-            assert line["conditions"]["ours"] == "stand_ins:torch_itself"
+            if name == "reducer.control_record":
+                assert "nothing can stand in our place" in line["reason"]
+                continue
+            assert line["conditions"]["ours"] == ours
             if line["value"] is None:  # an overhead of so small a model can drown in the noise
                 assert "noise" in line["reason"]
+                assert line["conditions"]["value"] == "ratio of overheads"
             else:
                 assert line["low"] <= line["value"] <= line["high"]
-                assert line["peer"].startswith("torch:")
-        assert lines["reducer.wide_w2"]["value"] is not None
+                assert line["peer"]
+        self.check_conditions(lines)
         printed = capsys.readouterr().out
         assert "<= 0.97" in printed and "quick" in printed
+
+    def check_conditions(self, lines):
+        conditions = {name.split(".")[1]: line["conditions"] for name, line in lines.items()}
+        assert set(conditions["wide_w2_bf16"]["wire"]) >= {"bytes", "to_fp32"}
+        assert "torch:view+python_hook" in conditions["wide_w2"]["cases"]
+        (model,) = conditions["extra_buckets"]["models"].values()
+        assert model["buckets"] >= extra_buckets.MIN_BUCKETS
+        assert max(model["extra_buckets"].values()) <= 2
+        # torch without views keeps a second copy of all gradients: 12 buckets, less what bare adds.
+        assert model["extra_buckets_of_torch"]["torch:default, 1 piece"] > 10
+        assert set(conditions["unused"]["world_sizes"]) == {"1", "2"}
+        assert conditions["planner"]["choosing"]["best"] in conditions["planner"]["cases"]
+        assert conditions["first_time"]["fresh_wrappers"] == first.QUICK_WRAPPERS
+        assert conditions["compile"]["graphs_after_warm_up"] == 0
+
+    @pytest.mark.parametrize(
+        "only, case",
+        [
+            ("wide_w2_bf16", "brimful differs from fp32_wire:torch"),
+            ("extra_buckets", "differs from torch:view"),
+            ("rescale", "known differs from the weighted mean"),
+            ("first_peak", "brimful differs from torch:default"),
+            ("unused", "brimful:half differs from torch:find_unused"),
+            ("planner", "1 MB differs from torch:default"),
+            ("compile", "brimful differs from torch:default"),
+        ],
+    )
+    def test_wrong_gradient_voids_each_figure(self, tmp_path, stand_ins, tiny, only, case):
+        ours = stand_ins + "wrong_brimful"
+        status, line = run_one(tmp_path, ours, only="reducer." + only)
+        assert (status, line["value"]) == (1, None)
+        assert case in line["reason"]
+        assert "of its largest value" in line["reason"]
+
+    def test_reason_is_short(self, tmp_path, stand_ins, tiny):
+        _, line = run_one(tmp_path, stand_ins + "raises_tensors")
+        assert line["reason"].startswith("rank 0: RuntimeError: planted 0.123")
+        assert len(line["reason"]) <= bench.MAX_REASON
 
     def test_hang_is_ended_and_named(self, tmp_path, stand_ins, tiny):
         began = time.monotonic()
@@ -335,14 +613,14 @@ class TestRun:
         out = tmp_path / "out.json"
         assert run.main(["reducer", "--json", str(out)]) == 1
         lines = read_lines(out)
-        assert {line["id"] for line in lines} == set(bench.SPECS)
+        assert {line["id"] for line in lines} == set(REDUCER_IDS)
         assert all("KeyError: 'lost'" in line["reason"] for line in lines)
 
     def test_figure_that_is_not_yielded_is_not_forgotten(self, tmp_path, monkeypatch):
         monkeypatch.setattr(bench, "figures", lambda quick, only: iter(()))
         out = tmp_path / "out.json"
         assert run.main(["reducer", "--json", str(out)]) == 1
-        assert len(read_lines(out)) == len(bench.SPECS)
+        assert len(read_lines(out)) == len(REDUCER_IDS)
 
     def test_subsystem_without_benchmarks_says_so(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(run, "_has_benchmarks", lambda subsystem: False)
