@@ -114,6 +114,11 @@ def fixed_plan(bucket_mb: float) -> dict[str, Any]:
     return {"bucket_cap_mb": bucket_mb, "plan": "ordered"}
 
 
+def settle_steps(module: nn.Module) -> int:
+    """Returns in how many steps a module tries bucket sizes, at most."""
+    return 100 if hasattr(module, "plan") else 0
+
+
 def wire_bytes(module: nn.Module) -> int | str:
     """Returns the bytes that our last step gave to collectives, or why they are unknown."""
     telemetry = getattr(module, "telemetry", None)

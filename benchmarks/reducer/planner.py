@@ -19,15 +19,12 @@ WORLD_SIZE = 2
 ALL_MB = 1000.0
 SIZES_MB = (1.0, 5.0, 10.0, 25.0, 50.0, ALL_MB)
 ROUNDS, QUICK_ROUNDS = 60, 4
-# The planner measures in its first steps and then settles.
-WARM_UP_ROUNDS, QUICK_WARM_UP_ROUNDS = 24, 8
 AUTO, AGAIN = "auto", "again"
 
 
 def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]:
     """Chooses the best fixed size in one run, then compares the planner with it in a fresh one."""
     count = request.rounds(ROUNDS, QUICK_ROUNDS)
-    warm_up_rounds = request.rounds(WARM_UP_ROUNDS, QUICK_WARM_UP_ROUNDS)
     ours = request.factory()
     conditions.update(
         ours=ours,
@@ -37,12 +34,12 @@ def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]
         backend="gloo",
         zero_grad="set_to_none=True",
         value="auto / best fixed size - 1, whole steps",
-        warm_up_rounds=warm_up_rounds,
+        warm_up_rounds=request.warm_up_rounds,
     )
 
     def run(plans: dict[str, dict[str, Any]]) -> list[Samples]:
         by_rank: list[Samples] = ranks.run_ranks(
-            WORLD_SIZE, work, MODEL, warm_up_rounds, count, ours, plans, stall_s=request.stall_s
+            WORLD_SIZE, work, MODEL, request.warm_up_rounds, count, ours, plans, stall_s=request.stall_s
         )
         report.require_usable(by_rank)
         return by_rank

@@ -43,6 +43,7 @@ class Step:
 
     run: Callable[[], None]
     parameters: list[nn.Parameter] = field(default_factory=list)
+    settle_steps: int = 0  # before everything else, on its own: bucket sizes are still tried
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ def interleave(
     check: Callable[[], None],
 ) -> None:
     """Runs every case once a round into `samples`; checks before the first and after the last."""
+    for step in steps.values():
+        for _ in range(step.settle_steps):
+            timed(step.run)
+            progress()
     for k in range(warm_up_rounds):
         _run_round(order(list(steps), k), steps, None)
         progress()

@@ -91,7 +91,7 @@ def training_step(module: nn.Module, x: torch.Tensor) -> Step:
         module.zero_grad(set_to_none=True)
         module(x).sum().backward()
 
-    return Step(run, list(module.parameters()))
+    return Step(run, list(module.parameters()), cases.settle_steps(module))
 
 
 def _make_bounds(bare: Step, world_size: int, dtype: torch.dtype) -> dict[str, Step]:

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -116,7 +118,8 @@ Layout Arenas::carve(const BucketPlan& plan, int64_t tail_numel,
     if (memory.defined()) {
       memory.zero_();
     } else {
-      memory = at::zeros({numel}, at::TensorOptions().dtype(kind.first).device(kind.second));
+      const auto options = at::TensorOptions().dtype(kind.first).device(kind.second);
+      memory = allocate_ ? allocate_(numel, options) : at::zeros({numel}, options);
     }
     numels[kind] = 0;  // from here on: how much of it is given away
   }
@@ -130,6 +133,7 @@ Layout Arenas::carve(const BucketPlan& plan, int64_t tail_numel,
     Bucket bucket;
     bucket.parameters = planned.parameters;
     bucket.direct = planned.direct;
+    bucket.device = planned.device;
     for (const auto i : planned.parameters) {
       layout.slots[i] = {{}, index, parameters[i].numel()};
     }
@@ -154,6 +158,19 @@ Layout Arenas::carve(const BucketPlan& plan, int64_t tail_numel,
   return layout;
 }
 
+void Bucket::join_current_stream() {
+  if (device.is_cpu()) {
+    return;
+  }
+  const auto current = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  if (stream && *stream != current) {
+    c10::Event worked(device.type());
+    worked.record(*stream);
+    worked.block(current);
+  }
+  stream = current;
+}
+
 int64_t Arenas::bytes() const {
   int64_t sum = 0;
   for (const auto& [kind, memory] : memory_) {
@@ -166,6 +183,14 @@ at::Tensor as_row(const at::Tensor& tensor) {
   const at::AutoDispatchBelowADInplaceOrView no_view_metadata;
   const auto row = tensor.as_strided({tensor.numel()}, {1}, tensor.storage_offset());
   return row.is_complex() ? at::view_as_real(row).view({-1}) : row;
+}
+
+void set_zero(const at::Tensor& view) {
+  if (view.is_cpu() && view.is_non_overlapping_and_dense()) {
+    std::memset(view.mutable_data_ptr(), 0, view.nbytes());
+  } else {
+    view.zero_();
+  }
 }
 
 void copy_scaled(const at::Tensor& view, const at::Tensor& gradient, double scale) {

@@ -1,11 +1,14 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <brimful/reducer/bucket_plan.h>
+#include <c10/core/Stream.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,13 +36,19 @@ struct Bucket {
   bool direct = false;
   std::vector<int64_t> parameters;
   std::unique_ptr<Wire> wire;  ///< what is sent instead, in another dtype
-  int64_t pending = 0;         ///< gradients that this backward still owes
+  c10::Device device = c10::Device(c10::DeviceType::CPU);
+  std::optional<c10::Stream>
+      stream;           ///< the last one that worked on it in this backward; not on the CPU
+  int64_t pending = 0;  ///< gradients that this backward still owes
   bool left = false;
   c10::intrusive_ptr<c10d::Work> work;
   c10::intrusive_ptr<c10::ivalue::Future> hooked;  ///< of a communication hook
   at::Tensor hook_result;
 
   bool sparse() const { return sparse_zero.defined(); }
+  /// Makes the current stream wait for whoever worked on the bucket before, in another one: autograd runs each node in
+  /// the stream of its forward. Does not synchronise the device.
+  void join_current_stream();
 };
 
 struct Layout {
@@ -50,6 +59,10 @@ struct Layout {
 /// The memory of all flat buckets of a dtype on a device, in one piece: a new plan is carved from the same memory.
 class Arenas {
  public:
+  using Allocate = std::function<at::Tensor(int64_t numel, const at::TensorOptions& options)>;
+  /// `allocate`: zeroed memory; nothing: from torch's allocator.
+  explicit Arenas(Allocate allocate = nullptr) : allocate_(std::move(allocate)) {}
+
   /// Carves the plan's buckets, zeroed, with `tail_numel` elements behind the gradients of the last one.
   Layout carve(const BucketPlan& plan, int64_t tail_numel,
                const std::vector<at::Tensor>& parameters);
@@ -57,11 +70,15 @@ class Arenas {
 
  private:
   using Kind = std::pair<c10::ScalarType, std::string>;  ///< real dtype, device
+  Allocate allocate_;
   std::map<Kind, at::Tensor> memory_;
 };
 
 /// All of a gradient's or buffer's elements as one real row, sharing memory; dense and non-overlapping.
 at::Tensor as_row(const at::Tensor& tensor);
+
+/// view = 0; cheap for many small views.
+void set_zero(const at::Tensor& view);
 
 /// view = gradient * scale in one pass; same shape, any dtype.
 void copy_scaled(const at::Tensor& view, const at::Tensor& gradient, double scale);

@@ -13,6 +13,7 @@ namespace brimful {
 void Reducer::launch(int64_t index) {
   auto& s = *s_;
   auto& bucket = s.buckets[index];
+  bucket.join_current_stream();
   if (index == s.last()) {
     if (!is_failure(s.record.verdict) && s.record.verdict != Verdict::retry) {
       s.record.work_ms = static_cast<float>(s.watch.now_ms());
@@ -37,6 +38,7 @@ void Reducer::launch_drained(int64_t index) {
     launch(index);
     return;
   }
+  bucket.join_current_stream();
   if (bucket.sparse()) {
     bucket.own = bucket.sparse_zero.clone();
   } else if (bucket.wire) {

@@ -69,6 +69,24 @@ std::string describe(const ReducerOptions& options) {
          (options.error_feedback ? " with error feedback" : "") + "\n";
 }
 
+/// Memory that the backend has registered with its communicators, where it offers such (NCCL does).
+at::Tensor zeros_for(const Group& group, int64_t numel, const at::TensorOptions& options) {
+  const auto device = options.device();
+  if (!device.is_cpu()) {
+    try {
+      const auto backend = group->getBackend(device.type());
+      if (backend->supportsTensorAlloc(device.index())) {
+        return backend->allocateTensor(numel, options).zero_();
+      }
+    } catch (const std::exception& e) {
+      log(LogLevel::warning,
+          std::string("buckets lie in memory that is not registered for communication: ") +
+              e.what());
+    }
+  }
+  return at::zeros({numel}, options);
+}
+
 void require_parameters(const std::vector<at::Tensor>& parameters) {
   for (const auto& parameter : parameters) {
     TORCH_CHECK_VALUE(
@@ -124,6 +142,9 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   s.seen.assign(parameters.size(), -1);
   s.used.assign(parameters.size(), 0);
   s.parameters = std::move(parameters);
+  s.arenas = Arenas([group](int64_t numel, const at::TensorOptions& options) {
+    return zeros_for(group, numel, options);
+  });
   s.lay_out(std::move(plan));
   if (s.rank == 0 && s.store && !s.alone && !fixed && options.plan != "registration") {
     s.planner = std::make_unique<Planner>(s.infos, s.plan_options,
@@ -171,6 +192,7 @@ void Reducer::start_backward(bool launching) {
   ++s.generation;
   for (auto& bucket : s.buckets) {
     bucket.pending = static_cast<int64_t>(bucket.parameters.size());
+    bucket.stream.reset();
   }
   s.watch.begin_backward(s.buckets.size());
   s.arrivals.clear();
@@ -206,10 +228,12 @@ void Reducer::take(int64_t parameter, const at::Tensor& gradient) {
     s.arrivals.push_back(parameter);
   }
   if (s.seen[parameter] == s.generation) {
+    bucket.join_current_stream();
     add_again(parameter, gradient);
     return;
   }
   s.seen[parameter] = s.generation;
+  bucket.join_current_stream();
   place(parameter);
   s.watch.end_copy(began);
   if (--bucket.pending == 0) {
@@ -256,7 +280,7 @@ void Reducer::place(int64_t parameter) {
   }
   if (!gradient.defined()) {
     if (slot.view.defined()) {
-      slot.view.zero_();
+      set_zero(slot.view);
     } else {
       bucket.own = bucket.sparse_zero.clone();
     }

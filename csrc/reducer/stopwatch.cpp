@@ -85,9 +85,12 @@ void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank) {
   times_.wait_ms = ms_since(wait_begin_);
   times_.total_ms = now_ms();
   span_ms_ = ms_since(in_backward_ ? backward_begin_ : wait_begin_);
-  const bool device_times = device_done_.size() == times_.buckets.size();
+  // The one host wait of the step is behind these events: no wait here.
+  const auto passed = [](const c10::Event& event) { return event.query(); };
+  const bool device_times = device_begin_ && passed(*device_begin_) &&
+                            device_done_.size() == times_.buckets.size() &&
+                            std::all_of(device_done_.begin(), device_done_.end(), passed);
   for (size_t i = 0; done_ && i < times_.buckets.size(); ++i) {
-    // The one host wait of the step is behind these events: no wait here.
     times_.buckets[i].done_ms =
         device_times ? device_begin_->elapsedTime(device_done_[i]) : (*done_)[i].load();
   }
