@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 OURS = "benchmarks.reducer.cases:make_brimful"
+OURS_ORDERED = "benchmarks.reducer.cases:make_brimful_ordered"
 OURS_BF16 = "benchmarks.reducer.cases:make_brimful_bf16"
 BARE = "bare"
 BARE_AGAIN = "bare_again"
@@ -102,6 +103,11 @@ def make_brimful(module: nn.Module, **options: Any) -> nn.Module:
         options["whole_path"] = True
     wrapped: nn.Module = brimful.DistributedDataParallel(module, **options)
     return wrapped
+
+
+def make_brimful_ordered(module: nn.Module) -> nn.Module:
+    """Wraps a module in brimful's class without tuned bucket sizes: all cases get the same plan."""
+    return make_brimful(module, plan="ordered")
 
 
 def make_brimful_bf16(module: nn.Module) -> nn.Module:

@@ -159,4 +159,4 @@ def _step(module: nn.Module, compiled: Callable[..., torch.Tensor], x: torch.Ten
         module.zero_grad(set_to_none=True)
         compiled(x).square().mean().backward()
 
-    return Step(run, list(module.parameters()))
+    return Step(run, list(module.parameters()), cases.settle_steps(module))

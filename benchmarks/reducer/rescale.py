@@ -29,7 +29,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]:
     """Yields the fraction by which a step with unknown weights is above one with known ones."""
     count = request.rounds(ROUNDS, QUICK_ROUNDS)
-    ours = request.factory()
+    ours = request.factory(cases.OURS_ORDERED)
     conditions.update(
         ours=ours,
         model=MODEL.text,

@@ -38,7 +38,7 @@ TORCH_ALL = {
 def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]:
     """Yields the larger of the fractions at 1 and at 2 ranks."""
     count = request.rounds(ROUNDS, QUICK_ROUNDS)
-    ours = request.factory()
+    ours = request.factory(cases.OURS_ORDERED)
     conditions.update(
         ours=ours,
         model=MODEL.text,
