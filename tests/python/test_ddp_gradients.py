@@ -272,6 +272,36 @@ def test_hooks_of_the_user_see_what_torchs_class_shows_them(ranks):
     ranks(hooks_job)
 
 
+class WithLeaf(torch.nn.Module):
+    """Gives its parameter away beside its output, as models with tied or shared heads do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small_net()
+
+    def forward(self, x):
+        return {"scores": self.net(x), "weight": self.net[0].weight, "input": x}
+
+
+def with_leaf_once(module, rank):
+    x, y = batch_of(rank)
+    found = module(x.requires_grad_())
+    (F.cross_entropy(found["scores"], y) + found["weight"].square().sum()).backward()
+
+
+def leaf_job(rank):
+    expected = mean_gradients(WithLeaf(), rank.size, with_leaf_once)
+    model = wrap(WithLeaf())
+    for _ in range(2):
+        with_leaf_once(model, rank.index)
+        require_gradients(model, expected)
+        model.zero_grad()
+
+
+def test_leaves_among_the_outputs_change_nothing(ranks):
+    ranks(leaf_job)
+
+
 def undefined_job(rank):
     """A custom function that returns None on one rank: no gradient there, the other's on both."""
 

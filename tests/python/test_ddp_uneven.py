@@ -78,6 +78,26 @@ def test_buffers_behind_join_are_of_a_rank_that_had_data_to_the_end(ranks, steps
     assert ranks(buffers_job, steps) == [max(steps)] * 2
 
 
+def agreeing_job(rank, steps):
+    """Buffers after each step of this rank."""
+    model = wrap(normed_net())
+    seen = []
+    with model.join():
+        for step in range(steps[rank.index]):
+            x, y = batch_of(rank.index, step)
+            F.cross_entropy(model(x), y).backward()
+            model.zero_grad()
+            seen.append(model.module[1].running_mean.clone())
+    return seen
+
+
+def test_buffers_agree_within_join_once_the_leaving_of_a_rank_is_known(ranks):
+    left, second, third = ranks(agreeing_job, (1, 4, 4), size=3)
+    assert torch.equal(left[0], second[0]) and torch.equal(left[0], third[0])
+    for step in (2, 3):
+        assert torch.equal(second[step], third[step])
+
+
 def early_job(rank, steps):
     model = wrap(small_net())
     error = raised(train, model, rank.index, steps[rank.index], throw_on_early_termination=True)
