@@ -212,6 +212,7 @@ void Reducer::abort_step(FailureKind kind, const std::string& text) {
   s.untold.reset();
   if (s.mode == State::Mode::idle) {
     take_up_plan();  // no backward has: the others' buckets are the new ones
+    start_backward(false);
   }
   drain(Part::early);
   drain(Part::last);

@@ -195,6 +195,37 @@ def test_a_gradient_that_the_program_keeps_is_not_overwritten(ranks, wrapper, th
     ranks(kept_job, wrapper, through_step)
 
 
+class Large(torch.nn.Module):
+    """A parameter of 4 MiB: its gradient is reduced where it lies."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((1024, 1024), 0.5))
+
+    def forward(self, rank):
+        return (self.weight**2).sum() * (rank + 1)  # the gradient: 2 * 0.5 * (rank + 1)
+
+
+def large_job(rank):
+    model = wrap(Large())
+    weight = model.module.weight
+    model(rank.index).backward(create_graph=True)
+    first = weight.grad
+    assert bool((first == 1.5).all()) and first.grad_fn is not None
+    model.zero_grad()
+    (first**2).sum().backward()  # 2 * 1.5 * the mean of 2 * (rank + 1)
+    second = weight.grad
+    assert bool((second == 9).all()) and second.grad_fn is None
+    model.zero_grad()
+    model(rank.index).backward()
+    assert bool((weight.grad == 1.5).all())
+    assert bool((first == 1.5).all()) and bool((second == 9).all())
+
+
+def test_large_gradients_are_kept_and_have_a_graph_too(ranks):
+    ranks(large_job)
+
+
 def kept_unused_job(rank):
     """The same where the next step finds the parameter unused here, used elsewhere."""
     torch.manual_seed(0)

@@ -56,7 +56,7 @@ def test_join_of_three_ranks_that_end_one_after_the_other(ranks):
 
 
 def collectives_job(rank):
-    model = wrap(small_net())
+    model = wrap(small_net(), plan="registration")
     train(model, rank.index, 3)
     counters = model.reducer.counters
     return counters.steps, counters.launches - counters.steps * model.reducer.buckets
