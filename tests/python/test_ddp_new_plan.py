@@ -1,5 +1,7 @@
 """A step that fails while a new bucket plan waits to be taken up: all ranks still make the same calls."""
 
+import itertools
+
 import pytest
 import torch
 from ddp_reference import mean_gradients, require_gradients, train_once, wrap
@@ -16,7 +18,7 @@ class Backwards(torch.nn.Module):
         torch.manual_seed(1)
         sizes = [3, 20, 4, 11, 6]
         self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(into, out) for out, into in zip(sizes[:-1], sizes[1:], strict=True)
+            torch.nn.Linear(into, out) for out, into in itertools.pairwise(sizes)
         )
         self.fails = False
 
