@@ -51,10 +51,10 @@ void bind_reducer(py::module_& m) {
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<at::Tensor> buffers,
                        const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                        std::vector<std::string> names, std::vector<bool> sparse,
-                       std::optional<double> bucket_cap_mb, double first_bucket_cap_mb,
-                       std::string plan, const py::object& wire_dtype, bool error_feedback,
-                       std::optional<double> gradient_predivide_factor, bool whole_path,
-                       bool broadcast_buffers, bool synchronise_at_start) {
+                       std::vector<at::Tensor> frozen, std::optional<double> bucket_cap_mb,
+                       double first_bucket_cap_mb, std::string plan, const py::object& wire_dtype,
+                       bool error_feedback, std::optional<double> gradient_predivide_factor,
+                       bool whole_path, bool broadcast_buffers, bool synchronise_at_start) {
              ReducerOptions options;
              options.bucket_cap_mb = bucket_cap_mb;
              options.first_bucket_cap_mb = first_bucket_cap_mb;
@@ -67,11 +67,12 @@ void bind_reducer(py::module_& m) {
              options.synchronise_at_start = synchronise_at_start;
              options.names = std::move(names);
              options.sparse = std::move(sparse);
+             options.frozen = std::move(frozen);
              const py::gil_scoped_release no_gil;
              return Reducer::create(std::move(parameters), std::move(buffers), group, options);
            }),
            py::arg("parameters"), py::arg("buffers"), py::arg("group"), py::kw_only(),
-           py::arg("names"), py::arg("sparse"), py::arg("bucket_cap_mb"),
+           py::arg("names"), py::arg("sparse"), py::arg("frozen"), py::arg("bucket_cap_mb"),
            py::arg("first_bucket_cap_mb"), py::arg("plan"), py::arg("wire_dtype"),
            py::arg("error_feedback"), py::arg("gradient_predivide_factor"), py::arg("whole_path"),
            py::arg("broadcast_buffers"), py::arg("synchronise_at_start"))
@@ -100,6 +101,12 @@ void bind_reducer(py::module_& m) {
             reducer.forward_done();
           },
           py::arg("outputs"))
+      .def("replace_buffer", &Reducer::replace_buffer, py::arg("before"), py::arg("now"))
+      .def("begin_join", &Reducer::begin_join, py::arg("mean_of_active"), py::arg("throw_early"))
+      .def("join_step", &Reducer::join_step, NoGil())
+      .def("end_join", &Reducer::end_join)
+      .def_property_readonly("active", [](const Reducer& reducer) { return reducer.active(); })
+      .def("broadcast", &Reducer::broadcast, py::arg("tensors"), py::arg("source"), NoGil())
       .def("begin_scope", &Reducer::begin_scope, NoGil())
       .def("end_scope_ok", &Reducer::end_scope_ok)
       .def(

@@ -13,17 +13,21 @@ namespace brimful {
 namespace {
 constexpr size_t kBroadcastBytes = size_t{25} << 20;
 
-std::vector<std::string> describe_model(const std::vector<at::Tensor>& parameters,
-                                        const std::vector<std::string>& names,
-                                        const std::string& plan) {
+std::vector<std::string> describe_model(const Model& model) {
   std::vector<std::string> lines;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    std::ostringstream line;
-    line << "parameter " << i << (i < names.size() ? " '" + names[i] + "'" : "") << " is "
-         << parameters[i].sizes() << " " << c10::toString(parameters[i].scalar_type());
-    lines.push_back(line.str());
-  }
-  lines.push_back("buckets are planned as\n" + plan);
+  const auto describe = [&](const char* kind, const auto& tensors,
+                            const std::vector<std::string>& names) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      std::ostringstream line;
+      line << kind << i << (i < names.size() ? " '" + names[i] + "'" : "") << " is "
+           << tensors[i].sizes() << " " << c10::toString(tensors[i].scalar_type());
+      lines.push_back(line.str());
+    }
+  };
+  describe("parameter ", model.parameters, model.names);
+  describe("frozen parameter ", model.frozen, {});
+  describe("buffer ", model.buffers, {});
+  lines.push_back("buckets are planned as\n" + model.plan);
   return lines;
 }
 
@@ -85,10 +89,8 @@ std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device
   return result;
 }
 
-void require_same_model(const Group& group, c10::Device device,
-                        const std::vector<at::Tensor>& parameters,
-                        const std::vector<std::string>& names, const std::string& plan) {
-  const auto lines = describe_model(parameters, names, plan);
+void require_same_model(const Group& group, c10::Device device, const Model& model) {
+  const auto lines = describe_model(model);
   std::string text;
   for (const auto& line : lines) {
     text += line + '\0';
@@ -116,7 +118,7 @@ void require_same_model(const Group& group, c10::Device device,
   throw_mismatch(models);
 }
 
-void broadcast_from_rank_0(const Group& group, const std::vector<at::Tensor>& tensors) {
+void broadcast_from(int source, const Group& group, const std::vector<at::Tensor>& tensors) {
   if (group->getSize() == 1 || tensors.empty()) {
     return;
   }
@@ -125,7 +127,7 @@ void broadcast_from_rank_0(const Group& group, const std::vector<at::Tensor>& te
   for (const auto& tensor : tensors) {
     detached.push_back(tensor.detach());
   }
-  c10d::broadcast_coalesced(group, detached, kBroadcastBytes);
+  c10d::broadcast_coalesced(group, detached, kBroadcastBytes, source);
 }
 
 }  // namespace brimful

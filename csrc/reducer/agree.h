@@ -14,14 +14,21 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device device,
                                                  const std::vector<uint8_t>& own);
 
-/// Checks that all ranks have the same parameters, before anything else is sent (gloo kills a process whose peer sends
-/// another size).
-/// @throws PlanMismatch on every rank, naming the first parameter that differs
-void require_same_model(const Group& group, c10::Device device,
-                        const std::vector<at::Tensor>& parameters,
-                        const std::vector<std::string>& names, const std::string& plan);
+/// What must be alike on all ranks.
+struct Model {
+  const std::vector<at::Tensor>& parameters;
+  const std::vector<std::string>& names;
+  const std::vector<at::Tensor>& frozen;
+  const std::vector<at::Tensor>& buffers;
+  const std::string& plan;
+};
 
-/// Gives every rank the values of rank 0.
-void broadcast_from_rank_0(const Group& group, const std::vector<at::Tensor>& tensors);
+/// Checks that all ranks have the same model, before anything else is sent (gloo kills a process whose peer sends another
+/// size).
+/// @throws PlanMismatch on every rank, naming the first parameter or buffer that differs
+void require_same_model(const Group& group, c10::Device device, const Model& model);
+
+/// Gives every rank the values of rank `source`.
+void broadcast_from(int source, const Group& group, const std::vector<at::Tensor>& tensors);
 
 }  // namespace brimful

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "reducer/reducer_state.h"
 
@@ -102,7 +103,7 @@ void Reducer::accept(double scale, bool keep_unused) {
     if (keep_unused && s.tail->users(static_cast<int64_t>(i)) == 0) {
       gradient.reset();
     } else if (!bucket.sparse()) {
-      gradient = bucket.direct ? bucket.own : slot.view;
+      gradient = bucket.direct ? bucket.own : s.views[i].over(slot.view);
     } else {
       gradient = bucket.own;
       if (scale != 1) {
@@ -110,8 +111,16 @@ void Reducer::accept(double scale, bool keep_unused) {
       }
     }
   }
+  for (const auto i : s.with_history) {
+    const auto& slot = s.slots[i];
+    auto& gradient = s.parameters[i].mutable_grad();
+    gradient =
+        with_history_of(slot.view.defined() ? slot.view : s.buckets[slot.bucket].own, gradient);
+  }
   forget_attempt();
-  s.tail->write_back_buffers();
+  if (!std::exchange(s.keep_buffers, false)) {
+    s.tail->write_back_buffers();
+  }
   s.hear_of_plan(s.tail->records()[0].plan);
   s.propose_plan();
 }
@@ -124,6 +133,7 @@ void Reducer::discard() {
 }
 
 void Reducer::forget_attempt() {
+  s_->with_history.clear();
   for (auto& bucket : s_->buckets) {
     bucket.own.reset();
     bucket.hook_result.reset();

@@ -46,6 +46,7 @@ void Reducer::launch_drained(int64_t index) {
   } else if (bucket.direct) {
     bucket.own = bucket.drain;
   } else {
+    let_go_of_earlier(index);
     bucket.gradients.zero_();
   }
   try {
@@ -198,6 +199,7 @@ void Reducer::drain(Part part) {
   const at::NoGradGuard no_grad;
   const int64_t end = part == Part::early ? s.last() : s.last() + 1;
   if (part == Part::last) {
+    let_go_of_earlier(s.last());
     s.buckets.back().gradients.zero_();
   }
   while (s.next < end) {

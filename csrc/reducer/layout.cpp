@@ -44,6 +44,8 @@ void Reducer::State::lay_out(BucketPlan new_plan) {
     const auto& gradient = parameters[i].grad();
     if (is_alias(gradient, slots[i].view)) {
       held.emplace_back(i, gradient.cpu().clone());
+    } else {
+      views[i].let_go();
     }
   }
   slots.clear();
@@ -75,7 +77,7 @@ void Reducer::State::lay_out(BucketPlan new_plan) {
   tail->attach(flat.narrow(0, flat.numel() - tail->numel(), tail->numel()));
   for (auto& [i, gradient] : held) {
     slots[i].view.copy_(gradient);
-    parameters[i].mutable_grad() = slots[i].view;
+    parameters[i].mutable_grad() = views[i].over(slots[i].view);
   }
   log(LogLevel::debug, "bucket plan\n" + to_string(plan, infos));
 }

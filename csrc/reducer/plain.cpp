@@ -10,6 +10,7 @@
 #include <chrono>
 #include <thread>
 
+#include "reducer/graph_hooks.h"
 #include "reducer/reducer_state.h"
 
 namespace brimful {
@@ -54,10 +55,7 @@ bool Reducer::State::lost_backward() const {
 }
 
 void Reducer::watch(const at::Tensor& output) {
-  if (!output.requires_grad()) {
-    return;
-  }
-  output.register_hook([weak = weak_from_this()](const at::Tensor&) {
+  on_backward(output, [weak = weak_from_this()] {
     if (const auto reducer = weak.lock()) {
       const std::lock_guard<std::mutex> lock(reducer->s_->mutex);
       if (reducer->s_->mode == State::Mode::idle) {
@@ -101,7 +99,7 @@ bool Reducer::begin_plain_backward() {
   if (s.sync) {
     s.scale = s.wire_scale = 1.0 / s.predivide;
     s.sparse_scale = s.scale;
-    s.buffer_source = 0;
+    s.buffer_source = s.active.empty() ? 0 : s.active.front();
     s.late = false;
     s.record = {};
     s.record.verdict = Verdict::ok;
@@ -134,8 +132,16 @@ void Reducer::end_plain_backward() {
   }
   const auto records = finish();
   s.stands = worst(records) < Verdict::retry;
-  if (s.stands) {
-    accept(s.predivide / s.world_size, true);
+  require_success(records);
+  const bool fewer = s.mean_of_active && !s.active.empty();
+  accept(s.predivide / (fewer ? static_cast<double>(s.active.size()) : s.world_size), true);
+}
+
+/// Throws on every rank if a rank failed the step; else notes who had data.
+void Reducer::require_success(const std::vector<ControlRecord>& records) {
+  auto& s = *s_;
+  if (worst(records) < Verdict::retry) {
+    note_data(records);
     return;
   }
   discard();
@@ -204,6 +210,10 @@ void Reducer::abort_step(FailureKind kind, const std::string& text) {
   s.aborted = true;
   s.died = false;
   s.untold.reset();
+  if (s.mode == State::Mode::idle) {
+    take_up_plan();  // no backward has: the others' buckets are the new ones
+    start_backward(false);
+  }
   drain(Part::early);
   drain(Part::last);
   const std::lock_guard<std::mutex> lock(s.mutex);

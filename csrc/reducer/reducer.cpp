@@ -6,11 +6,12 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "reducer/at_exit.h"
+#include "reducer/graph_hooks.h"
 #include "reducer/reducer_state.h"
 
 namespace brimful {
@@ -120,11 +121,13 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
                     : plan_buckets(s.infos, s.plan_options);
   s.device = plan.buckets.back().device;
   s.watch.set_device(s.device);
-  require_same_model(group, s.device, parameters, options.names,
-                     to_string(plan, s.infos) + describe(options));
+  require_same_model(group, s.device,
+                     {parameters, options.names, options.frozen, buffers,
+                      to_string(plan, s.infos) + describe(options)});
   if (options.synchronise_at_start) {
-    broadcast_from_rank_0(group, parameters);
-    broadcast_from_rank_0(group, buffers);
+    broadcast_from(0, group, parameters);
+    broadcast_from(0, group, options.frozen);
+    broadcast_from(0, group, buffers);
   }
   if ((s.store = group->getStore())) {
     const auto count = s.store->add("brimful/reducers/" + std::to_string(s.rank), 1);
@@ -141,6 +144,7 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
                  c10::toRealValueType(plan.buckets.back().dtype));
   s.seen.assign(parameters.size(), -1);
   s.used.assign(parameters.size(), 0);
+  s.views.resize(parameters.size());
   s.parameters = std::move(parameters);
   s.arenas = Arenas([group](int64_t numel, const at::TensorOptions& options) {
     return zeros_for(group, numel, options);
@@ -170,18 +174,14 @@ Reducer::~Reducer() {
 }
 
 void Reducer::add_hooks() {
-  using torch::autograd::variable_list;
   for (size_t i = 0; i < s_->parameters.size(); ++i) {
     auto accumulator = torch::autograd::impl::grad_accumulator(s_->parameters[i]);
-    auto hook = [weak = weak_from_this(), i](const variable_list& outputs,
-                                             const variable_list& gradients) {
+    auto hook = [weak = weak_from_this(), i](const torch::autograd::variable_list& gradients) {
       if (const auto reducer = weak.lock()) {
         reducer->on_gradient(static_cast<int64_t>(i), gradients[0]);
       }
-      return outputs;
     };
-    s_->hook_keys.push_back(accumulator->add_post_hook(
-        std::make_unique<torch::autograd::utils::LambdaPostHook>(std::move(hook))));
+    s_->hook_keys.push_back(accumulator->add_post_hook(after_node(std::move(hook))));
     s_->accumulators.push_back(std::move(accumulator));
   }
 }
@@ -280,6 +280,7 @@ void Reducer::place(int64_t parameter) {
   }
   if (!gradient.defined()) {
     if (slot.view.defined()) {
+      s.views[parameter].let_go();
       set_zero(slot.view);
     } else {
       bucket.own = bucket.sparse_zero.clone();
@@ -292,8 +293,13 @@ void Reducer::place(int64_t parameter) {
   if (!slot.view.defined()) {
     bucket.own = sparse_scaled(gradient, s.sparse_scale);
   } else if (!is_alias(gradient, slot.view)) {
+    s.views[parameter].let_go();
     copy_scaled(slot.view, gradient, scale);
-    gradient = slot.view;
+    if (!gradient.requires_grad()) {
+      gradient = s.views[parameter].over(slot.view);
+    } else if (s.launching) {
+      s.with_history.push_back(parameter);
+    }
   } else if (scale != 1) {
     slot.view.mul_(scale);
   }
@@ -317,6 +323,16 @@ void Reducer::place_direct(int64_t parameter) {
                         gradient.strides() == owner.strides() &&
                         gradient.scalar_type() == owner.scalar_type() &&
                         gradient.device() == owner.device() && gradient.storage().use_count() == 1;
+  const bool has_history = gradient.requires_grad();
+  if (has_history && s.launching) {
+    bucket.own = at::empty_like(owner.detach());
+    const bool as_gradient = bucket.wire || s.is_hooked(index);
+    copy_scaled(bucket.own, gradient, as_gradient ? 1.0 : s.scale);
+    s.with_history.push_back(parameter);
+  }
+  if (has_history) {
+    return;
+  }
   if (!as_it_is) {
     // In memory that something else sees too, or not in the parameter's layout.
     auto fresh = at::empty_like(owner);
@@ -352,9 +368,27 @@ void Reducer::add_again(int64_t parameter, const at::Tensor& gradient) {
     if (scale != 1) {
       placed.add_(gradient, scale - 1);  // autograd has added it as it is to what was scaled
     }
+  } else if (sum.requires_grad()) {
+    copy_scaled(placed, sum, scale);  // it keeps its graph
   } else {
     placed.add_(gradient, scale);  // autograd has made a new sum beside what was placed
-    sum = placed;
+    sum = bucket.direct ? placed : s.views[parameter].over(placed);
+  }
+}
+
+void Reducer::let_go_of_earlier(int64_t index) {
+  auto& s = *s_;
+  for (const auto parameter : s.buckets[index].parameters) {
+    const auto& gradient = s.parameters[parameter].grad();
+    if (gradient.defined() && is_alias(gradient, s.slots[parameter].view)) {
+      continue;  // of this step
+    }
+    try {
+      s.views[parameter].let_go();
+    } catch (const c10::OutOfMemoryError&) {
+      log(LogLevel::warning,
+          "a gradient that the program kept from an earlier step is lost: no memory");
+    }
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include "reducer/agree.h"
 #include "reducer/bucket.h"
+#include "reducer/gradient_view.h"
 #include "reducer/planner.h"
 #include "reducer/stopwatch.h"
 #include "reducer/tail.h"
@@ -46,6 +47,7 @@ struct Reducer::State {
   BucketPlan plan;
   Arenas arenas;
   std::vector<Slot> slots;
+  std::vector<GradientView> views;  ///< by parameter: what p.grad is
   std::vector<Bucket> buckets;
   std::unique_ptr<Planner> planner;     ///< rank 0, while the plan may change
   std::optional<BucketPlan> proposal;   ///< rank 0: offered to the others in this step
@@ -57,15 +59,16 @@ struct Reducer::State {
   enum class Mode : uint8_t { idle, plain, managed };
   std::mutex mutex;  ///< hooks run on one autograd thread per device
   Mode mode = Mode::idle;
-  bool launching = false;        ///< buckets may leave in the backward that runs
-  int64_t generation = 0;        ///< of that backward
-  std::vector<int64_t> seen;     ///< by parameter: the generation in which its gradient last came
-  std::vector<uint8_t> used;     ///< by parameter: had a gradient when its bucket was filled
-  std::atomic<int64_t> next{0};  ///< buckets that have left
-  double scale = 1;              ///< of gradients on their way into a bucket that is sent as it is
-  double sparse_scale = 1;       ///< of gradients on their way into a sparse bucket
-  double wire_scale = 1;         ///< of gradients on their way onto the wire
-  double hook_scale = 1;         ///< of what a communication hook returned
+  bool launching = false;     ///< buckets may leave in the backward that runs
+  int64_t generation = 0;     ///< of that backward
+  std::vector<int64_t> seen;  ///< by parameter: the generation in which its gradient last came
+  std::vector<uint8_t> used;  ///< by parameter: had a gradient when its bucket was filled
+  std::vector<int64_t> with_history;  ///< parameters whose gradient has a graph of its own
+  std::atomic<int64_t> next{0};       ///< buckets that have left
+  double scale = 1;         ///< of gradients on their way into a bucket that is sent as it is
+  double sparse_scale = 1;  ///< of gradients on their way into a sparse bucket
+  double wire_scale = 1;    ///< of gradients on their way onto the wire
+  double hook_scale = 1;    ///< of what a communication hook returned
   ControlRecord record;
   at::Tensor loss_sum;
   int buffer_source = 0;
@@ -91,6 +94,10 @@ struct Reducer::State {
   std::exception_ptr own_error;  ///< thrown by the reducer itself in this backward
   bool died = false;             ///< a backward died inside the scope, whose end is to tell
   bool aborted = false;          ///< drained after a failure, not yet waited for
+  std::vector<int> active;       ///< ranks that had data in the last step
+  bool mean_of_active = false;   ///< gradients are the mean over those
+  bool throw_early = false;      ///< a step without all ranks fails
+  bool keep_buffers = false;     ///< the rank whose buffers win had no data
 
   int64_t step = 0;
   Counters counters;

@@ -83,6 +83,21 @@ void Tail::read() {
   }
 }
 
+bool Tail::replace(const at::Tensor& before, const at::Tensor& now) {
+  for (auto& rider : riders_) {
+    if (rider.buffer.is_same(before)) {
+      const bool alike = now.defined() && now.sizes() == before.sizes() &&
+                         now.scalar_type() == before.scalar_type() &&
+                         now.device() == before.device();
+      if (alike) {
+        rider.buffer = now;
+      }
+      return alike;
+    }
+  }
+  return true;
+}
+
 void Tail::write_back_buffers() {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;

@@ -28,6 +28,8 @@ class Tail {
   const std::vector<ControlRecord>& records() const { return records_; }
   /// How many ranks used the parameter in this step (255: or more); valid after read().
   int users(int64_t parameter) const { return used_[parameter]; }
+  /// `now` takes the place of a buffer. True also where `before` is none of them; false if they are not alike.
+  bool replace(const at::Tensor& before, const at::Tensor& now);
   /// Gives the buffers the values of the source rank, without a bump of their version: a graph may hold them.
   void write_back_buffers();
 

@@ -1,8 +1,14 @@
 """Which torch this is. The only Python file that may ask."""
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
+from torch._C._dynamo import eval_frame
 
 from brimful import _build_info
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def check_torch() -> None:
@@ -17,3 +23,18 @@ def check_torch() -> None:
             f"install torch {built}, or build brimful again with `pip install "
             "--no-build-isolation --no-deps --force-reinstall .` in its source folder"
         )
+
+
+def skipped_by_dynamo(function: Function) -> Function:
+    """``torch._dynamo.disable(function, recursive=False)`` without the seconds that importing torch._dynamo takes.
+
+    torch.compile leaves the function alone and compiles what it calls; a call costs nothing more.
+    """
+    eval_frame.set_code_exec_strategy(
+        function.__code__,
+        eval_frame._FrameExecStrategy(
+            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        ),
+    )
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

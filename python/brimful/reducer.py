@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,60 +19,44 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from brimful import _C
+from brimful._compat import skipped_by_dynamo
+from brimful._wrapping import (
+    Contents,
+    bucket_caps,
+    buffers_agree,
+    check_device,
+    default_group,
+    group_of,
+    refuse,
+)
 
 __all__ = ["DistributedDataParallel"]
 
 _EXIT_PATIENCE_MS = 2000
+_log = logging.getLogger("brimful")
 _live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
-
-def _process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if group is not None:
-        return group
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "the default process group is not initialised (process_group: None); call "
-            "torch.distributed.init_process_group first, or pass process_group"
-        )
-    world = dist.group.WORLD
-    assert world is not None
-    return world
-
-
-def _trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter, bool]]:
-    """Name, parameter, and whether its gradient is sparse, of what takes part; each parameter once."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    found = []
-    seen = set()
-    for module_name, child in module.named_modules():
-        sparse = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
-        for name, parameter in child.named_parameters(recurse=False):
-            full_name = f"{module_name}.{name}" if module_name else name
-            if not parameter.requires_grad or full_name in ignored or parameter in seen:
-                continue
-            if type(parameter.data).__name__ == "DTensor":
-                raise TypeError(
-                    f"DTensor parameters are reduced by whoever sharded them (parameter: {full_name}); "
-                    "do not wrap a module of FSDP2 or tensor parallelism in DistributedDataParallel"
-                )
-            seen.add(parameter)
-            found.append((full_name, parameter, sparse))
-    return found
 
 
 class DistributedDataParallel(torch.nn.Module):
     """Takes the place of ``torch.nn.parallel.DistributedDataParallel``; a collective, all ranks construct together.
 
-    In a plain loop gradients are the mean over the ranks when ``backward()`` returns, and the failure of another rank
-    is raised from it as ``RankFailed`` or ``RankOutOfMemory``. Under a ``BatchSizer`` gradients are the exact weighted
-    mean over all samples of all ranks, and a rank that runs out of memory is waited for.
+    In a plain loop gradients are the mean over the ranks when ``backward()`` returns, and the failure of another
+    rank is raised from it as ``RankFailed`` or ``RankOutOfMemory``. Under a ``BatchSizer`` gradients are the exact
+    weighted mean over all samples of all ranks, and a rank that runs out of memory is waited for.
 
-    The arguments are those of torch's class. Without effect, because what they ask for is always so:
-    ``find_unused_parameters``, ``gradient_as_bucket_view``, ``static_graph``, ``batched_grad_copy``,
-    ``skip_all_reduce_unused_params``, ``check_reduction``, ``dim`` and ``lazy_bucket_allocation`` (buckets exist from
-    the start: a rank without memory drains them). Buffers agree after every step, not before a forward
-    (``broadcast_buffers``). Refused: ``mixed_precision``, ``delay_all_reduce_named_params``,
-    ``param_to_hook_all_reduce`` and ``device_mesh``.
+    The arguments are those of torch's class:
+
+    - Without effect, because what they ask for is always so: ``find_unused_parameters``,
+      ``gradient_as_bucket_view``, ``static_graph``, ``batched_grad_copy``, ``skip_all_reduce_unused_params``,
+      ``check_reduction``, ``dim``, ``output_device`` and ``lazy_bucket_allocation`` (buckets exist from the start:
+      a rank without memory drains them).
+    - ``device_ids``: one accelerator, which inputs are moved to. ``device_mesh``: of one dimension, instead of
+      ``process_group``.
+    - ``init_sync``: parameters (frozen ones too) and buffers begin as rank 0's. ``forward_sync_buffers``: buffers
+      agree after every step that synchronises, not before a forward, so that no graph finds them changed in the
+      middle; ``broadcast_buffers=False`` is ``forward_sync_buffers=False`` without buffers in ``init_sync``.
+    - ``bucket_cap_mb_list``: the first bucket's cap is its first, that of all others its last.
+    - Refused: ``mixed_precision``, ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.
 
     Beyond torch's arguments:
 
@@ -84,8 +69,23 @@ class DistributedDataParallel(torch.nn.Module):
     - ``gradient_predivide_factor``: in a plain loop, divide by this before the sum and by the rest after it.
     - ``whole_path``: make the collectives of a single rank too, for measurements.
 
-    Raises ``PlanMismatch`` on every rank if their models differ, ``ValueError`` if no parameter needs a gradient or the
-    process group is not initialised, ``TypeError`` for parameters that are DTensors.
+    What ``module._ddp_params_and_buffers_to_ignore`` names stays each rank's own. Unlike with torch's class:
+
+    - ``no_sync`` is about the backwards that run inside it, whatever their forwards did.
+    - ``p.grad`` is a view of a bucket. A program may keep it over later steps: it then gets memory of its own. A
+      view of it (``p.grad.view(-1)``, ``p.grad.detach()``) does not; clone that.
+    - After ``backward(create_graph=True)`` gradients have a graph. Of a loss of them, each rank derives its part,
+      and the mean over the ranks is right where all ranks have the same loss of them.
+    - Tensor hooks and post-accumulate hooks see this rank's gradient, before the mean (as in torch); so an
+      optimizer must not step in one. Compiled autograd is refused; ``torch.compile`` in any place is not.
+    - A copy (``copy.deepcopy``, pickle) is not connected to other ranks before its first training forward, which
+      all ranks make together.
+
+    ``state_dict()`` has torch's names, with the prefix ``module.``; ``model.module.state_dict()`` has none.
+
+    Raises ``PlanMismatch`` on every rank if their models differ, ``ValueError`` if no parameter needs a gradient,
+    one is on the meta device or the process group is not initialised, ``TypeError`` for parameters that are
+    DTensors.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DistributedDataParallel(torch.nn.Module):
         device_ids: list[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool | None = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -107,7 +107,7 @@ class DistributedDataParallel(torch.nn.Module):
         mixed_precision: Any = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list: list[int] | None = None,
+        bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
@@ -119,65 +119,108 @@ class DistributedDataParallel(torch.nn.Module):
         whole_path: bool = False,
     ) -> None:
         super().__init__()
-        refused = {
-            "delay_all_reduce_named_params": delay_all_reduce_named_params,
-            "param_to_hook_all_reduce": param_to_hook_all_reduce,
-            "mixed_precision": mixed_precision,
-            "device_mesh": device_mesh,
-            "bucket_cap_mb_list": bucket_cap_mb_list,
-        }
-        for name, value in refused.items():
-            if value is not None:
-                raise NotImplementedError(
-                    f"DistributedDataParallel does not take this argument (name: {name})"
-                )
-        if device_ids is not None and len(device_ids) > 1:
-            raise ValueError(
-                f"one process drives one device (device_ids: {device_ids}); start one process per device"
-            )
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"only a torch.nn.Module can be wrapped (type: {type(module)})")
-        self.process_group = _process_group(process_group)
+        refuse(
+            {
+                "mixed_precision": mixed_precision,
+                "delay_all_reduce_named_params": delay_all_reduce_named_params,
+                "param_to_hook_all_reduce": param_to_hook_all_reduce,
+            }
+        )
+        self.process_group: dist.ProcessGroup | None = group_of(process_group, device_mesh)
         self.module = module
-        self.device = (
-            torch.device("cuda", device_ids[0])
-            if device_ids and isinstance(device_ids[0], int)
-            else None
-        )
-        trainable = _trainable(module)
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.reducer = _C.Reducer(
-            [parameter for _, parameter, _ in trainable],
-            [buffer for name, buffer in module.named_buffers() if name not in ignored],
-            self.process_group,
-            names=[name for name, _, _ in trainable],
-            sparse=[sparse for _, _, sparse in trainable],
-            bucket_cap_mb=bucket_cap_mb,
-            first_bucket_cap_mb=1.0 if bucket_cap_mb is None else min(1.0, float(bucket_cap_mb)),
-            plan=plan,
-            wire_dtype=wire_dtype,
-            error_feedback=error_feedback,
-            gradient_predivide_factor=gradient_predivide_factor,
-            whole_path=whole_path,
-            broadcast_buffers=broadcast_buffers if broadcast_buffers is not None else True,
-            synchronise_at_start=init_sync,
-        )
+        contents = Contents(module)
+        self.parameters_to_ignore = contents.ignored
+        self._input_device = check_device(contents.trainable, device_ids, output_device)
+        at_start, self.forward_sync_buffers = buffers_agree(broadcast_buffers, forward_sync_buffers)
+        first_cap, cap = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._options: dict[str, Any] = {
+            "first_bucket_cap_mb": first_cap,
+            "bucket_cap_mb": cap,
+            "plan": plan,
+            "wire_dtype": wire_dtype,
+            "error_feedback": error_feedback,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "whole_path": whole_path,
+        }
+        self._reducer: _C.Reducer | None = self._make_reducer(contents, init_sync, at_start)
         # Says whether the other ranks are in a step; a BatchSizer takes it over.
-        self.buckets_expected: Callable[[], bool] = lambda: True
+        self.buckets_expected: Callable[[], bool] = _always
+        self._register()
+
+    def _make_reducer(self, contents: Contents, synchronise: bool, buffers_too: bool) -> _C.Reducer:
+        buffers = contents.buffers if buffers_too or self.forward_sync_buffers else []
+        self._places = buffers if self.forward_sync_buffers else []
+        self.process_group = group_of(self.process_group)
+        return _C.Reducer(
+            contents.trainable,
+            [place.tensor for place in buffers],
+            self.process_group,
+            names=contents.names,
+            sparse=contents.sparse,
+            frozen=contents.frozen,
+            broadcast_buffers=self.forward_sync_buffers,
+            synchronise_at_start=synchronise,
+            **self._options,
+        )
+
+    def _register(self) -> None:
         _live.add(self)
         _install_hooks()
 
+    @property
+    def reducer(self) -> _C.Reducer:
+        """The core. A copy of a model makes its own in its first training forward, all ranks together."""
+        if self._reducer is None:
+            self._reducer = self._make_reducer(Contents(self.module), False, True)
+        return self._reducer
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None and self.process_group is not default_group():
+            raise RuntimeError(
+                "a process group of one's own cannot be copied or pickled (process_group: "
+                f"{self.process_group}); copy model.module and wrap the copy, or wrap the module in the "
+                "default process group"
+            )
+        state = self.__dict__.copy()
+        state.update(process_group=None, _reducer=None, _places=[])
+        del state["buckets_expected"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.buckets_expected = _always
+        self._register()
+
+    @skipped_by_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.device is not None:
+        device = self._input_device
+        if device is not None:
             args, kwargs = tree_map_only(
-                torch.Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs)
+                torch.Tensor, lambda t: t.to(device, non_blocking=True), (args, kwargs)
             )
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        self.reducer.prepare_forward()
+        reducer = self.reducer
+        reducer.prepare_forward()
         outputs = self.module(*args, **kwargs)
-        self.reducer.watch(outputs)
+        for i, (owner, key, tensor, name) in enumerate(self._places):
+            if owner.get(key) is not tensor:
+                self._follow_buffer(i, owner[key], name)
+        reducer.watch(outputs)
         return outputs
+
+    def _follow_buffer(self, i: int, now: torch.Tensor | None, name: str) -> None:
+        place = self._places[i]
+        if now is None or not self.reducer.replace_buffer(place.tensor, now):
+            _log.warning(
+                "a buffer has another shape, dtype or device than at construction and is not made "
+                "equal on all ranks (name: %s)",
+                name,
+            )
+        if now is not None:
+            self._places[i] = place._replace(tensor=now)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -252,6 +295,49 @@ class DistributedDataParallel(torch.nn.Module):
         Path(path).write_text(self.reducer.chrome_trace())
 
     @property
+    def require_backward_grad_sync(self) -> bool:
+        """False inside ``no_sync()``; may be set, as torch's may."""
+        return self.reducer.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self.reducer.sync = sync
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Uneven data in a plain loop over one wrapped module, as torch's ``join``; a step that all ranks make costs no
+        collective more.
+
+        A rank that leaves the block makes the others' calls with them, adding nothing, until all have left. Then every
+        rank gets the parameters and buffers of the highest rank that made the last step; optimizer state stays each
+        rank's own, and gradients are empty on ranks that left early. ``divide_by_initial_world_size=False``: gradients
+        are the mean over the ranks that still have data. ``throw_on_early_termination``: RuntimeError on all ranks as
+        soon as one has left. Ranks count alike whatever their numbers of samples: ``BatchSizer`` weights samples, takes
+        several modules, and needs no ``join``.
+        """
+        if not enable:
+            yield
+            return
+        reducer = self.reducer
+        reducer.begin_join(not divide_by_initial_world_size, throw_on_early_termination)
+        try:
+            yield
+            while reducer.join_step():
+                pass
+            contents = Contents(self.module)
+            buffers = contents.buffers if self.forward_sync_buffers else []
+            source = reducer.active[-1] if reducer.active else 0
+            tensors = [*contents.trainable, *contents.frozen, *(place.tensor for place in buffers)]
+            reducer.broadcast(tensors, source)
+        finally:
+            reducer.end_join()
+
+    @property
     def buckets_left(self) -> int:
         """Buckets that have left in the step that runs."""
         return self.reducer.launched
@@ -260,12 +346,29 @@ class DistributedDataParallel(torch.nn.Module):
         self._settle()
         super().zero_grad(set_to_none)
 
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: torch.nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Names (as in ``module.state_dict()``) of what stays each rank's own; call it before wrapping."""
+        module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)  # type: ignore[assignment]
+
+    def _set_static_graph(self) -> None:
+        """Nothing to do: any graph is taken."""
+
     def _settle(self) -> None:
         """Let the other ranks know of a step that died here, if none did yet."""
-        if self.reducer.owes:
+        if self._owes():
             self.reducer.prepare_forward()
             if torch.is_grad_enabled():
                 self.reducer.watch(())
+
+    def _owes(self) -> bool:
+        return self._reducer is not None and self._reducer.owes
+
+
+def _always() -> bool:
+    return True
 
 
 def _as_dict(times: _C.StepTimes) -> dict[str, Any]:
@@ -298,8 +401,8 @@ def _announce(error: BaseException | None) -> None:
     if error is not None and _was_told(error):
         return
     for model in list(_live):
-        reducer = model.reducer
-        if error is None and not reducer.owes:
+        reducer = model._reducer
+        if reducer is None or (error is None and not reducer.owes):
             continue
         try:
             memory = error is not None and _is_out_of_memory(error)
@@ -346,7 +449,7 @@ def _install_hooks() -> None:
 
 def _settle_before(optimizer: torch.optim.Optimizer) -> None:
     """Models that owe the others a step and share a parameter with `optimizer` tell them now."""
-    owing = [model for model in list(_live) if model.reducer.owes]
+    owing = [model for model in list(_live) if model._owes()]
     if not owing:
         return
     stepped = {p for group in optimizer.param_groups for p in group["params"]}

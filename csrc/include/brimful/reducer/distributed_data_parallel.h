@@ -28,6 +28,8 @@ class DistributedDataParallel {
       if (item.value().requires_grad()) {
         parameters.push_back(item.value());
         options.names.push_back(item.key());
+      } else {
+        options.frozen.push_back(item.value());
       }
     }
     reducer_ = Reducer::create(std::move(parameters), module_->buffers(), group, options);

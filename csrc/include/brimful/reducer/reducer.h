@@ -32,6 +32,7 @@ struct ReducerOptions {
   bool broadcast_buffers =
       true;  ///< buffers agree after every step: those of the lowest rank that had data
   bool synchronise_at_start = true;  ///< give all ranks the parameters and buffers of rank 0
+  std::vector<at::Tensor> frozen;    ///< parameters that need no gradient: equal at the start too
   std::vector<std::string> names;    ///< of the parameters, for messages
   std::vector<bool> sparse;          ///< by parameter: its gradient will be a sparse tensor
 };
@@ -70,6 +71,21 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void announce_failure(FailureKind kind, const std::string& text, int64_t patience_ms);
   /// True while the other ranks wait, or may come to wait, for a step that this rank has begun.
   bool owes() const;
+  /// The module has another tensor for a buffer now, which agrees from the next step on in the place of `before`. False if
+  /// its shape, dtype or device is another: then it stays out.
+  bool replace_buffer(const at::Tensor& before, const at::Tensor& now);
+  /// Uneven data in a plain loop, between begin_join() and end_join(). A rank without more data calls join_step() instead
+  /// of its steps: it makes the step's calls, with nothing to add, and leaves its gradients empty. Returns false once no
+  /// rank makes steps. `mean_of_active`: gradients are the mean over the ranks that have data, not over all of them.
+  /// `throw_early`: a step without all ranks fails on all of them.
+  /// @throws RankFailed or RankOutOfMemory if another rank fails its step
+  void begin_join(bool mean_of_active, bool throw_early);
+  bool join_step();
+  void end_join();
+  /// Ranks that had data in the last step, in order; empty before the first one.
+  const std::vector<int>& active() const;
+  /// The tensors of rank `source` on every rank. A collective.
+  void broadcast(const std::vector<at::Tensor>& tensors, int source);
 
   /// Counted since construction, for tests and reports.
   struct Counters {
@@ -144,6 +160,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void place_direct(int64_t parameter);
   void add_again(int64_t parameter, const at::Tensor& gradient);
   void fill(int64_t bucket);
+  void let_go_of_earlier(int64_t bucket);
   void launch(int64_t bucket);
   void launch_drained(int64_t bucket);
   void forget_attempt();
@@ -158,6 +175,8 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void end_failed_backward(std::exception_ptr error);
   void abort_step(FailureKind kind, const std::string& text);
   void settle();
+  void require_success(const std::vector<ControlRecord>& records);
+  void note_data(const std::vector<ControlRecord>& records);
 
   std::unique_ptr<State> s_;
 };
