@@ -327,10 +327,12 @@ void Reducer::drain(Part part) {
 
 void Reducer::wait_for_buckets() {
   auto& s = *s_;
+  s.waiting_since = std::chrono::steady_clock::now();
   for (auto& bucket : s.buckets) {
     if (bucket.work && !s.broken) {
       try {
-        bucket.work->wait();
+        wait_for(*bucket.work,
+                 s.parameters[bucket.parameters.empty() ? 0 : bucket.parameters[0]].is_cpu());
       } catch (...) {
         s.broken = std::current_exception();
       }
@@ -429,9 +431,10 @@ std::vector<ControlRecord> Reducer::exchange(const ControlRecord& record) {
     outputs[0].push_back(at::empty_like(inputs[0]));
   }
   ++s.counters.exchanges;
+  s.waiting_since = std::chrono::steady_clock::now();
   try {
     // Not an all_reduce: a rank that is out of step would match it with a bucket, and gloo kills a process for that.
-    s.group->allgather(outputs, inputs)->wait();
+    wait_for(*s.group->allgather(outputs, inputs), s.device.is_cpu());
   } catch (const std::exception& e) {
     s.broken = std::current_exception();
     throw_broken(s.step, "the exchange before a loop", e.what());
