@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <sstream>
 
 #include "reducer/at_exit.h"
 #include "reducer/reducer_state.h"
@@ -30,6 +31,17 @@ std::vector<ParameterInfo> infos_of(const std::vector<at::Tensor>& parameters,
     infos.push_back({p.numel(), p.scalar_type(), p.device(), i < sparse.size() && sparse[i]});
   }
   return infos;
+}
+
+std::string describe_change(const std::string& name, const at::Tensor& parameter,
+                            const at::Tensor& wrapped) {
+  std::ostringstream text;
+  text << "a parameter changed after its module was wrapped (parameter: " << name << ", wrapped as "
+       << wrapped.sizes() << " " << c10::toString(wrapped.scalar_type()) << " on "
+       << wrapped.device() << ", now " << parameter.sizes() << " "
+       << c10::toString(parameter.scalar_type()) << " on " << parameter.device()
+       << "); wrap the module again, on all ranks";
+  return text.str();
 }
 
 void require_parameters(const std::vector<at::Tensor>& parameters) {
@@ -173,6 +185,22 @@ void Reducer::on_late_gradient(int64_t parameter) {
               "checkpoint");
 }
 
+// A gradient of another shape would be read past its end, or be broadcast without a word.
+void Reducer::require_unchanged(int64_t parameter, const at::Tensor& gradient) {
+  const auto& s = *s_;
+  const auto& slot = s.slots[parameter];
+  const auto& wrapped = slot.view.defined() ? slot.view : s.buckets[slot.bucket].sparse_zero;
+  const auto& now = s.parameters[parameter];
+  if (gradient.sizes() != wrapped.sizes() || now.scalar_type() != wrapped.scalar_type() ||
+      now.device() != wrapped.device()) [[unlikely]] {
+    const auto index = static_cast<size_t>(parameter);
+    const auto text = describe_change(
+        index < s.names.size() ? s.names[index] : std::to_string(index), now, wrapped);
+    publish_failure(FailureKind::error, text);
+    throw PlanMismatch(text);
+  }
+}
+
 void Reducer::place(int64_t parameter) {
   auto& s = *s_;
   const at::NoGradGuard no_grad;
@@ -188,6 +216,7 @@ void Reducer::place(int64_t parameter) {
     return;
   }
   s.used[parameter] = 1;
+  require_unchanged(parameter, gradient);
   if (!slot.view.defined()) {
     sparse = sparse_scaled(gradient, s.scale);
   } else if (!is_alias(gradient, slot.view)) {

@@ -105,6 +105,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void on_gradient(int64_t parameter, const at::Tensor& gradient);
   void on_late_gradient(int64_t parameter);
   void start_backward(bool launching);
+  void require_unchanged(int64_t parameter, const at::Tensor& gradient);
   void place(int64_t parameter);
   void add_again(int64_t parameter, const at::Tensor& gradient);
   void fill(int64_t bucket);
