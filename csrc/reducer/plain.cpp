@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
+#include <brimful/step/oom.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -107,8 +108,15 @@ void Reducer::end_plain_backward() {
     s.mode = State::Mode::idle;
     return;
   }
-  complete(Part::early);
-  complete(Part::last);
+  try {
+    complete(Part::early);
+    complete(Part::last);
+  } catch (...) {  // the others wait for the rest
+    const auto error = std::current_exception();
+    abort_step(is_out_of_memory(error) ? FailureKind::out_of_memory : FailureKind::error,
+               describe(error));
+    throw;
+  }
   const auto records = finish();
   s.stands = worst(records) < Verdict::retry;
   if (s.stands) {
