@@ -12,10 +12,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from brimful import _C
+
+if dist.is_available():
+    # It keeps the group that is the default one when it is imported, as its functions' default, and the first optimizer
+    # imports it: then destroy_process_group would not end that group's threads.
+    import torch.distributed.nn.functional
 
 __all__ = ["DistributedDataParallel"]
 
@@ -57,6 +66,14 @@ def _trainable(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter, b
     return found
 
 
+def _left_out(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters that need no gradient now; the ignored ones are nobody's concern."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return [
+        p for name, p in module.named_parameters() if not p.requires_grad and name not in ignored
+    ]
+
+
 class DistributedDataParallel(torch.nn.Module):
     """Takes the place of ``torch.nn.parallel.DistributedDataParallel``; a collective, all ranks construct together.
 
@@ -70,6 +87,9 @@ class DistributedDataParallel(torch.nn.Module):
     the start: a rank without memory drains them). Buffers agree after every step, not before a forward
     (``broadcast_buffers``). Refused: ``mixed_precision``, ``delay_all_reduce_named_params``,
     ``param_to_hook_all_reduce`` and ``device_mesh``.
+
+    Parameters that are added, replaced, unfrozen, resized or given another dtype or device afterwards make the next
+    forward or backward raise ``PlanMismatch``, and ``RankFailed`` on the other ranks; frozen ones count as unused.
 
     Raises ``PlanMismatch`` on every rank if their models differ, ``ValueError`` if no parameter needs a gradient or the
     process group is not initialised, ``TypeError`` for parameters that are DTensors.
@@ -118,7 +138,7 @@ class DistributedDataParallel(torch.nn.Module):
             )
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"only a torch.nn.Module can be wrapped (type: {type(module)})")
-        self.process_group = _process_group(process_group)
+        self.process_group: dist.ProcessGroup | None = _process_group(process_group)
         self.module = module
         self.device = (
             torch.device("cuda", device_ids[0])
@@ -139,6 +159,12 @@ class DistributedDataParallel(torch.nn.Module):
             broadcast_buffers=broadcast_buffers if broadcast_buffers is not None else True,
             synchronise_at_start=init_sync,
         )
+        self._wrapped = {name: parameter for name, parameter, _ in trainable}
+        self._left_out = _left_out(module)
+        self._inside = frozenset(id(child) for child in module.modules())
+        self._suspect = False  # something was registered in one of these modules
+        # Says whether this rank is between two steps that the others make too.
+        self.in_loop: Callable[[], bool] = lambda: False
         # Says whether the other ranks are in a step; a BatchSizer takes it over.
         self.buckets_expected: Callable[[], bool] = lambda: True
         _live.add(self)
@@ -152,6 +178,8 @@ class DistributedDataParallel(torch.nn.Module):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self.reducer.prepare_forward()
+        if self._suspect or (self._left_out and any(p.requires_grad for p in self._left_out)):
+            self._require_unchanged()
         outputs = self.module(*args, **kwargs)
         self.reducer.watch(outputs)
         return outputs
@@ -176,6 +204,20 @@ class DistributedDataParallel(torch.nn.Module):
             self.reducer.end_scope_failed(_is_out_of_memory(error), _words(error))
             raise
         self.reducer.end_scope_ok()
+
+    def _require_unchanged(self) -> None:
+        for name, parameter, _ in _trainable(self.module):
+            if self._wrapped.get(name) is parameter:
+                continue
+            change = "replaced" if name in self._wrapped else "added or unfrozen"
+            error = _C.PlanMismatch(
+                f"a parameter was {change} after its module was wrapped (parameter: {name}); wrap the "
+                "module again, on all ranks"
+            )
+            if self.reducer.owes:  # in a plain loop: the other ranks are in this step
+                self.reducer.leave_word(False, _words(error))
+            raise error
+        self._suspect = False
 
     @property
     def buckets_left(self) -> int:
@@ -218,9 +260,11 @@ def _announce(error: BaseException | None) -> None:
         return
     for model in list(_live):
         reducer = model.reducer
-        if error is None and not reducer.owes:
-            continue
         try:
+            if error is None and not reducer.owes:
+                if model.in_loop():  # they find the group broken, and these words
+                    reducer.leave_word(False, "its process ended between two steps")
+                continue
             memory = error is not None and _is_out_of_memory(error)
             words = (
                 _words(error) if error is not None else "its process ended in the middle of a step"
@@ -234,9 +278,14 @@ def _announce(error: BaseException | None) -> None:
 
 
 def _end() -> None:
-    """Before the interpreter ends: tell what is owed, then join the process groups' threads."""
+    """Before the interpreter ends: tell what is owed, then join the process groups' threads.
+
+    These may hold tensors of Python, and a thread that needs an interpreter that is gone ends the process.
+    """
     _announce(None)
     _C._release_groups()
+    for model in list(_live):
+        model.process_group = None
 
 
 _hooks_installed = False
@@ -260,7 +309,15 @@ def _install_hooks() -> None:
 
     sys.excepthook = excepthook
     atexit.register(_end)
+    register_module_parameter_registration_hook(_suspect)
+    register_module_module_registration_hook(_suspect)
     register_optimizer_step_pre_hook(lambda optimizer, *_: _settle_before(optimizer))
+
+
+def _suspect(module: torch.nn.Module, *_: object) -> None:
+    for model in list(_live):
+        if id(module) in model._inside:
+            model._suspect = True
 
 
 def _settle_before(optimizer: torch.optim.Optimizer) -> None:

@@ -8,6 +8,7 @@ import operator
 import random
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -148,27 +149,38 @@ class BatchSizer:
         self._optimizers = optimizers
         self._device = devices[0]
         self._consumed = 0
+        weak = weakref.ref(self)  # the garbage collector does not see what the core holds
+
+        def required_bytes() -> int:
+            sizer = weak()
+            return sizer._required_bytes() if sizer is not None else 0
+
         self._core = _C.BatchSizer(
             reducers=[w.reducer for w in dict.fromkeys(wrapped)],
             outside=outside,
             buffers=buffers,
             devices=devices,
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
-            required_bytes=self._required_bytes,
+            required_bytes=required_bytes,
             weight_fn=weight_fn,
             max_retries=max_retries,
             pieces=pieces,
             lockstep=lockstep,
         )
+        self._loops = 0  # that have not come to their end
         core = self._core
         for module in wrapped:
             module.buckets_expected = lambda: core.expects_step or core.stepping
+            module.in_loop = lambda: (
+                core.expects_step and (sizer := weak()) is not None and sizer._loops > 0
+            )
         for item in optimizers:
             self._guard(item)
 
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an error inside `optimizer.step` a HalfStepError that the other ranks hear of."""
         inner = optimizer.step
+        weak = weakref.ref(self)
 
         @functools.wraps(optimizer.step.__func__)  # type: ignore[attr-defined]
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +189,9 @@ class BatchSizer:
             except (_C.RankFailed, _C.HalfStepError):
                 raise
             except Exception as error:
-                self._announce(error)
+                sizer = weak()
+                if sizer is not None:
+                    sizer._announce(error)
                 half_done = _C.HalfStepError(
                     f"the optimizer failed in the middle of its step ({_words(error)}); parameters "
                     "may be half updated: load a checkpoint"
@@ -221,6 +235,10 @@ class BatchSizer:
         exchange between the ranks. Every batch must be given to ``step``.
         """
         core = self._core
+        if self._loops > 0 and core.expects_step:
+            # The loop before was left: by all ranks, or the others wait in its next step.
+            self._tell(False, "it left its loop over data and began another one")
+        self._loops = 0
         error: BaseException | None = None
         following: Any = None
         try:
@@ -231,6 +249,7 @@ class BatchSizer:
         any_rank = core.begin_loop(_announced(following))
         if error is not None:
             self._fail(error)
+        self._loops += any_rank
         while any_rank:
             current = following
             try:
@@ -245,6 +264,7 @@ class BatchSizer:
                     f"a batch was left out (steps: {core.steps}); call sizer.step for every batch"
                 )
             any_rank = not core.at_end
+        self._loops = 0
 
     def _fail(self, error: BaseException) -> None:
         self._announce(error)
@@ -253,10 +273,13 @@ class BatchSizer:
 
     def _announce(self, error: BaseException) -> None:
         """Tell the other ranks, which wait in their next step; nobody does after the last one."""
+        self._tell(_is_out_of_memory(error), _words(error))
+
+    def _tell(self, out_of_memory: bool, words: str) -> None:
         if self._core.at_end or self._core.world_size == 1:
             return
         try:
-            self._core.announce_failure(_is_out_of_memory(error), _words(error))
+            self._core.announce_failure(out_of_memory, words)
         except _C.RankFailed as broken:
             logging.getLogger("brimful").warning("nobody heard of this rank's failure: %s", broken)
 
