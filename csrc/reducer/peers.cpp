@@ -105,7 +105,9 @@ void Reducer::wait_for(c10d::Work& work, bool on_cpu) {
         throw;
       }
     }
-    TORCH_CHECK(!told_broken(), "another rank found the process group broken");
+    if (told_broken()) {
+      throw std::runtime_error("another rank found the process group broken");
+    }
   }
   work.wait();
 }
