@@ -18,7 +18,7 @@ export PYTHON
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-cpp test-consumer test-layers test-python test-oldest smoke build configure \
+.PHONY: help demo test test-cpp test-consumer test-layers test-python test-oldest smoke soak build configure \
   lint lint-static stubtest tidy format bench asan tsan setup setup-lint clean distclean
 
 help: ## Show this list
@@ -40,6 +40,9 @@ test-layers: setup
 
 test-python: build
 	@$(BIN)/python -m pytest
+
+soak: build ## Thousands of random faults in random steps of random models (minutes)
+	@$(BIN)/python -m pytest -m slow tests/python/test_soak.py
 
 test-oldest: ## Build and install against the oldest torch that is supported, and run the smoke tests
 	@$(MAKE) smoke TORCH=$(OLDEST_TORCH)

@@ -39,7 +39,14 @@ def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]
 
     def run(plans: dict[str, dict[str, Any]]) -> list[Samples]:
         by_rank: list[Samples] = ranks.run_ranks(
-            WORLD_SIZE, work, MODEL, request.warm_up_rounds, count, ours, plans, stall_s=request.stall_s
+            WORLD_SIZE,
+            work,
+            MODEL,
+            request.warm_up_rounds,
+            count,
+            ours,
+            plans,
+            stall_s=request.stall_s,
         )
         report.require_usable(by_rank)
         return by_rank

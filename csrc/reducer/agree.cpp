@@ -70,7 +70,8 @@ std::vector<std::string> split_records(const std::vector<uint8_t>& bytes) {
 }  // namespace
 
 std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device device,
-                                                 const std::vector<uint8_t>& own) {
+                                                 const std::vector<uint8_t>& own,
+                                                 const std::function<void(c10d::Work&)>& wait) {
   auto bytes = at::empty({static_cast<int64_t>(own.size())}, at::kByte);
   std::memcpy(bytes.mutable_data_ptr<uint8_t>(), own.data(), own.size());
   std::vector<at::Tensor> inputs{bytes.to(device)};
@@ -79,7 +80,7 @@ std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device
     outputs[0].push_back(at::empty_like(inputs[0]));
   }
   // Not an all_reduce: a rank that is out of step would match it with a bucket, and gloo kills a process for that.
-  group->allgather(outputs, inputs)->wait();
+  wait(*group->allgather(outputs, inputs));
   std::vector<std::vector<uint8_t>> result;
   for (const auto& output : outputs[0]) {
     const auto on_host = output.cpu();

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -10,9 +11,10 @@ namespace brimful {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-/// Every rank's bytes, by rank; all ranks give the same number. One collective on `device`.
-std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device device,
-                                                 const std::vector<uint8_t>& own);
+/// Every rank's bytes, by rank; all ranks give the same number. One collective on `device`, waited for by `wait`.
+std::vector<std::vector<uint8_t>> exchange_bytes(
+    const Group& group, c10::Device device, const std::vector<uint8_t>& own,
+    const std::function<void(c10d::Work&)>& wait = [](c10d::Work& work) { work.wait(); });
 
 /// What must be alike on all ranks.
 struct Model {

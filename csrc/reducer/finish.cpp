@@ -25,11 +25,12 @@ std::string words_of(const std::exception_ptr& error) {
 void Reducer::wait_for_buckets() {
   auto& s = *s_;
   s.watch.begin_wait();
+  s.waiting_since = std::chrono::steady_clock::now();
   for (size_t i = 0; i < s.buckets.size(); ++i) {
     auto& bucket = s.buckets[i];
     if (bucket.work && !s.broken) {
       try {
-        bucket.work->wait();
+        wait_for(*bucket.work, bucket.device.is_cpu());
       } catch (...) {
         s.broken = std::current_exception();
       }
@@ -147,9 +148,11 @@ std::vector<ControlRecord> Reducer::exchange(const ControlRecord& record) {
   const memory::Unlimited unlimited;
   const auto own = encode(record);
   ++s.counters.exchanges;
+  s.waiting_since = std::chrono::steady_clock::now();
   std::vector<std::vector<uint8_t>> all;
   try {
-    all = exchange_bytes(s.group, s.device, {own.begin(), own.end()});
+    all = exchange_bytes(s.group, s.device, {own.begin(), own.end()},
+                         [&](c10d::Work& work) { wait_for(work, s.device.is_cpu()); });
   } catch (const std::exception& e) {
     s.broken = std::current_exception();
     throw_broken(s.step, "the exchange before a loop", e.what());

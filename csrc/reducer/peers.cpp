@@ -1,6 +1,7 @@
 // Words between ranks, through the process group's store: why a rank failed, and who is missing when a group breaks.
 #include <brimful/log.h>
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -10,6 +11,8 @@
 namespace brimful {
 namespace {
 constexpr int64_t kMissingPatience = 2000;  // ms
+constexpr int64_t kLateBy = 500;            // ms
+constexpr int64_t kListenEvery = 500;       // ms, while waiting for other ranks
 constexpr const char* kMemoryPrefix = "out of memory: ";
 
 std::vector<uint8_t> as_bytes(const std::string& text) {
@@ -85,13 +88,44 @@ void Reducer::abandon(FailureKind kind, const std::string& text) {
   publish_failure(kind, text);
   s.broken = std::make_exception_ptr(
       std::runtime_error("this rank left a step whose collectives it could not match"));
+  abort_group();
+  wait_for_buckets();
+  end_attempt();
+}
+
+// A rank that waits for one that is well does not notice that the group broke: it would wait until the group's timeout.
+void Reducer::wait_for(c10d::Work& work, bool on_cpu) {
+  auto& s = *s_;
+  while (on_cpu && s.store && s.world_size > 1) {
+    try {
+      work.wait(std::chrono::milliseconds(kListenEvery));
+      return;
+    } catch (const std::exception&) {
+      if (work.isCompleted()) {
+        throw;
+      }
+    }
+    if (told_broken()) {
+      throw std::runtime_error("another rank found the process group broken");
+    }
+  }
+  work.wait();
+}
+
+bool Reducer::told_broken() {
   try {
-    s.group->abort();
+    return s_->store->check({s_->key + "broken"});
+  } catch (const std::exception&) {
+    return false;  // the store's rank died: the group's own timeout ends the wait
+  }
+}
+
+void Reducer::abort_group() {
+  try {
+    s_->group->abort();
   } catch (const std::exception& e) {
     log(LogLevel::warning, std::string("could not abort the process group: ") + e.what());
   }
-  wait_for_buckets();
-  end_attempt();
 }
 
 std::optional<PeerFailure> Reducer::failed_peer() {
@@ -109,43 +143,88 @@ std::optional<PeerFailure> Reducer::failed_peer() {
   return std::nullopt;
 }
 
+namespace {
+/// What a rank leaves for the others when it finds the group broken: how long it has waited, and for what.
+std::vector<uint8_t> as_bytes(int64_t waited_ms, const std::string& waiting_for) {
+  return as_bytes(std::to_string(waited_ms) + " " + waiting_for);
+}
+
+std::pair<int64_t, std::string> as_wait(const std::string& text) {
+  const auto space = text.find(' ');
+  return {std::stoll(text.substr(0, space)), text.substr(space + 1)};
+}
+
+/// Who found the group broken at once, where others had waited for it.
+struct Latest {
+  int rank = -1;
+  int64_t waited_ms = 0;
+  int64_t longest_ms = 0;
+
+  void add(int of_rank, int64_t ms) {
+    longest_ms = std::max(longest_ms, ms);
+    if (rank < 0 || ms < waited_ms) {
+      rank = of_rank;
+      waited_ms = ms;
+    }
+  }
+  bool known() const { return longest_ms - waited_ms >= kLateBy; }
+  std::string text() const {
+    return "rank " + std::to_string(rank) + " came " +
+           std::to_string((longest_ms - waited_ms) / 1000.0).substr(0, 3) +
+           " s after the first, which did not wait so long";
+  }
+};
+}  // namespace
+
 void Reducer::throw_broken(int64_t at_step, const std::string& waiting_for,
                            const std::string& cause) {
+  using std::chrono::milliseconds;
   auto& s = *s_;
   const auto here = s.key + "broken/";
-  const auto deadline =
-      std::chrono::steady_clock::now() + std::chrono::milliseconds(kMissingPatience);
+  const auto now = std::chrono::steady_clock::now();
+  const auto waited = std::chrono::duration_cast<milliseconds>(now - s.waiting_since).count();
+  const auto deadline = now + milliseconds(kMissingPatience);
   std::string missing;
   int first = -1;
+  Latest latest;
+  const auto add = [&](int rank, const std::string& text) {
+    missing += (missing.empty() ? "rank " : "; rank ") + std::to_string(rank) + text;
+    first = first < 0 ? rank : first;
+  };
   // A rank that also finds the group broken says so; one that failed left its words. Who does neither is missing.
   const auto ask = [&](int rank) {
     const auto failed = s.failure_key(at_step, rank);
     while (!s.store->check({here + std::to_string(rank)})) {
       const bool has_words = s.store->check({failed});
       if (has_words || std::chrono::steady_clock::now() > deadline) {
-        missing += (missing.empty() ? "rank " : "; rank ") + std::to_string(rank) +
-                   (has_words ? " failed: " + as_text(s.store->get(failed))
-                              : " did not come (it left its loop, died or hangs)");
-        first = first < 0 ? rank : first;
+        add(rank, has_words ? " failed: " + as_text(s.store->get(failed))
+                            : " did not come (it left its loop, died or hangs)");
         return;
       }
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      std::this_thread::sleep_for(milliseconds(10));
     }
-    const auto elsewhere = as_text(s.store->get(here + std::to_string(rank)));
+    const auto [ms, elsewhere] = as_wait(as_text(s.store->get(here + std::to_string(rank))));
+    latest.add(rank, ms);
     if (elsewhere != waiting_for) {
-      missing += (missing.empty() ? "rank " : "; rank ") + std::to_string(rank) + " waits for " +
-                 elsewhere + ", this one for " + waiting_for + " (one of them left its loop)";
-      first = first < 0 ? rank : first;
+      add(rank, " waits for " + elsewhere + ", this one for " + waiting_for +
+                    " (one of them left its loop)");
     }
   };
   try {
     if (s.store) {
-      s.store->set(here + std::to_string(s.rank), as_bytes(waiting_for));
+      s.store->set(here + std::to_string(s.rank), as_bytes(waited, waiting_for));
+      s.store->set(s.key + "broken", as_bytes(waiting_for));
     }
+    abort_group();
+    latest.add(s.rank, waited);
     for (int rank = 0; s.store && rank < s.world_size; ++rank) {
       if (rank != s.rank) {
         ask(rank);
       }
+    }
+    if (missing.empty() && latest.known()) {
+      first = latest.rank;
+      missing = latest.text();
     }
   } catch (const std::exception&) {
     missing += std::string(missing.empty() ? "" : "; ") +

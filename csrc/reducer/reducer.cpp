@@ -247,15 +247,6 @@ std::string Reducer::State::name_of(int64_t parameter) const {
                                                        : std::to_string(parameter);
 }
 
-// Another size on the wire than the other ranks' would end their processes (gloo).
-void Reducer::State::require_unchanged(int64_t parameter, const at::Tensor& gradient) const {
-  const auto dtype = parameters[parameter].scalar_type();
-  TORCH_CHECK_VALUE(gradient.numel() == slots[parameter].numel && dtype == infos[parameter].dtype,
-                    "a parameter has changed since it was wrapped (parameter: ", name_of(parameter),
-                    ", now ", gradient.sizes(), " ", dtype,
-                    "); wrap the module again on every rank");
-}
-
 void Reducer::on_late_gradient(int64_t parameter) {
   auto& s = *s_;
   s.late = true;
@@ -266,6 +257,24 @@ void Reducer::on_late_gradient(int64_t parameter) {
               "buckets leave after backward: "
               "repeat the step (a BatchSizer does so by itself), or pass use_reentrant=False to "
               "checkpoint");
+}
+
+// A gradient of another shape would be read past its end, or be broadcast without a word; another size on the wire than
+// the other ranks' would end their processes (gloo).
+void Reducer::State::require_unchanged(int64_t parameter, const at::Tensor& gradient) const {
+  const auto& slot = slots[parameter];
+  const auto& info = infos[parameter];
+  const auto& now = parameters[parameter];
+  const bool same_shape =
+      slot.view.defined() ? gradient.sizes() == slot.view.sizes() : gradient.numel() == slot.numel;
+  if (same_shape && now.scalar_type() == info.dtype && now.device() == info.device) [[likely]] {
+    return;
+  }
+  throw PlanMismatch(
+      c10::str("a parameter changed after its module was wrapped (parameter: ", name_of(parameter),
+               ", wrapped with ", info.numel, " elements of ", info.dtype, " on ", info.device,
+               ", now ", now.sizes(), " of ", now.scalar_type(), " on ", now.device(),
+               "); wrap the module again, on all ranks"));
 }
 
 void Reducer::place(int64_t parameter) {

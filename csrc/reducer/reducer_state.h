@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <atomic>
+#include <chrono>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -72,11 +73,12 @@ struct Reducer::State {
   ControlRecord record;
   at::Tensor loss_sum;
   int buffer_source = 0;
-  std::exception_ptr broken;  ///< the first error of the process group
-  bool late = false;          ///< a gradient came after its bucket had left
-  int graph_task = -1;        ///< of the backward that a step runs
-  bool reentrant = false;     ///< a gradient came in another graph task: it may come again
-  bool launch_late = false;   ///< learned from that: all buckets leave after backward
+  std::exception_ptr broken;                            ///< the first error of the process group
+  std::chrono::steady_clock::time_point waiting_since;  ///< of the last wait for other ranks
+  bool late = false;         ///< a gradient came after its bucket had left
+  int graph_task = -1;       ///< of the backward that a step runs
+  bool reentrant = false;    ///< a gradient came in another graph task: it may come again
+  bool launch_late = false;  ///< learned from that: all buckets leave after backward
   Participant* before = nullptr;
   Participant* after = nullptr;
   Stopwatch watch;

@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
@@ -29,6 +33,11 @@ from brimful._wrapping import (
     group_of,
     refuse,
 )
+
+if dist.is_available():
+    # It keeps the group that is the default one when it is imported, as its functions' default, and the first optimizer
+    # imports it: then destroy_process_group would not end that group's threads.
+    import torch.distributed.nn.functional
 
 __all__ = ["DistributedDataParallel"]
 
@@ -82,6 +91,9 @@ class DistributedDataParallel(torch.nn.Module):
       all ranks make together.
 
     ``state_dict()`` has torch's names, with the prefix ``module.``; ``model.module.state_dict()`` has none.
+
+    Parameters that are added, replaced, unfrozen, resized or given another dtype or device afterwards make the next
+    forward or backward raise ``PlanMismatch``, and ``RankFailed`` on the other ranks; frozen ones count as unused.
 
     Raises ``PlanMismatch`` on every rank if their models differ, ``ValueError`` if no parameter needs a gradient,
     one is on the meta device or the process group is not initialised, ``TypeError`` for parameters that are
@@ -145,6 +157,8 @@ class DistributedDataParallel(torch.nn.Module):
             "whole_path": whole_path,
         }
         self._reducer: _C.Reducer | None = self._make_reducer(contents, init_sync, at_start)
+        # Says whether this rank is between two steps that the others make too.
+        self.in_loop: Callable[[], bool] = _never
         # Says whether the other ranks are in a step; a BatchSizer takes it over.
         self.buckets_expected: Callable[[], bool] = _always
         self._register()
@@ -152,6 +166,10 @@ class DistributedDataParallel(torch.nn.Module):
     def _make_reducer(self, contents: Contents, synchronise: bool, buffers_too: bool) -> _C.Reducer:
         buffers = contents.buffers if buffers_too or self.forward_sync_buffers else []
         self._places = buffers if self.forward_sync_buffers else []
+        self._wrapped = dict(zip(contents.names, contents.trainable, strict=True))
+        self._left_out = contents.frozen
+        self._inside = frozenset(id(child) for child in self.module.modules())
+        self._suspect = False  # something was registered in one of these modules
         self.process_group = group_of(self.process_group)
         return _C.Reducer(
             contents.trainable,
@@ -184,7 +202,9 @@ class DistributedDataParallel(torch.nn.Module):
                 "default process group"
             )
         state = self.__dict__.copy()
-        state.update(process_group=None, _reducer=None, _places=[])
+        state.update(
+            process_group=None, _reducer=None, _places=[], _wrapped={}, _left_out=[], in_loop=_never
+        )
         del state["buckets_expected"]
         return state
 
@@ -204,6 +224,8 @@ class DistributedDataParallel(torch.nn.Module):
             return self.module(*args, **kwargs)
         reducer = self.reducer
         reducer.prepare_forward()
+        if self._suspect or (self._left_out and any(p.requires_grad for p in self._left_out)):
+            self._require_unchanged()
         outputs = self.module(*args, **kwargs)
         for i, (owner, key, tensor, name) in enumerate(self._places):
             if owner.get(key) is not tensor:
@@ -337,6 +359,21 @@ class DistributedDataParallel(torch.nn.Module):
         finally:
             reducer.end_join()
 
+    def _require_unchanged(self) -> None:
+        now = Contents(self.module)
+        for name, parameter in zip(now.names, now.trainable, strict=True):
+            if self._wrapped.get(name) is parameter:
+                continue
+            change = "replaced" if name in self._wrapped else "added or unfrozen"
+            error = _C.PlanMismatch(
+                f"a parameter was {change} after its module was wrapped (parameter: {name}); wrap the "
+                "module again, on all ranks"
+            )
+            if self.reducer.owes:  # in a plain loop: the other ranks are in this step
+                self.reducer.publish_failure(False, _words(error))
+            raise error
+        self._suspect = False
+
     @property
     def buckets_left(self) -> int:
         """Buckets that have left in the step that runs."""
@@ -371,6 +408,10 @@ def _always() -> bool:
     return True
 
 
+def _never() -> bool:
+    return False
+
+
 def _as_dict(times: _C.StepTimes) -> dict[str, Any]:
     def fields(value: object) -> dict[str, Any]:
         return {name: getattr(value, name) for name in dir(value) if not name.startswith("_")}
@@ -402,9 +443,13 @@ def _announce(error: BaseException | None) -> None:
         return
     for model in list(_live):
         reducer = model._reducer
-        if reducer is None or (error is None and not reducer.owes):
+        if reducer is None:
             continue
         try:
+            if error is None and not reducer.owes:
+                if model.in_loop():  # they find the group broken, and these words
+                    reducer.publish_failure(False, "its process ended between two steps")
+                continue
             memory = error is not None and _is_out_of_memory(error)
             words = (
                 _words(error) if error is not None else "its process ended in the middle of a step"
@@ -418,9 +463,14 @@ def _announce(error: BaseException | None) -> None:
 
 
 def _end() -> None:
-    """Before the interpreter ends: tell what is owed, then join the process groups' threads."""
+    """Before the interpreter ends: tell what is owed, then join the process groups' threads.
+
+    These may hold tensors of Python, and a thread that needs an interpreter that is gone ends the process.
+    """
     _announce(None)
     _C._release_groups()
+    for model in list(_live):
+        model.process_group = None
 
 
 _hooks_installed = False
@@ -444,7 +494,15 @@ def _install_hooks() -> None:
 
     sys.excepthook = excepthook
     atexit.register(_end)
+    register_module_parameter_registration_hook(_suspect)
+    register_module_module_registration_hook(_suspect)
     register_optimizer_step_pre_hook(lambda optimizer, *_: _settle_before(optimizer))
+
+
+def _suspect(module: torch.nn.Module, *_: object) -> None:
+    for model in list(_live):
+        if model._reducer is not None and id(module) in model._inside:
+            model._suspect = True
 
 
 def _settle_before(optimizer: torch.optim.Optimizer) -> None:

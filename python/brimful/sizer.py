@@ -149,6 +149,8 @@ class BatchSizer:
         self._optimizers = optimizers
         self._device = devices[0]
         self._consumed = 0
+        if weight_fn is not None and not callable(weight_fn):
+            raise TypeError(f"weight_fn is called with a batch (weight_fn: {weight_fn!r})")
         self._weight_fn = weight_fn
         # The core is no container to the garbage collector: what it holds must not lead back to it.
         this = weakref.ref(self)
@@ -164,8 +166,12 @@ class BatchSizer:
             pieces=pieces,
             lockstep=lockstep,
         )
+        self._loops = 0  # that have not come to their end
         for module in wrapped:
             module.buckets_expected = lambda: (sizer := this()) is None or sizer._core.expects_step
+            module.in_loop = lambda: (
+                (sizer := this()) is not None and sizer._core.expects_step and sizer._loops > 0
+            )
         for item in optimizers:
             self._guard(item)
 
@@ -228,6 +234,10 @@ class BatchSizer:
         exchange between the ranks. Every batch must be given to ``step``.
         """
         core = self._core
+        if self._loops > 0 and core.expects_step:
+            # The loop before was left: by all ranks, or the others wait in its next step.
+            self._tell(False, "it left its loop over data and began another one")
+        self._loops = 0
         error: BaseException | None = None
         following: Any = None
         try:
@@ -238,6 +248,7 @@ class BatchSizer:
         any_rank = core.begin_loop(_announced(following))
         if error is not None:
             self._fail(error)
+        self._loops += any_rank
         while any_rank:
             current = following
             try:
@@ -252,6 +263,7 @@ class BatchSizer:
                     f"a batch was left out (steps: {core.steps}); call sizer.step for every batch"
                 )
             any_rank = not core.at_end
+        self._loops = 0
 
     def _fail(self, error: BaseException) -> None:
         self._announce(error)
@@ -260,10 +272,13 @@ class BatchSizer:
 
     def _announce(self, error: BaseException) -> None:
         """Tell the other ranks, which wait in their next step; nobody does after the last one."""
+        self._tell(_is_out_of_memory(error), _words(error))
+
+    def _tell(self, out_of_memory: bool, words: str) -> None:
         if self._core.at_end or self._core.world_size == 1:
             return
         try:
-            self._core.announce_failure(_is_out_of_memory(error), _words(error))
+            self._core.announce_failure(out_of_memory, words)
         except _C.RankFailed as broken:
             logging.getLogger("brimful").warning("nobody heard of this rank's failure: %s", broken)
 

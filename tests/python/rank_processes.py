@@ -59,11 +59,11 @@ def _rank_main(rank, size, port, timeout_s, output, pipe, function, args):
     os._exit(0)
 
 
-def run_ranks(function, *args, size=2, timeout_s=15, watchdog_s=WATCHDOG_S):
+def run_ranks(function, *args, size=2, timeout_s=15, watchdog_s=WATCHDOG_S, lost=()):
     """Call function(Rank, *args) on every rank and return the results by rank.
 
     Fails, with what each rank printed, if one raises, dies, or is not done within `watchdog_s`. `timeout_s` is the
-    process group's.
+    process group's. The ranks in `lost` must be killed (SIGKILL); their result is None.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +91,11 @@ def run_ranks(function, *args, size=2, timeout_s=15, watchdog_s=WATCHDOG_S):
         for _, theirs in ends:
             theirs.close()
         try:
-            answers = _wait([mine for mine, _ in ends], watchdog_s)
+            answers = _wait([mine for mine, _ in ends], watchdog_s, lost)
+            for rank in lost:
+                processes[rank].join(5)
+                if processes[rank].exitcode == -signal.SIGKILL:
+                    answers[rank] = (True, None)
             if all(answer is not None and answer[0] for answer in answers):
                 return [answer[1] for answer in answers]
             _abort(processes, [answer is None for answer in answers])
@@ -106,7 +110,7 @@ def run_ranks(function, *args, size=2, timeout_s=15, watchdog_s=WATCHDOG_S):
                     process.join()
 
 
-def _wait(pipes, watchdog_s):
+def _wait(pipes, watchdog_s, lost=()):
     """What each rank answered: (True, its result), (False, its traceback), or None for nothing."""
     answers = [None] * len(pipes)
     open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
@@ -121,7 +125,9 @@ def _wait(pipes, watchdog_s):
                 answers[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 answers[rank] = (False, "the process died")
-            if not answers[rank][0]:  # the others may wait for it: their stacks tell
+            if (
+                not answers[rank][0] and rank not in lost
+            ):  # the others may wait for it: their stacks tell
                 deadline = min(deadline, time.monotonic() + PATIENCE_S)
     return answers
 

@@ -12,6 +12,7 @@
 namespace c10d {
 class CommHookInterface;  // <torch/csrc/distributed/c10d/comm.hpp>
 class ProcessGroup;       // <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+class Work;               // <torch/csrc/distributed/c10d/Work.hpp>
 }  // namespace c10d
 
 namespace brimful {
@@ -169,6 +170,9 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void end_attempt();
   [[noreturn]] void throw_broken(int64_t at_step, const std::string& waiting_for,
                                  const std::string& cause);
+  void abort_group();
+  void wait_for(c10d::Work& work, bool on_cpu);
+  bool told_broken();
   bool begin_plain_backward();
   void end_plain_backward();
   void plain_backward_died() noexcept;

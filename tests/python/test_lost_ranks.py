@@ -1,0 +1,104 @@
+"""A rank that dies (SIGKILL) or sleeps past the group's timeout: the others raise, and name it."""
+
+import itertools
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+from models import classes, cross_entropy, dropout_net, wrap
+from rank_processes import raised
+
+import brimful
+
+TIMEOUT_S = 3  # of the process group
+SOON_S = TIMEOUT_S + 4  # what the others say is waited for, and the machine may be busy
+SIZE = 3
+
+
+class Leave:
+    """Where one rank is lost: in forward, late in backward (buckets have left), or between two steps."""
+
+    def __init__(self, model, point, nap_s):
+        self.model, self.point, self.nap_s = model, point, nap_s
+        self.armed, self.buckets_left = False, None
+        if point == "forward":
+            model.module[3].register_forward_pre_hook(self)
+        elif point == "backward":
+            model.module[0].weight.register_hook(self)
+
+    def __call__(self, *_):
+        if not self.armed:
+            return
+        self.armed = False
+        self.buckets_left = self.model.buckets_left
+        assert (self.buckets_left > 0) == (self.point == "backward")
+        if self.nap_s is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self.nap_s)
+
+
+def lost_job(rank, point, nap_s, with_sizer, lost):
+    model = wrap(dropout_net())
+    sizer = brimful.BatchSizer(model) if with_sizer else None
+    leave = Leave(model, point, nap_s)
+    for step in range(4):
+        leave.armed = rank.index == lost and step == 2
+        if point == "between":
+            leave()
+        batch = classes(8, seed=step)
+        if sizer:
+            error = raised(sizer.step, batch, cross_entropy)
+        else:
+            error = raised(lambda batch=batch: cross_entropy(model, batch).backward())
+        if error is not None:
+            return step, error
+        model.zero_grad()
+    return None
+
+
+def require_named(result, lost, words):
+    step, error = result
+    assert step == 2
+    assert type(error) is brimful.RankFailed, error
+    assert error.rank == lost, error
+    assert "the process group broke in step 2: " in str(error), error
+    assert f"rank {lost} {words}" in str(error), error
+    assert error.seconds < SOON_S, (error.seconds, error)
+
+
+def at_once(jobs):
+    """Calls all of them, each in a thread: they mostly wait."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [future.result() for future in [pool.submit(job) for job in jobs]]
+
+
+POINTS = ["forward", "between", "backward"]
+
+
+@pytest.mark.parametrize("with_sizer", [True, False], ids=["sizer", "plain"])
+def test_a_killed_rank_is_named_by_the_others(ranks, with_sizer):
+    def run(point, lost):
+        job = point, None, with_sizer, lost
+        results = ranks(lost_job, *job, size=SIZE, timeout_s=TIMEOUT_S, lost=(lost,))
+        assert results.pop(lost) is None
+        for result in results:
+            require_named(result, lost, "did not come (it left its loop, died or hangs)")
+
+    places = itertools.product(POINTS, [0, SIZE - 1])
+    at_once([partial(run, point, lost) for point, lost in places])
+
+
+@pytest.mark.parametrize("with_sizer", [True, False], ids=["sizer", "plain"])
+def test_a_rank_that_sleeps_past_the_timeout_is_named_by_the_others(ranks, with_sizer):
+    def run(point, nap_s, words):
+        results = ranks(lost_job, point, nap_s, with_sizer, 1, size=SIZE, timeout_s=TIMEOUT_S)
+        for rank, result in enumerate(results):
+            if rank != 1 or words == "came ":
+                require_named(result, 1, words)
+
+    naps = (TIMEOUT_S + 0.7, "came "), (TIMEOUT_S + 5, "did not come (it left")
+    places = itertools.product(POINTS, naps)
+    at_once([partial(run, point, *nap) for point, nap in places])
