@@ -13,6 +13,7 @@ constexpr int kCostSteps = 3;
 constexpr int kRounds = 4;
 constexpr int kStepsPerTrial = 3;   // the first one is not counted: its memory is new
 constexpr double kRuledOut = 1.25;  // candidates whose predicted end is this much above the least
+constexpr size_t kAlwaysTried = 3;  // the best of the prediction
 constexpr double kWorthIt = 0.98;   // of the present plan's time, or it stays
 
 double median(std::vector<double> values) {
@@ -166,10 +167,13 @@ void Planner::make_candidates(const StepTimes& times, const std::vector<int64_t>
     predicted.push_back(cost ? predict_end_ms(buckets, *cost) : 0);
     candidates_.push_back({cap, std::move(plan), {}});
   }
-  const double least = *std::min_element(predicted.begin(), predicted.end());
+  auto sorted = predicted;
+  std::sort(sorted.begin(), sorted.end());
+  const double bar =
+      std::max(kRuledOut * sorted[0], sorted[std::min(kAlwaysTried, sorted.size()) - 1]);
   std::vector<Candidate> kept;
   for (size_t k = 0; k < candidates_.size(); ++k) {
-    if (k == 0 || predicted[k] <= kRuledOut * least) {
+    if (k == 0 || predicted[k] <= bar) {
       kept.push_back(std::move(candidates_[k]));
     } else {
       report << "cap " << format_bytes(candidates_[k].cap_bytes) << ": ruled out, predicted end "

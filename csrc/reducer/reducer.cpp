@@ -23,6 +23,24 @@ bool is_alias(const at::Tensor& gradient, const at::Tensor& view) {
   return gradient.layout() == at::kStrided && gradient.const_data_ptr() == view.const_data_ptr();
 }
 
+/// Nothing else sees the gradient's memory. Autograd makes it from what arrived, which lives until the hook ends, and
+/// which may be a view of a tensor that only the view holds (the transpose of a product).
+bool is_sole_owner(const at::Tensor& gradient, const at::Tensor& arrived) {
+  size_t owners = 1;
+  if (arrived.defined() && !arrived.is_same(gradient) && arrived.is_alias_of(gradient)) {
+    ++owners;
+    if (arrived.is_view()) {
+      const auto& base = arrived._base();
+      const bool held_twice = gradient.is_view() && gradient._base().is_same(base);
+      if (base.use_count() > (held_twice ? 2 : 1)) {
+        return false;
+      }
+      ++owners;
+    }
+  }
+  return gradient.storage().use_count() == owners;
+}
+
 std::vector<ParameterInfo> infos_of(const std::vector<at::Tensor>& parameters,
                                     const std::vector<bool>& sparse) {
   std::vector<ParameterInfo> infos;
@@ -146,8 +164,8 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   s.used.assign(parameters.size(), 0);
   s.views.resize(parameters.size());
   s.parameters = std::move(parameters);
-  s.arenas = Arenas([group](int64_t numel, const at::TensorOptions& options) {
-    return zeros_for(group, numel, options);
+  s.arenas = Arenas([&s](int64_t numel, const at::TensorOptions& options) {
+    return zeros_for(s.group, numel, options);  // the group's one owner here is s.group
   });
   s.lay_out(std::move(plan));
   if (s.rank == 0 && s.store && !s.alone && !fixed && options.plan != "registration") {
@@ -234,7 +252,7 @@ void Reducer::take(int64_t parameter, const at::Tensor& gradient) {
   }
   s.seen[parameter] = s.generation;
   bucket.join_current_stream();
-  place(parameter);
+  place(parameter, gradient);
   s.watch.end_copy(began);
   if (--bucket.pending == 0) {
     s.watch.ready(index);
@@ -277,14 +295,14 @@ void Reducer::State::require_unchanged(int64_t parameter, const at::Tensor& grad
                "); wrap the module again, on all ranks"));
 }
 
-void Reducer::place(int64_t parameter) {
+void Reducer::place(int64_t parameter, const at::Tensor& arrived) {
   auto& s = *s_;
   const at::NoGradGuard no_grad;
   auto& gradient = s.parameters[parameter].mutable_grad();
   const auto& slot = s.slots[parameter];
   auto& bucket = s.buckets[slot.bucket];
   if (bucket.direct) {
-    place_direct(parameter);
+    place_direct(parameter, arrived);
     return;
   }
   if (!gradient.defined()) {
@@ -314,7 +332,7 @@ void Reducer::place(int64_t parameter) {
   }
 }
 
-void Reducer::place_direct(int64_t parameter) {
+void Reducer::place_direct(int64_t parameter, const at::Tensor& arrived) {
   auto& s = *s_;
   const auto& owner = s.parameters[parameter];
   auto& gradient = owner.mutable_grad();
@@ -331,7 +349,7 @@ void Reducer::place_direct(int64_t parameter) {
   const bool as_it_is = gradient.layout() == at::kStrided &&
                         gradient.strides() == owner.strides() &&
                         gradient.scalar_type() == owner.scalar_type() &&
-                        gradient.device() == owner.device() && gradient.storage().use_count() == 1;
+                        gradient.device() == owner.device() && is_sole_owner(gradient, arrived);
   const bool has_history = gradient.requires_grad();
   if (has_history && s.launching) {
     bucket.own = at::empty_like(owner.detach());
@@ -365,14 +383,14 @@ void Reducer::add_again(int64_t parameter, const at::Tensor& gradient) {
   }
   const at::NoGradGuard no_grad;
   if (bucket.sparse()) {
-    place(parameter);
+    place(parameter, gradient);
     return;
   }
   auto& sum = s.parameters[parameter].mutable_grad();
   const auto& placed = bucket.direct ? bucket.own : slot.view;
   const double scale = bucket.wire || s.is_hooked(slot.bucket) ? 1.0 : s.scale;
   if (!placed.defined()) {
-    place(parameter);
+    place(parameter, gradient);
   } else if (is_alias(sum, placed)) {
     if (scale != 1) {
       placed.add_(gradient, scale - 1);  // autograd has added it as it is to what was scaled
@@ -405,7 +423,7 @@ void Reducer::fill(int64_t index) {
   auto& s = *s_;
   for (const auto parameter : s.buckets[index].parameters) {
     if (s.seen[parameter] != s.generation) {
-      place(parameter);
+      place(parameter, {});
     }
   }
   if (s.buckets[index].pending > 0) {

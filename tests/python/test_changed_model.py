@@ -67,7 +67,7 @@ CHANGES = {
     added_layer: ("was added or unfrozen", "4.weight"),
     unfrozen: ("was added or unfrozen", "3.bias"),
     loaded: ("was replaced", "0.weight"),
-    other_dtype: ("wrapped as [", ""),
+    other_dtype: ("wrapped with ", ""),
     narrower: None,
     wider: None,
     one_row: None,
@@ -115,7 +115,7 @@ def changed_job(rank, way, places):
         assert "wrap the module again" in str(error), (about, error)
         if rank.index in place:
             # torch's engine makes a ValueError of a PlanMismatch that is thrown inside backward
-            inside = what.startswith("wrapped as")
+            inside = what.startswith("wrapped with")
             assert isinstance(error, ValueError if inside else brimful.PlanMismatch), (about, error)
 
 

@@ -52,7 +52,7 @@ def alone_buffers(steps):
 def test_two_forwards_before_one_backward_work(ranks):
     for errors, buffers in ranks(two_forwards_job):
         assert errors == [None, None]
-        assert relative_difference(buffers, alone_buffers(2)) == 0
+        assert relative_difference(buffers, alone_buffers(2)) < 1e-14
 
 
 class Normaliser(torch.nn.Module):

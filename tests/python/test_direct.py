@@ -86,6 +86,42 @@ def test_large_gradients_have_no_second_copy(ranks):
         assert used <= 2 * size + 64 * 1024  # two of the three parameters have a gradient
 
 
+def address_job(rank):
+    """The gradient that autograd makes, and no copy of it, is p.grad."""
+    model = brimful.DistributedDataParallel(Net())
+    arrived = {}
+
+    def note(name):
+        return lambda gradient: arrived.update({name: gradient.data_ptr()})
+
+    large = {n: p for n, p in model.module.named_parameters() if p.dim() == 2 and n != "unused"}
+    for name, parameter in large.items():
+        parameter.register_hook(note(name))
+    for _ in range(3):
+        loss_of(model, batch(rank.index)).backward()
+        assert arrived == {name: p.grad.data_ptr() for name, p in large.items()}
+        model.zero_grad()
+
+
+def test_large_gradients_stay_where_autograd_left_them(ranks):
+    ranks(address_job)
+
+
+def kept_job(rank):
+    """A hook of the program that keeps a view of the gradient keeps this rank's values."""
+    model = brimful.DistributedDataParallel(Net())
+    kept = []
+    model.module.second.weight.register_hook(lambda gradient: kept.append(gradient.view(-1)))
+    loss_of(model, batch(rank.index)).backward()
+    own = torch.autograd.grad(loss_of(model.module, batch(rank.index)), model.module.second.weight)
+    assert torch.equal(kept[0], own[0].view(-1))
+    assert not torch.equal(kept[0], model.module.second.weight.grad.view(-1))
+
+
+def test_a_view_that_a_hook_keeps_is_not_reduced(ranks):
+    ranks(kept_job)
+
+
 def accumulate_job(rank):
     module = Net()
     xs = [[batch(10 * r + k) for r in range(rank.size)] for k in range(3)]

@@ -206,7 +206,7 @@ def test_a_rank_that_fails_between_two_loops_leaves_word_and_does_not_kill_the_o
 
 
 def launches_at_the_end_job(rank, in_loop):
-    model = wrap(dropout_net())
+    model = wrap(dropout_net(), whole_path=True)
     sizer = brimful.BatchSizer(model)
     for batch in sizer.batches([classes(8, seed=step) for step in range(2)]):
         sizer.step(batch, cross_entropy)
@@ -262,7 +262,7 @@ def test_an_error_that_a_step_has_told_is_not_told_again_at_the_end_of_the_proce
 
 
 def other_optimizer_job(rank):
-    a, b = (wrap(net) for net in two_nets())
+    a, b = (wrap(net, whole_path=True) for net in two_nets())
     optimizer = torch.optim.SGD(a.parameters(), lr=0.1)
     other = torch.optim.SGD(b.parameters(), lr=0.1)
     batch = classes(8, seed=rank.index)

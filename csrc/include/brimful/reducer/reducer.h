@@ -157,8 +157,8 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void take(int64_t parameter, const at::Tensor& gradient);
   void on_late_gradient(int64_t parameter);
   void start_backward(bool launching);
-  void place(int64_t parameter);
-  void place_direct(int64_t parameter);
+  void place(int64_t parameter, const at::Tensor& arrived);
+  void place_direct(int64_t parameter, const at::Tensor& arrived);
   void add_again(int64_t parameter, const at::Tensor& gradient);
   void fill(int64_t bucket);
   void let_go_of_earlier(int64_t bucket);
