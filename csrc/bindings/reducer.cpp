@@ -108,7 +108,7 @@ void bind_reducer(py::module_& m) {
       .def_property_readonly("active", [](const Reducer& reducer) { return reducer.active(); })
       .def("broadcast", &Reducer::broadcast, py::arg("tensors"), py::arg("source"), NoGil())
       .def("begin_scope", &Reducer::begin_scope, NoGil())
-      .def("end_scope_ok", &Reducer::end_scope_ok)
+      .def("end_scope_ok", &Reducer::end_scope_ok, NoGil())
       .def(
           "end_scope_failed",
           [](Reducer& reducer, bool out_of_memory, const std::string& text) {

@@ -179,6 +179,11 @@ int64_t Arenas::bytes() const {
   return sum;
 }
 
+bool is_alias(const at::Tensor& gradient, const at::Tensor& view) {
+  return gradient.defined() && view.defined() && gradient.layout() == at::kStrided &&
+         gradient.const_data_ptr() == view.const_data_ptr();
+}
+
 at::Tensor as_row(const at::Tensor& tensor) {
   const at::AutoDispatchBelowADInplaceOrView no_view_metadata;
   const auto row = tensor.as_strided({tensor.numel()}, {1}, tensor.storage_offset());

@@ -74,6 +74,9 @@ class Arenas {
   std::map<Kind, at::Tensor> memory_;
 };
 
+/// The gradient is the view, or another tensor over the same place; false where one is undefined.
+bool is_alias(const at::Tensor& gradient, const at::Tensor& view);
+
 /// All of a gradient's or buffer's elements as one real row, sharing memory; dense and non-overlapping.
 at::Tensor as_row(const at::Tensor& tensor);
 

@@ -18,6 +18,8 @@ std::string words_of(const std::exception_ptr& error) {
     return e.what_without_backtrace();
   } catch (const std::exception& e) {
     return e.what();
+  } catch (...) {
+    return "an exception that is no std::exception";
   }
 }
 }  // namespace
@@ -35,7 +37,7 @@ void Reducer::wait_for_buckets() {
         s.broken = std::current_exception();
       }
     } else if (bucket.hooked && !s.broken) {
-      bucket.hooked->wait();
+      wait_for_hook(*bucket.hooked);
     }
     s.watch.waited(static_cast<int64_t>(i));
     bucket.work.reset();
@@ -51,6 +53,7 @@ void Reducer::end_attempt() {
   s.next = 0;
   s.mode = State::Mode::idle;
   s.launching = false;
+  s.completing = false;
   s.loss_sum.reset();
   s.before = nullptr;
   s.after = nullptr;
@@ -77,13 +80,17 @@ std::vector<ControlRecord> Reducer::finish() {
 void Reducer::accept(double scale, bool keep_unused) {
   auto& s = *s_;
   const at::NoGradGuard no_grad;
+  const memory::Unlimited unlimited;          // all ranks have accepted: no way back
+  s.hear_of_plan(s.tail->records()[0].plan);  // first: if anything fails here, the plan stands
+  const double carry =
+      s.plain_step ? 1.0 : scale;  // in a plain loop the next step has the same scale
   for (auto& bucket : s.buckets) {
     if (bucket.sparse()) {
       continue;
     }
     const auto row = s.row_of(bucket);
     if (bucket.wire) {
-      bucket.wire->decode(row, scale);
+      bucket.wire->decode(row, scale, carry);
       continue;
     }
     if (bucket.hook_result.defined() && !bucket.hook_result.is_alias_of(row)) {
@@ -122,7 +129,6 @@ void Reducer::accept(double scale, bool keep_unused) {
   if (!std::exchange(s.keep_buffers, false)) {
     s.tail->write_back_buffers();
   }
-  s.hear_of_plan(s.tail->records()[0].plan);
   s.propose_plan();
 }
 

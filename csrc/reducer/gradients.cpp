@@ -14,11 +14,7 @@ template <typename Visit>
 void for_each_row(const std::vector<at::Tensor>& parameters, const std::vector<Slot>& slots,
                   const std::vector<Bucket>& buckets, const Visit& visit) {
   for (const auto& bucket : buckets) {
-    const auto in_place = [&](int64_t i) {
-      const auto& gradient = parameters[i].grad();
-      return gradient.defined() && gradient.layout() == at::kStrided && slots[i].view.defined() &&
-             gradient.const_data_ptr() == slots[i].view.const_data_ptr();
-    };
+    const auto in_place = [&](int64_t i) { return is_alias(parameters[i].grad(), slots[i].view); };
     if (!bucket.parameters.empty() && bucket.gradients.defined() &&
         std::all_of(bucket.parameters.begin(), bucket.parameters.end(), in_place)) {
       visit(bucket.gradients, bucket.parameters);

@@ -15,9 +15,6 @@ void Reducer::launch(int64_t index) {
   auto& bucket = s.buckets[index];
   bucket.join_current_stream();
   if (index == s.last()) {
-    if (!is_failure(s.record.verdict) && s.record.verdict != Verdict::retry) {
-      s.record.work_ms = static_cast<float>(s.watch.now_ms());
-    }
     s.record.plan = s.proposal ? s.proposals : 0;
     s.tail->write(s.used, s.record, s.loss_sum, s.buffer_source);
   }
@@ -44,7 +41,8 @@ void Reducer::launch_drained(int64_t index) {
   } else if (bucket.wire) {
     bucket.wire->clear();
   } else if (bucket.direct) {
-    bucket.own = bucket.drain;
+    // A failed step's sum is of no use to anybody; that of a step without data is.
+    bucket.own = s.record.verdict == Verdict::no_data ? at::zeros_like(bucket.drain) : bucket.drain;
   } else {
     let_go_of_earlier(index);
     bucket.gradients.zero_();
@@ -69,7 +67,6 @@ void Reducer::State::send(int64_t index) {
     bucket.hooked = hook->runHook(passed);  // its errors are this rank's own
   }
   bucket.left = true;
-  ++next;
   if (sends && !bucket.hooked) {
     try {
       std::vector<at::Tensor> tensors{payload(bucket)};
@@ -81,6 +78,7 @@ void Reducer::State::send(int64_t index) {
   }
   const auto bytes = bucket.sparse() ? int64_t{0} : static_cast<int64_t>(payload(bucket).nbytes());
   watch.launched(index, bucket.work, bytes, static_cast<int64_t>(bucket.parameters.size()));
+  ++next;  // behind the call: another participant may launch from now on
 }
 
 c10d::GradBucket Reducer::State::hook_bucket(int64_t index) const {
@@ -138,6 +136,7 @@ void Reducer::begin_attempt(int buffer_source) {
   take_up_plan();
   s.watch.begin_step();
   s.mode = State::Mode::managed;
+  s.plain_step = false;
   s.backward_due = false;
   s.scale = s.sparse_scale = s.wire_scale = 1;
   s.hook_scale = s.world_size;  // a hook returns the mean, a step wants the sum
@@ -166,6 +165,7 @@ void Reducer::set_record(const ControlRecord& record, const at::Tensor& loss_sum
 void Reducer::collect_hook_results() {
   for (auto& bucket : s_->buckets) {
     if (bucket.hooked && !s_->broken) {
+      wait_for_hook(*bucket.hooked);
       bucket.hooked->waitAndThrow();
       bucket.hook_result = s_->hook->parseHookResult(bucket.hooked->value());
     }
@@ -184,8 +184,10 @@ void Reducer::complete(Part part) {
   const memory::Unlimited unlimited;
   const int64_t end = part == Part::early ? s.last() : s.last() + 1;
   if (part == Part::last) {
+    s.record.work_ms = static_cast<float>(s.watch.now_ms());
     collect_hook_results();
   }
+  s.completing = true;
   while (s.next < end) {
     fill(s.next);
     launch(s.next);
@@ -198,7 +200,8 @@ void Reducer::drain(Part part) {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
   const int64_t end = part == Part::early ? s.last() : s.last() + 1;
-  if (part == Part::last) {
+  if (part == Part::last && s.next <= s.last()) {
+    s.buckets.back().join_current_stream();
     let_go_of_earlier(s.last());
     s.buckets.back().gradients.zero_();
   }

@@ -10,12 +10,7 @@
 
 namespace brimful {
 namespace {
-bool is_alias(const at::Tensor& gradient, const at::Tensor& view) {
-  return gradient.defined() && view.defined() && gradient.layout() == at::kStrided &&
-         gradient.const_data_ptr() == view.const_data_ptr();
-}
-
-/// Direct buckets of one dtype and device drain from the same memory: what they deliver then is of no use to anybody.
+/// Direct buckets of one dtype and device drain from the same memory: all ranks throw away the sum of a failed step.
 void share_drain_memory(const std::vector<Bucket>& buckets, std::vector<at::Tensor>& rows) {
   std::map<std::pair<c10::ScalarType, std::string>, at::Tensor> shared;
   std::vector<size_t> order;
@@ -36,6 +31,15 @@ void share_drain_memory(const std::vector<Bucket>& buckets, std::vector<at::Tens
 }
 }  // namespace
 
+void Reducer::State::let_go_of(size_t parameter) {
+  try {
+    views[parameter].let_go();
+  } catch (const c10::OutOfMemoryError&) {
+    log(LogLevel::warning,
+        "a gradient that the program kept from an earlier step is lost: no memory");
+  }
+}
+
 void Reducer::State::lay_out(BucketPlan new_plan) {
   const memory::Unlimited unlimited;  // all ranks change together: no way back
   const at::NoGradGuard no_grad;
@@ -45,7 +49,7 @@ void Reducer::State::lay_out(BucketPlan new_plan) {
     if (is_alias(gradient, slots[i].view)) {
       held.emplace_back(i, gradient.cpu().clone());
     } else {
-      views[i].let_go();
+      let_go_of(i);
     }
   }
   slots.clear();
@@ -63,7 +67,7 @@ void Reducer::State::lay_out(BucketPlan new_plan) {
     }
     const auto row =
         bucket.direct ? as_row(parameters[bucket.parameters[0]].detach()) : bucket.gradients;
-    if (wire_dtype && row.scalar_type() != *wire_dtype) {
+    if (wire_dtype && !alone && row.scalar_type() != *wire_dtype) {
       bucket.wire = std::make_unique<Wire>(row, *wire_dtype, error_feedback);
     } else if (bucket.direct) {
       drains[index] = row;

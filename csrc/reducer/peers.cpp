@@ -102,7 +102,7 @@ void Reducer::wait_for(c10d::Work& work, bool on_cpu) {
       return;
     } catch (const std::exception&) {
       if (work.isCompleted()) {
-        throw;
+        break;  // its own error, if it has one, comes now
       }
     }
     if (told_broken()) {
@@ -110,6 +110,21 @@ void Reducer::wait_for(c10d::Work& work, bool on_cpu) {
     }
   }
   work.wait();
+}
+
+void Reducer::wait_for_hook(c10::ivalue::Future& future) {
+  auto& s = *s_;
+  auto listen_at = std::chrono::steady_clock::now() + std::chrono::milliseconds(kListenEvery);
+  while (s.device.is_cpu() && s.store && s.world_size > 1 && !future.completed()) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (std::chrono::steady_clock::now() > listen_at) {
+      if (told_broken()) {
+        throw std::runtime_error("another rank found the process group broken");
+      }
+      listen_at += std::chrono::milliseconds(kListenEvery);
+    }
+  }
+  future.wait();
 }
 
 bool Reducer::told_broken() {

@@ -57,19 +57,24 @@ bool Reducer::State::lost_backward() const {
 void Reducer::watch(const at::Tensor& output) {
   on_backward(output, [weak = weak_from_this()] {
     if (const auto reducer = weak.lock()) {
-      const std::lock_guard<std::mutex> lock(reducer->s_->mutex);
+      std::unique_lock<std::mutex> lock(reducer->s_->mutex);
       if (reducer->s_->mode == State::Mode::idle) {
-        reducer->begin_plain_backward();
+        reducer->begin_plain_backward(lock);
       }
     }
   });
 }
 
-bool Reducer::begin_plain_backward() {
+bool Reducer::begin_plain_backward(std::unique_lock<std::mutex>& lock) {
   auto& s = *s_;
   const auto* selected = torch::autograd::get_current_graph_task_exec_info();
   if (s.alone || selected == nullptr || !selected->empty()) {
     return false;  // nothing to send; or autograd.grad or backward(inputs=...): not a training step's backward
+  }
+  if (s.aborted) {  // what was launched for the step that died has left: only a wait
+    lock.unlock();
+    settle();
+    lock.lock();
   }
   struct Guard {
     std::weak_ptr<Reducer> reducer;
@@ -90,6 +95,7 @@ bool Reducer::begin_plain_backward() {
     }
   });
   s.mode = State::Mode::plain;
+  s.plain_step = true;
   s.forward_open = false;
   s.backward_due = false;
   s.ooms_before = memory::stats(s.device).ooms;
@@ -99,6 +105,8 @@ bool Reducer::begin_plain_backward() {
   if (s.sync) {
     s.scale = s.wire_scale = 1.0 / s.predivide;
     s.sparse_scale = s.scale;
+    s.hook_scale =
+        s.world_size / s.predivide;  // it returns the mean, and all is scaled back at the end
     s.buffer_source = s.active.empty() ? 0 : s.active.front();
     s.late = false;
     s.record = {};
@@ -194,6 +202,8 @@ void Reducer::plain_backward_died() noexcept {
     }
   } catch (const std::exception& e) {
     log(LogLevel::error, std::string("could not announce the failure of this rank: ") + e.what());
+  } catch (...) {
+    log(LogLevel::error, "could not announce the failure of this rank");
   }
 }
 
@@ -202,20 +212,29 @@ void Reducer::abort_step(FailureKind kind, const std::string& text) {
   if (!text.empty()) {
     publish_failure(kind, text);
   }
-  s.record = {};
-  s.record.verdict = kind == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed;
-  s.loss_sum.reset();
-  s.forward_open = false;
-  s.backward_due = false;
-  s.aborted = true;
-  s.died = false;
-  s.untold.reset();
-  if (s.mode == State::Mode::idle) {
-    take_up_plan();  // no backward has: the others' buckets are the new ones
-    start_backward(false);
+  {
+    const std::lock_guard<std::mutex> lock(s.mutex);
+    s.record = {};
+    s.record.verdict =
+        kind == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed;
+    s.loss_sum.reset();
+    s.forward_open = false;
+    s.backward_due = false;
+    s.aborted = true;
+    s.died = false;
+    s.untold.reset();
+    if (s.mode == State::Mode::idle) {
+      take_up_plan();  // no backward has: the others' buckets are the new ones
+      start_backward(false);
+    }
   }
-  drain(Part::early);
-  drain(Part::last);
+  try {
+    drain(Part::early);
+    drain(Part::last);
+  } catch (...) {  // what the others wait for does not come: better they hear so
+    s.broken = std::current_exception();
+    abort_group();
+  }
   const std::lock_guard<std::mutex> lock(s.mutex);
   s.mode = State::Mode::idle;
   s.launching = false;
@@ -258,6 +277,9 @@ void Reducer::end_scope_failed(FailureKind kind, const std::string& text) {
 
 void Reducer::announce_failure(FailureKind kind, const std::string& text, int64_t patience_ms) {
   auto& s = *s_;
+  if (s.alone) {
+    return;
+  }
   if (s.aborted) {
     publish_failure(kind, text);
   } else {

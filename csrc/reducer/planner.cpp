@@ -79,7 +79,7 @@ std::optional<BucketPlan> Planner::observe(const BucketPlan& current,
       }
       make_candidates(times, arrivals);
       if (candidates_.size() < 2) {
-        return choose();
+        return choose(current);
       }
       phase_ = Phase::trial;
       steps_in_phase_ = 0;
@@ -88,7 +88,7 @@ std::optional<BucketPlan> Planner::observe(const BucketPlan& current,
       if (steps_in_phase_ > 1) {
         candidates_[trial_].spans_ms.push_back(span_ms);
       }
-      return steps_in_phase_ < kStepsPerTrial ? std::nullopt : next_trial();
+      return steps_in_phase_ < kStepsPerTrial ? std::nullopt : next_trial(current);
     case Phase::done:
       break;
   }
@@ -184,16 +184,16 @@ void Planner::make_candidates(const StepTimes& times, const std::vector<int64_t>
   report_ = report.str();
 }
 
-std::optional<BucketPlan> Planner::next_trial() {
+std::optional<BucketPlan> Planner::next_trial(const BucketPlan& current) {
   steps_in_phase_ = 0;
   trial_ = (trial_ + 1) % candidates_.size();
   if (trial_ == 0 && ++round_ == kRounds) {
-    return choose();
+    return choose(current);
   }
   return candidates_[trial_].plan;
 }
 
-std::optional<BucketPlan> Planner::choose() {
+std::optional<BucketPlan> Planner::choose(const BucketPlan& current) {
   phase_ = Phase::done;
   std::ostringstream report;
   size_t best = 0;
@@ -217,8 +217,8 @@ std::optional<BucketPlan> Planner::choose() {
     }
   }
   report_ += report.str();
-  // What ran last is another one, where there was a choice at all.
-  return candidates_.size() < 2 ? std::nullopt : std::optional(candidates_[best].plan);
+  auto& plan = candidates_[best].plan;
+  return to_json(plan) == to_json(current) ? std::nullopt : std::optional(std::move(plan));
 }
 
 }  // namespace brimful

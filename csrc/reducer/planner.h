@@ -48,8 +48,8 @@ class Planner {
   void learn_order(const std::vector<int64_t>& arrivals);
   void collect_cost(const StepTimes& times);
   void make_candidates(const StepTimes& times, const std::vector<int64_t>& arrivals);
-  std::optional<BucketPlan> next_trial();
-  std::optional<BucketPlan> choose();
+  std::optional<BucketPlan> next_trial(const BucketPlan& current);
+  std::optional<BucketPlan> choose(const BucketPlan& current);
 
   std::vector<ParameterInfo> parameters_;
   PlanOptions options_;

@@ -7,7 +7,7 @@
 namespace brimful {
 
 void Reducer::State::propose_plan() {
-  if (!planner || next_plan || proposal) {
+  if (!planner || planner->done() || next_plan || proposal || arrivals.empty()) {
     return;
   }
   proposal = planner->observe(plan, arrivals, watch.last_step(), watch.span_ms());
@@ -45,9 +45,14 @@ void Reducer::State::hear_of_plan(uint32_t number) {
 void Reducer::take_up_plan() {
   auto& s = *s_;
   if (s.next_plan) {
-    auto plan = std::move(*s.next_plan);
+    try {
+      s.lay_out(*s.next_plan);
+    } catch (...) {  // the others have other buckets from now on: their sizes would not match
+      s.broken = std::current_exception();
+      abort_group();
+      throw;
+    }
     s.next_plan.reset();
-    s.lay_out(std::move(plan));
   }
 }
 

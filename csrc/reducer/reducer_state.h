@@ -61,6 +61,8 @@ struct Reducer::State {
   std::mutex mutex;  ///< hooks run on one autograd thread per device
   Mode mode = Mode::idle;
   bool launching = false;     ///< buckets may leave in the backward that runs
+  bool completing = false;    ///< backward is over, what it did not bring is filled in
+  bool plain_step = false;    ///< the step is one of a plain loop
   int64_t generation = 0;     ///< of that backward
   std::vector<int64_t> seen;  ///< by parameter: the generation in which its gradient last came
   std::vector<uint8_t> used;  ///< by parameter: had a gradient when its bucket was filled
@@ -111,6 +113,8 @@ struct Reducer::State {
   void require_unchanged(int64_t parameter, const at::Tensor& gradient) const;
 
   // layout.cpp
+  /// The parameter's place is about to get other values: a gradient that the program kept gets memory of its own.
+  void let_go_of(size_t parameter);
   void lay_out(BucketPlan new_plan);
   /// What the bucket's gradients are on this rank: a row; undefined if sparse.
   at::Tensor row_of(const Bucket& bucket) const;

@@ -56,10 +56,10 @@ void Wire::encode(const at::Tensor& gradients, double scale) {
   }
 }
 
-void Wire::decode(const at::Tensor& gradients, double scale) {
+void Wire::decode(const at::Tensor& gradients, double scale, double carry) {
   const at::NoGradGuard no_grad;
   if (encoded_ && error_.defined()) {
-    carry_error(gradients, scale);
+    carry_error(gradients, carry);
   }
   encoded_ = false;
   if (own_loop(gradients, buffer_)) {

@@ -18,8 +18,8 @@ class Wire {
   const at::Tensor& buffer() const { return buffer_; }
   /// buffer = gradients * scale, plus the error carried on. `gradients` stays as it is until decode().
   void encode(const at::Tensor& gradients, double scale);
-  /// Carries on the error of the last encode, then gradients = buffer * scale.
-  void decode(const at::Tensor& gradients, double scale);
+  /// Carries on the error of the last encode times `carry`, then gradients = buffer * scale.
+  void decode(const at::Tensor& gradients, double scale, double carry = 1);
   /// Zeros to send, for a rank that cannot do its part.
   void clear();
 

@@ -190,11 +190,18 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
     try {
       complete();
       result.own = Own::done;
+    } catch (...) {  // a sparse gradient could not be made ready, or a hook failed: drain instead
+      result.error = std::current_exception();
+    }
+    if (result.own == Own::done) {
       result.records = finish();
       return result;
-    } catch (const c10::OutOfMemoryError& e) {
-      result.text =
-          e.what_without_backtrace();  // a sparse gradient could not be made ready: drain instead
+    }
+    result.text = describe(result.error);
+    if (is_out_of_memory(result.error)) {
+      result.error = nullptr;
+    } else {
+      result.own = Own::error;
     }
   }
   if (attempt.lockstep && world_size() > 1) {

@@ -337,7 +337,7 @@ class DistributedDataParallel(torch.nn.Module):
 
         A rank that leaves the block makes the others' calls with them, adding nothing, until all have left. Then every
         rank gets the parameters and buffers of the highest rank that made the last step; optimizer state stays each
-        rank's own, and gradients are empty on ranks that left early. ``divide_by_initial_world_size=False``: gradients
+        rank's own, and gradients are empty. ``divide_by_initial_world_size=False``: gradients
         are the mean over the ranks that still have data. ``throw_on_early_termination``: RuntimeError on all ranks as
         soon as one has left. Ranks count alike whatever their numbers of samples: ``BatchSizer`` weights samples, takes
         several modules, and needs no ``join``.

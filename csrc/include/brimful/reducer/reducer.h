@@ -5,10 +5,14 @@
 #include <c10/core/ScalarType.h>
 
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+namespace c10::ivalue {
+struct Future;  // <ATen/core/ivalue.h>
+}
 namespace c10d {
 class CommHookInterface;  // <torch/csrc/distributed/c10d/comm.hpp>
 class ProcessGroup;       // <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -172,8 +176,9 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
                                  const std::string& cause);
   void abort_group();
   void wait_for(c10d::Work& work, bool on_cpu);
+  void wait_for_hook(c10::ivalue::Future& future);
   bool told_broken();
-  bool begin_plain_backward();
+  bool begin_plain_backward(std::unique_lock<std::mutex>& lock);
   void end_plain_backward();
   void plain_backward_died() noexcept;
   void end_failed_backward(std::exception_ptr error);
