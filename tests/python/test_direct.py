@@ -1,6 +1,7 @@
 """Large gradients are reduced where autograd left them."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -70,20 +71,19 @@ def test_large_gradients_are_the_mean_in_a_plain_loop(ranks, set_to_none):
 
 
 def no_copy_job(rank):
-    """The second step's peak has one set of large gradients, and the bucket for draining."""
-    module = Net()
-    torch.manual_seed(1)
-    model = brimful.DistributedDataParallel(module)
+    """Large gradients are all that a step leaves, once gloo's threads have let go of what they sent."""
+    model = brimful.DistributedDataParallel(Net())
     before = brimful.memory.stats("cpu").used_bytes
     loss_of(model, batch(rank.index)).backward()
-    used = brimful.memory.stats("cpu").used_bytes - before
-    return used, brimful.memory.stats("cpu").peak_bytes
+    bound = 2 * 4 * WIDTH * WIDTH + 64 * 1024  # two of the three large parameters have a gradient
+    deadline = time.monotonic() + 5
+    while brimful.memory.stats("cpu").used_bytes - before > bound and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert brimful.memory.stats("cpu").used_bytes - before <= bound
 
 
 def test_large_gradients_have_no_second_copy(ranks):
-    size = 4 * WIDTH * WIDTH
-    for used, _ in ranks(no_copy_job):
-        assert used <= 2 * size + 64 * 1024  # two of the three parameters have a gradient
+    ranks(no_copy_job)
 
 
 def address_job(rank):
