@@ -17,6 +17,7 @@ from benchmarks.intervals import Interval
 IDS_FILE = Path(__file__).parent / "ids.json"
 UNITS = ("ratio", "fraction", "count", "bytes", "s")
 BETTER = ("lower", "higher")
+NEEDS_CUDA = "needs a CUDA device"  # the one reason that is no failure
 # Below this difference a ratio of times, or a fraction, is judged by CPU time where it is known, over
 # at least this many rounds.
 CLOSE_FRACTION = 0.05

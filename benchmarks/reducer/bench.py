@@ -12,6 +12,7 @@ from benchmarks.reducer import (
     control_record,
     extra_buckets,
     first,
+    host_wait,
     planner,
     report,
     rescale,
@@ -37,7 +38,16 @@ class Benchmark:
 
 def benchmarks() -> list[Benchmark]:
     """Returns all, in the order in which they run."""
-    modules = (extra_buckets, rescale, first, unused, planner, control_record, compiled)
+    modules = (
+        extra_buckets,
+        rescale,
+        first,
+        unused,
+        planner,
+        control_record,
+        compiled,
+        host_wait,
+    )
     return [
         *(Benchmark((name,), steps.measure_of(name)) for name in steps.SPECS),
         *(Benchmark(module.IDS, module.measure) for module in modules),

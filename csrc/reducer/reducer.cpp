@@ -63,7 +63,11 @@ void require_options(const ReducerOptions& options) {
 std::string describe(const ReducerOptions& options) {
   return "plan: " + options.plan + ", wire: " +
          (options.wire_dtype ? c10::toString(*options.wire_dtype) : "as the gradients") +
-         (options.error_feedback ? " with error feedback" : "") + "\n";
+         (options.error_feedback ? " with error feedback" : "") +
+         ", buffers agree: " + (options.broadcast_buffers ? "yes" : "no") + ", predivided by: " +
+         (options.gradient_predivide_factor ? std::to_string(*options.gradient_predivide_factor)
+                                            : "world size") +
+         "\n";
 }
 
 /// Memory that the backend has registered with its communicators, where it offers such (NCCL does).

@@ -109,7 +109,7 @@ struct Reducer::State {
   std::string failure_key(int64_t at_step, int of_rank) const;
   int64_t last() const { return static_cast<int64_t>(buckets.size()) - 1; }
   std::string name_of(int64_t parameter) const;
-  /// @throws c10::ValueError if a parameter has another size or dtype than at construction
+  /// @throws PlanMismatch if a parameter has another size or dtype than at construction
   void require_unchanged(int64_t parameter, const at::Tensor& gradient) const;
 
   // layout.cpp

@@ -29,6 +29,7 @@ void Stopwatch::begin_backward(size_t buckets) {
   device_done_.clear();
   if (!device_.is_cpu()) {
     device_begin_.emplace(timed_event(device_));
+    device_begin_ms_ = now_ms();
   }
 }
 
@@ -91,8 +92,9 @@ void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank) {
                             device_done_.size() == times_.buckets.size() &&
                             std::all_of(device_done_.begin(), device_done_.end(), passed);
   for (size_t i = 0; done_ && i < times_.buckets.size(); ++i) {
-    times_.buckets[i].done_ms =
-        device_times ? device_begin_->elapsedTime(device_done_[i]) : (*done_)[i].load();
+    times_.buckets[i].done_ms = device_times
+                                    ? device_begin_ms_ + device_begin_->elapsedTime(device_done_[i])
+                                    : (*done_)[i].load();
   }
   if (!ms_by_rank.empty()) {
     const auto [least, most] = std::minmax_element(ms_by_rank.begin(), ms_by_rank.end());

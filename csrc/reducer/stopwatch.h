@@ -59,6 +59,7 @@ class Stopwatch {
   StepTimes times_;
   std::shared_ptr<Done> done_;
   std::optional<c10::Event> device_begin_;
+  double device_begin_ms_ = 0;  ///< when it was recorded, by the host's clock
   std::vector<c10::Event> device_done_;
   std::deque<StepTimes> kept_;
 };

@@ -21,6 +21,7 @@ from benchmarks.reducer import (  # noqa: E402
     control_record,
     extra_buckets,
     first,
+    host_wait,
     planner,
     report,
     rescale,
@@ -109,6 +110,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(planner, "MODEL", biased)
     monkeypatch.setattr(planner, "QUICK_WARM_UP_ROUNDS", 2)
     monkeypatch.setattr(compiled, "MODEL", compiled.Transformer(1, 16, 2, 4, 2))
+    monkeypatch.setattr(host_wait, "MODEL", model)
 
 
 def read_lines(path):
@@ -436,6 +438,16 @@ class TestOtherFigures:
         wall = {"1 MB": [3.0, 3.0], "5 MB": [2.0, 2.0], planner.AUTO: [1.0, 1.0]}
         assert planner.choose(wall) == "5 MB"
 
+    def test_host_wait_is_what_our_gap_has_above_the_peers(self):
+        one = samples(**{**STEADY, "torch:view": 10})
+        gaps_ms = dict.fromkeys(STEADY, 0.1) | {cases.OURS_CASE: 0.7, cases.OURS_AGAIN: 0.7}
+        one.more[host_wait.GAP] = {name: [gap * 1e-3] * 5 for name, gap in gaps_ms.items()}
+        figure = host_wait.evaluate(one, 5, {})
+        assert (figure.value, figure.peer) == (pytest.approx(0.6 / 12), "torch:view")
+        assert figure.conditions["step_ratio"]["value"] == pytest.approx(12 / 10)
+        assert figure.conditions["a_a"]["value"] == pytest.approx(0)
+        common.check_figure(figure, common.load_ids())
+
     def test_fraction_near_zero_is_judged_by_cpu_time(self):
         cpu = {"cpu_time": {"value": 0.2, "low": 0.1, "high": 0.3}}
         figure = common.Figure("a.b", "fraction", 0.01, 0.0, 0.02, "torch", 60, cpu)
@@ -535,6 +547,9 @@ class TestRun:
                 assert "nothing can stand in our place" in line["reason"]
                 continue
             assert line["conditions"]["ours"] == ours
+            if name == "reducer.host_wait" and not torch.cuda.is_available():
+                assert (line["value"], line["reason"]) == (None, "needs a CUDA device")
+                continue
             if line["value"] is None:  # an overhead of so small a model can drown in the noise
                 assert "noise" in line["reason"]
                 assert line["conditions"]["value"] == "ratio of overheads"
