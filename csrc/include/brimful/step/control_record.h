@@ -23,9 +23,10 @@ struct ControlRecord {
   double loss_sum = 0;       ///< sum over pieces of mean loss times weight
   double next_weight =
       std::numeric_limits<double>::quiet_NaN();  ///< of the next step; NaN: not known
-  uint32_t ref = 0;   ///< fingerprint() of what this rank divided its losses by
-  float work_ms = 0;  ///< from the step's begin until the last bucket left, by the host's clock, without waiting for
-                      ///< others; 0 of a rank that did not finish its pieces
+  uint32_t ref = 0;  ///< fingerprint() of what this rank divided its losses by
+  float work_ms =
+      0;  ///< from the step's begin until the last bucket left, by the host's clock, without waiting for
+      ///< others; 0 of a rank that did not finish its pieces
   uint32_t plan = 0;  ///< rank 0: number of a bucket plan that all ranks take up next; else 0
 };
 
