@@ -24,9 +24,9 @@ struct ControlRecord {
   double next_weight =
       std::numeric_limits<double>::quiet_NaN();  ///< of the next step; NaN: not known
   uint32_t ref = 0;  ///< fingerprint() of what this rank divided its losses by
-  float work_ms =
-      0;  ///< from the step's begin until the last bucket left, by the host's clock, without waiting for
-      ///< others; 0 of a rank that did not finish its pieces
+  /// From the step's begin until its last bucket left, by the host's clock, without waiting for others; 0 of a rank that
+  /// did not finish its pieces.
+  float work_ms = 0;
   uint32_t plan = 0;  ///< rank 0: number of a bucket plan that all ranks take up next; else 0
 };
 
