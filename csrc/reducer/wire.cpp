@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "reducer/scaled_copy.h"
 
@@ -36,9 +37,13 @@ void Wire::encode(const at::Tensor& gradients, double scale) {
   encoded_with_ = scale;
   encoded_ = true;
   if (own_loop(gradients, buffer_)) {
-    const float* error = error_.defined() ? error_.const_data_ptr<float>() : nullptr;
-    to_bfloat16(bits(buffer_), gradients.const_data_ptr<float>(), error, gradients.numel(),
-                static_cast<float>(scale));
+    const auto* from = gradients.const_data_ptr<float>();
+    const auto factor = static_cast<float>(scale);
+    if (error_.defined()) {
+      to_bfloat16(bits(buffer_), from, error_.const_data_ptr<float>(), gradients.numel(), factor);
+    } else {
+      to_bfloat16(bits(buffer_), from, gradients.numel(), factor);
+    }
     return;
   }
   if (!error_.defined()) {
@@ -58,14 +63,20 @@ void Wire::encode(const at::Tensor& gradients, double scale) {
 
 void Wire::decode(const at::Tensor& gradients, double scale, double carry) {
   const at::NoGradGuard no_grad;
-  if (encoded_ && error_.defined()) {
-    carry_error(gradients, carry);
-  }
-  encoded_ = false;
+  const bool carries = std::exchange(encoded_, false) && error_.defined();
   if (own_loop(gradients, buffer_)) {
-    from_bfloat16(gradients.mutable_data_ptr<float>(), bits(buffer_), gradients.numel(),
-                  static_cast<float>(scale));
+    auto* to = gradients.mutable_data_ptr<float>();
+    const auto factor = static_cast<float>(scale);
+    if (carries) {
+      from_bfloat16(to, bits(buffer_), error_.mutable_data_ptr<float>(), gradients.numel(), factor,
+                    static_cast<float>(encoded_with_), static_cast<float>(carry));
+    } else {
+      from_bfloat16(to, bits(buffer_), gradients.numel(), factor);
+    }
     return;
+  }
+  if (carries) {
+    carry_error(gradients, carry);
   }
   if (scale != 1) {
     buffer_.mul_(scale);
@@ -80,11 +91,6 @@ void Wire::clear() {
 
 // What was sent is rounded again rather than kept: the buffer holds the ranks' sum by now.
 void Wire::carry_error(const at::Tensor& gradients, double scale) {
-  if (own_loop(gradients, buffer_)) {
-    bfloat16_error(error_.mutable_data_ptr<float>(), gradients.const_data_ptr<float>(),
-                   gradients.numel(), static_cast<float>(encoded_with_), static_cast<float>(scale));
-    return;
-  }
   for (int64_t begin = 0; begin < gradients.numel(); begin += kChunkNumel) {
     const auto length = std::min(kChunkNumel, gradients.numel() - begin);
     auto error = error_.narrow(0, begin, length);
