@@ -123,6 +123,7 @@ Step make_step(const std::string& mode, const Group& group) {
   TORCH_CHECK_VALUE(mode == "brimful", "unknown mode (mode: ", mode, ")");
   brimful::ReducerOptions options;
   take_whole_path(options);
+  options.plan = "registration";  // no change of plan among the few steps that are counted
   const auto model =
       std::make_shared<brimful::DistributedDataParallel<Net>>(net, group, std::move(options));
   return [net, x, model] {
