@@ -108,7 +108,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(first, "QUICK_WRAPPERS", 1)
     monkeypatch.setattr(unused, "MODEL", biased)
     monkeypatch.setattr(planner, "MODEL", biased)
-    monkeypatch.setattr(planner, "QUICK_WARM_UP_ROUNDS", 2)
+    monkeypatch.setattr(cases, "settle_steps", lambda module: 2)
     monkeypatch.setattr(compiled, "MODEL", compiled.Transformer(1, 16, 2, 4, 2))
     monkeypatch.setattr(host_wait, "MODEL", model)
 
