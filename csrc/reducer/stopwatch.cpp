@@ -39,7 +39,7 @@ Stopwatch::Clock::time_point Stopwatch::gradient(int64_t bucket) {
     in_backward_ = true;
     backward_begin_ = now;
   }
-  auto& first = times_.buckets[bucket].first_ms;
+  auto& first = times_.buckets.at(bucket).first_ms;
   if (first == 0) {
     first = std::chrono::duration<double, std::milli>(now - begin_).count();
   }
@@ -48,7 +48,7 @@ Stopwatch::Clock::time_point Stopwatch::gradient(int64_t bucket) {
 
 void Stopwatch::launched(int64_t bucket, const c10::intrusive_ptr<c10d::Work>& work, int64_t bytes,
                          int64_t parameters) {
-  auto& times = times_.buckets[bucket];
+  auto& times = times_.buckets.at(bucket);
   times.bytes = bytes;
   times.parameters = parameters;
   times_.bytes += bytes;
@@ -62,7 +62,7 @@ void Stopwatch::launched(int64_t bucket, const c10::intrusive_ptr<c10d::Work>& w
   }
   try {
     work->getFuture()->addCallback([done = done_, bucket, begin = begin_](auto& /*future*/) {
-      (*done)[bucket] = ms_since(begin);
+      done->at(bucket) = ms_since(begin);
     });
   } catch (const std::exception&) {
     // This backend has no futures: waited() takes the time.
@@ -71,7 +71,7 @@ void Stopwatch::launched(int64_t bucket, const c10::intrusive_ptr<c10d::Work>& w
 
 void Stopwatch::waited(int64_t bucket) {
   if (device_.is_cpu()) {
-    auto& done = (*done_)[bucket];
+    auto& done = done_->at(bucket);
     if (done == 0) {
       done = now_ms();
     }

@@ -25,8 +25,8 @@ class Stopwatch {
   /// A gradient of the bucket came; returns the time for end_copy.
   Clock::time_point gradient(int64_t bucket);
   void end_copy(Clock::time_point begin) { copy_ += Clock::now() - begin; }
-  void ready(int64_t bucket) { times_.buckets[bucket].ready_ms = now_ms(); }
-  void launch(int64_t bucket) { times_.buckets[bucket].launch_ms = now_ms(); }
+  void ready(int64_t bucket) { times_.buckets.at(bucket).ready_ms = now_ms(); }
+  void launch(int64_t bucket) { times_.buckets.at(bucket).launch_ms = now_ms(); }
   /// After the call of the bucket's collective.
   void launched(int64_t bucket, const c10::intrusive_ptr<c10d::Work>& work, int64_t bytes,
                 int64_t parameters);
