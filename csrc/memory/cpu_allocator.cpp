@@ -112,7 +112,7 @@ void BudgetAllocator::release(void* data) {
 // it cannot make another thread's request fail.
 int64_t BudgetAllocator::reserve(int64_t bytes, bool unlimited) {
   const int64_t limit = limit_bytes_.load(std::memory_order_relaxed);
-  if (limit == kNoLimit || unlimited) {
+  if (limit == kNoLimit || unlimited || lifted_.load(std::memory_order_relaxed) > 0) {
     return used_bytes_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
   }
   int64_t used = used_bytes_.load(std::memory_order_relaxed);
@@ -176,6 +176,14 @@ Unlimited::Unlimited() noexcept {
 
 Unlimited::~Unlimited() {
   --thread_state.unlimited_depth;
+}
+
+UnlimitedEverywhere::UnlimitedEverywhere() noexcept {
+  BudgetAllocator::instance().lift_limit(true);
+}
+
+UnlimitedEverywhere::~UnlimitedEverywhere() {
+  BudgetAllocator::instance().lift_limit(false);
 }
 
 FaultAt::FaultAt(int64_t index) : index_(index), outer_(thread_state.newest_fault) {

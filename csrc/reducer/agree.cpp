@@ -3,11 +3,14 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <brimful/error.h>
+#include <brimful/memory/stats.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <algorithm>
 #include <cstring>
 #include <sstream>
+
+#include "reducer/group_calls.h"
 
 namespace brimful {
 namespace {
@@ -80,6 +83,8 @@ std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device
     outputs[0].push_back(at::empty_like(inputs[0]));
   }
   // Not an all_reduce: a rank that is out of step would match it with a bucket, and gloo kills a process for that.
+  const memory::UnlimitedEverywhere unlimited;
+  const WithoutPythonObjects without;
   wait(*group->allgather(outputs, inputs));
   std::vector<std::vector<uint8_t>> result;
   for (const auto& output : outputs[0]) {
@@ -124,6 +129,7 @@ void broadcast_from(int source, const Group& group, const std::vector<at::Tensor
     return;
   }
   const at::NoGradGuard no_grad;
+  const WithoutPythonObjects without;
   std::vector<at::Tensor> detached;
   for (const auto& tensor : tensors) {
     detached.push_back(tensor.detach());

@@ -30,7 +30,8 @@ struct Slot {
 struct Bucket {
   at::Tensor flat;       ///< flat: real; gradients and, in the last bucket, the tail
   at::Tensor gradients;  ///< flat: the part of it that holds gradients
-  at::Tensor own;        ///< sparse: what is sent; direct: the gradient, or what stands in for it
+  at::Tensor
+      own;  ///< sparse: this rank's rows, undefined for none; direct: the gradient, or what stands in for it
   at::Tensor sparse_zero;
   at::Tensor drain;  ///< direct: a row that is sent by a rank which cannot do its part
   bool direct = false;

@@ -80,7 +80,8 @@ std::vector<ControlRecord> Reducer::finish() {
 void Reducer::accept(double scale, bool keep_unused) {
   auto& s = *s_;
   const at::NoGradGuard no_grad;
-  const memory::Unlimited unlimited;          // all ranks have accepted: no way back
+  const memory::Unlimited unlimited;  // all ranks have accepted: no way back
+  exchange_rows();
   s.hear_of_plan(s.tail->records()[0].plan);  // first: if anything fails here, the plan stands
   const double carry =
       s.plain_step ? 1.0 : scale;  // in a plain loop the next step has the same scale

@@ -29,6 +29,7 @@ bool Reducer::join_step() {
   drain(Part::last);
   const auto records = finish();
   require_success(records);
+  exchange_rows();  // the others wait for this rank, which has none
   discard();
   if (!std::exchange(s.keep_buffers, false)) {
     s.tail->write_back_buffers();

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "reducer/group_calls.h"
 #include "reducer/reducer_state.h"
 
 namespace brimful {
@@ -16,7 +17,7 @@ void Reducer::launch(int64_t index) {
   bucket.join_current_stream();
   if (index == s.last()) {
     s.record.plan = s.proposal ? s.proposals : 0;
-    s.tail->write(s.used, s.record, s.loss_sum, s.buffer_source);
+    s.tail->write(s.used, s.record, s.loss_sum, s.buffer_source, s.own_rows());
   }
   if (bucket.direct && !bucket.own.defined()) {
     const auto& owner = s.parameters[bucket.parameters[0]];
@@ -37,7 +38,7 @@ void Reducer::launch_drained(int64_t index) {
   }
   bucket.join_current_stream();
   if (bucket.sparse()) {
-    bucket.own = bucket.sparse_zero.clone();
+    bucket.own.reset();
   } else if (bucket.wire) {
     bucket.wire->clear();
   } else if (bucket.direct) {
@@ -59,8 +60,9 @@ void Reducer::launch_drained(int64_t index) {
 
 void Reducer::State::send(int64_t index) {
   auto& bucket = buckets[index];
-  const bool sends = !broken && !alone;
+  const bool sends = !broken && !alone && !bucket.sparse();  // rows follow (rows.cpp)
   watch.launch(index);
+  const WithoutPythonObjects without;
   if (sends && is_hooked(index)) {
     auto passed = hook_bucket(index);
     ++counters.launches;

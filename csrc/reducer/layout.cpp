@@ -91,9 +91,6 @@ at::Tensor Reducer::State::row_of(const Bucket& bucket) const {
 }
 
 at::Tensor Reducer::State::payload(const Bucket& bucket) const {
-  if (bucket.sparse()) {
-    return bucket.own;
-  }
   if (bucket.wire) {
     return bucket.wire->buffer();
   }

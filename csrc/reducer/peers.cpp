@@ -55,6 +55,10 @@ std::string Reducer::State::failure_key(int64_t at_step, int of_rank) const {
 }
 
 void Reducer::publish_failure(FailureKind kind, const std::string& text) {
+  leave_words(s_->step, kind, text);
+}
+
+void Reducer::leave_words(int64_t at_step, FailureKind kind, const std::string& text) {
   auto& s = *s_;
   if (!s.store) {
     return;
@@ -62,7 +66,7 @@ void Reducer::publish_failure(FailureKind kind, const std::string& text) {
   const auto words = (kind == FailureKind::out_of_memory ? kMemoryPrefix : "") + text;
   try {
     // The first words stay: later ones know less.
-    s.store->compareSet(s.failure_key(s.step, s.rank), {}, as_bytes(words));
+    s.store->compareSet(s.failure_key(at_step, s.rank), {}, as_bytes(words));
   } catch (const std::exception& e) {
     log(LogLevel::warning,
         std::string("could not leave word of a failure for the other ranks: ") + e.what());

@@ -60,7 +60,7 @@ void Reducer::place(int64_t parameter, const at::Tensor& arrived) {
       s.views[parameter].let_go();
       set_zero(slot.view);
     } else {
-      bucket.own = bucket.sparse_zero.clone();
+      bucket.own.reset();
     }
     return;
   }

@@ -141,7 +141,8 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   });
   const auto count = static_cast<int64_t>(parameters.size());
   s.tail.emplace(count, s.rank, s.world_size, std::move(buffers),
-                 c10::toRealValueType(plan.buckets.back().dtype));
+                 c10::toRealValueType(plan.buckets.back().dtype),
+                 std::count(options.sparse.begin(), options.sparse.end(), true));
   s.seen.assign(parameters.size(), -1);
   s.used.assign(parameters.size(), 0);
   s.views.resize(parameters.size());

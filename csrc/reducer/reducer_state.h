@@ -69,7 +69,7 @@ struct Reducer::State {
   std::vector<int64_t> with_history;  ///< parameters whose gradient has a graph of its own
   std::atomic<int64_t> next{0};       ///< buckets that have left
   double scale = 1;         ///< of gradients on their way into a bucket that is sent as it is
-  double sparse_scale = 1;  ///< of gradients on their way into a sparse bucket
+  double sparse_scale = 1;  ///< of sparse gradients
   double wire_scale = 1;    ///< of gradients on their way onto the wire
   double hook_scale = 1;    ///< of what a communication hook returned
   ControlRecord record;
@@ -126,6 +126,10 @@ struct Reducer::State {
 
   // plain.cpp
   bool lost_backward() const;
+
+  // rows.cpp
+  /// Of this rank, by sparse bucket.
+  std::vector<int64_t> own_rows() const;
 
   // launch.cpp
   void send(int64_t index);

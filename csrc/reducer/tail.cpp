@@ -11,14 +11,16 @@
 namespace brimful {
 
 Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers,
-           c10::ScalarType dtype)
+           c10::ScalarType dtype, int64_t sparse)
     : parameters_(parameters),
       rank_(rank),
       world_size_(world_size),
       dtype_(dtype),
-      head_numel_(parameters + world_size * kRecordBytes),
+      sparse_(sparse),
+      head_numel_(record_offset(world_size)),
       numel_(head_numel_),
-      used_(parameters) {
+      used_(parameters),
+      rows_(world_size, std::vector<int64_t>(sparse)) {
   for (auto& buffer : buffers) {
     const bool as_bytes = buffer.scalar_type() != dtype;
     const int64_t numel =
@@ -37,7 +39,7 @@ void Tail::attach(at::Tensor region) {
 }
 
 void Tail::write(const std::vector<uint8_t>& used, const ControlRecord& record,
-                 const at::Tensor& loss_sum, int buffer_source) {
+                 const at::Tensor& loss_sum, int buffer_source, const std::vector<int64_t>& rows) {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
   auto own = record;
@@ -47,6 +49,8 @@ void Tail::write(const std::vector<uint8_t>& used, const ControlRecord& record,
   const auto bytes = encode(own);
   write_bytes(outgoing_, 0, used.data(), parameters_);
   write_bytes(outgoing_, record_offset(rank_), bytes.data(), kRecordBytes);
+  write_bytes(outgoing_, record_offset(rank_) + kRecordBytes,
+              reinterpret_cast<const uint8_t*>(rows.data()), sparse_ * kRowsBytes);
   region_.narrow(0, 0, head_numel_).copy_(outgoing_, /*non_blocking=*/true);
   if (loss_sum.defined() && !loss_sum.is_cpu()) {
     region_.narrow(0, record_offset(rank_) + kLossSumOffset, 8)
@@ -80,7 +84,17 @@ void Tail::read() {
     RecordBytes bytes{};
     read_bytes(incoming_, record_offset(rank), bytes.data(), kRecordBytes);
     records_.push_back(decode(bytes));
+    read_bytes(incoming_, record_offset(rank) + kRecordBytes,
+               reinterpret_cast<uint8_t*>(rows_[rank].data()), sparse_ * kRowsBytes);
   }
+}
+
+std::vector<int64_t> Tail::rows(int64_t sparse) const {
+  std::vector<int64_t> by_rank;
+  for (const auto& rows : rows_) {
+    by_rank.push_back(rows[sparse]);
+  }
+  return by_rank;
 }
 
 bool Tail::replace(const at::Tensor& before, const at::Tensor& now) {

@@ -7,27 +7,30 @@
 
 namespace brimful {
 
-/// What rides behind the gradients of the last bucket: a 0/1 element per parameter (used or not), the control records
-/// and the buffers that ranks must agree on. Every element is written by one rank and 0 on the others (or 0/1), so a sum
+/// What rides behind the gradients of the last bucket: a 0/1 element per parameter (used or not), the control records,
+/// how many rows each rank has for each sparse gradient, and the buffers that ranks must agree on. Every element is written by one rank and 0 on the others (or 0/1), so a sum
 /// delivers it exactly in any dtype and order of reduction. Buffers of the bucket's dtype travel as values, others as
 /// bytes.
 class Tail {
  public:
   Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers,
-       c10::ScalarType dtype);
+       c10::ScalarType dtype, int64_t sparse);
   int64_t numel() const { return numel_; }
   c10::ScalarType dtype() const { return dtype_; }
   /// `region`: the numel() last elements of the bucket.
   void attach(at::Tensor region);
 
   /// `loss_sum` (0-dim float64 on the region's device), where defined, stands in for record.loss_sum: no wait for it.
+  /// `rows`: of this rank, by sparse gradient.
   void write(const std::vector<uint8_t>& used, const ControlRecord& record,
-             const at::Tensor& loss_sum, int buffer_source);
+             const at::Tensor& loss_sum, int buffer_source, const std::vector<int64_t>& rows);
   /// The one host wait of a step: on CUDA for an event behind an asynchronous copy.
   void read();
   const std::vector<ControlRecord>& records() const { return records_; }
   /// How many ranks used the parameter in this step (255: or more); valid after read().
   int users(int64_t parameter) const { return used_[parameter]; }
+  /// By rank, of a sparse gradient; valid after read().
+  std::vector<int64_t> rows(int64_t sparse) const;
   /// `now` takes the place of a buffer. True also where `before` is none of them; false if they are not alike.
   bool replace(const at::Tensor& before, const at::Tensor& now);
   /// Gives the buffers the values of the source rank, without a bump of their version: a graph may hold them.
@@ -40,12 +43,17 @@ class Tail {
     int64_t numel = 0;  ///< elements of the region
     bool as_bytes = false;
   };
-  int64_t record_offset(int rank) const { return parameters_ + rank * kRecordBytes; }
+  /// Of a rank's record and, behind it, its numbers of rows.
+  int64_t record_offset(int rank) const {
+    return parameters_ + rank * (kRecordBytes + sparse_ * kRowsBytes);
+  }
+  static constexpr int64_t kRowsBytes = sizeof(int64_t);
 
   int64_t parameters_;
   int rank_;
   int world_size_;
   c10::ScalarType dtype_;
+  int64_t sparse_;
   int64_t head_numel_;  ///< used flags and records, staged through host memory
   int64_t numel_;
   std::vector<Rider> riders_;
@@ -54,6 +62,7 @@ class Tail {
   at::Tensor incoming_;
   std::vector<uint8_t> used_;
   std::vector<ControlRecord> records_;
+  std::vector<std::vector<int64_t>> rows_;  ///< by rank
 };
 
 }  // namespace brimful

@@ -85,11 +85,10 @@ class Fault:
         return loss
 
 
-def draw_faults(chance, size, parameters, sparse):
+def draw_faults(chance, size, parameters):
     """For each rank its fault, (at, kind), or None."""
     faults = [None] * size
-    # gloo's own thread allocates for sparse gradients: without memory there the group breaks, as documented
-    kinds = ["memory", "memory", "error", *([] if sparse else ["budget"])]
+    kinds = ["memory", "memory", "error", "budget"]
     if chance.random() < FAULTS_PER_STEP * 1.1:  # some come too late to fire
         for rank in chance.sample(range(size), chance.randint(1, size)):
             at = chance.choice(["forward", "loss", chance.randrange(parameters)])
@@ -116,9 +115,7 @@ class Trial:
 
     def step(self, number, count):
         chance = self.chance
-        faults = draw_faults(
-            chance, self.rank.size, self.parameters, self.model.module.words is not None
-        )
+        faults = draw_faults(chance, self.rank.size, self.parameters)
         mine = faults[self.rank.index]
         self.fault.arm(*(mine or (None, None)))
         self.model.module.left_out = chance.choice([None, 1, 2])

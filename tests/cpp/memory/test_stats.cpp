@@ -219,6 +219,26 @@ TEST_CASE("Unlimited counts and refuses nothing, on its thread only", "[memory]"
   CHECK_THROWS_AS(take(1), c10::OutOfMemoryError);
 }
 
+TEST_CASE("UnlimitedEverywhere counts and refuses nothing on any thread", "[memory]") {
+  const Cpu cpu;
+  memory::set_limit(kCpu, cpu.before);
+  {
+    const memory::UnlimitedEverywhere outer;
+    { const memory::UnlimitedEverywhere inner; }
+    bool refused = false;
+    std::thread([&] {
+      try {
+        const auto block = take(1000);
+        refused = used() != cpu.before + 1000;
+      } catch (const c10::OutOfMemoryError&) {
+        refused = true;
+      }
+    }).join();
+    CHECK_FALSE(refused);
+  }
+  CHECK_THROWS_AS(take(1), c10::OutOfMemoryError);
+}
+
 TEST_CASE("peak scopes nest, overlap and leave peak_bytes alone", "[memory]") {
   const Cpu cpu;
   take(5000);

@@ -83,6 +83,58 @@ TEST_CASE("A clean step makes as many collectives as it has buckets", "[reducer]
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 
+TEST_CASE("Rows of sparse gradients follow in one collective each", "[reducer][collectives]") {
+  const Watchdog watchdog("collectives of sparse gradients");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    const CountedGroup counted(group);
+    const auto tables = std::vector<at::Tensor>{at::zeros({5, 2}).set_requires_grad(true),
+                                                at::zeros({5}).set_requires_grad(true),
+                                                at::zeros({2}).set_requires_grad(true)};
+    brimful::ReducerOptions options;
+    options.sparse = {true, true, false};
+    const auto reducer = Reducer::create(tables, {}, counted.group, options);
+    for (const bool used : {true, false}) {
+      counted.backend->reset();
+      auto loss = tables[2].sum();
+      if (used) {
+        const auto row = at::full({1}, rank, at::kLong);
+        loss = loss + at::embedding(tables[0], row, -1, false, true).sum();
+      }
+      loss.backward();
+      checks.expect(counted.backend->count(Call::allreduce) == 1, "the dense bucket");
+      checks.expect(counted.backend->count(Call::allgather) == (used ? 1 : 0), "rows");
+      checks.expect(counted.backend->total() == (used ? 2 : 1), "calls");
+      for (const auto& table : tables) {
+        table.mutable_grad().reset();
+      }
+    }
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("No collective takes along what Python left in its thread", "[reducer][collectives]") {
+  const Watchdog watchdog("objects of Python in threads");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    using at::impl::ThreadLocalPythonObjects;
+    ThreadLocalPythonObjects::set(kLeftByPython, nullptr);
+    const CountedGroup counted(group);
+    Trainer trainer(counted.group);
+    trainer.step(batch_of(rank, 0, kRows));
+    const auto table = at::zeros({5, 2}).set_requires_grad(true);
+    brimful::ReducerOptions options;
+    options.sparse = {true};
+    const auto reducer = Reducer::create({table}, {}, counted.group, options);
+    at::embedding(table, at::zeros({1}, at::kLong), -1, false, true).sum().backward();
+    checks.expect(counted.backend->total() > 0, "calls");
+    checks.expect(counted.backend->with_python() == 0, "calls with objects of Python");
+    checks.expect(ThreadLocalPythonObjects::contains(kLeftByPython), "what Python left is lost");
+    ThreadLocalPythonObjects::erase(kLeftByPython);
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
 TEST_CASE("A single rank makes no collective after its first", "[reducer][collectives]") {
   run_ranks({1}, [&](int rank, const Group& group) {
     const CountedGroup counted(group);

@@ -271,6 +271,49 @@ TEST_CASE("A sparse gradient is reduced, and empty where it was not used", "[red
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 
+TEST_CASE("Sparse gradients of every dtype and shape are summed in the same order on all ranks",
+          "[reducer]") {
+  const auto dtype = GENERATE(at::kFloat, at::kBFloat16, at::kHalf, at::kComplexDouble);
+  const std::vector<int64_t> row =
+      GENERATE(std::vector<int64_t>{}, std::vector<int64_t>{3}, std::vector<int64_t>{2, 3});
+  const Watchdog watchdog("dtypes of sparse gradients");
+  constexpr int kRanks = 3;
+  constexpr int64_t kWords = 7;
+  std::vector<int64_t> shape{kWords};
+  shape.insert(shape.end(), row.begin(), row.end());
+  const auto values_of = [&](int rank) {
+    return (at::arange(rank * kWords * c10::multiply_integers(row),
+                       (rank + 1) * kWords * c10::multiply_integers(row), at::kDouble) /
+            8)
+        .to(dtype)
+        .view(shape);
+  };
+  std::vector<at::Tensor> results(kRanks);
+  Checks checks;
+  run_ranks({kRanks}, [&](int rank, const Group& group) {
+    const auto table = leaf(at::zeros(shape, dtype));
+    auto options = capped(1 << 20);
+    options.sparse = {true};
+    const auto reducer = Reducer::create({table}, {}, group, options);
+    const auto own = values_of(rank).narrow(0, 0, 2 * rank + 1).clone();  // another number each
+    const auto words = at::arange(2 * rank + 1).unsqueeze(0);
+    auto whole =
+        at::_sparse_coo_tensor_unsafe(words, own, shape, own.options().layout(at::kSparse));
+    table.backward(whole);
+    checks.expect(table.grad().is_sparse() && table.grad().is_coalesced(), "not sparse");
+    results[rank] = table.grad().to_dense();
+  });
+  REQUIRE(checks.failures() == std::vector<std::string>{});
+  auto sum = at::zeros(shape, dtype);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    sum.narrow(0, 0, 2 * rank + 1).add_(values_of(rank).narrow(0, 0, 2 * rank + 1).div(kRanks));
+  }
+  CHECK(at::allclose(results[0], sum, 1e-2, 1e-2));
+  for (int rank = 1; rank < kRanks; ++rank) {
+    CHECK(at::equal(results[0], results[rank]));
+  }
+}
+
 TEST_CASE("Ranks whose models differ are told which parameter, on every rank",
           "[reducer][bad input]") {
   struct Difference {

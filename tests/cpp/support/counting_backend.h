@@ -1,4 +1,5 @@
 #pragma once
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -24,6 +25,9 @@ enum class Call : uint8_t {
   kinds
 };
 
+/// What Python might have left in a thread.
+constexpr const char* kLeftByPython = "left by Python";
+
 /// Hands each call on to another backend and counts it.
 class CountingBackend : public c10d::Backend {
  public:
@@ -37,6 +41,8 @@ class CountingBackend : public c10d::Backend {
   /// Calls of this kind, and of all kinds, since the beginning or the last `reset`.
   int count(Call kind) const { return counts_[static_cast<size_t>(kind)]; }
   int total() const { return std::accumulate(counts_.begin(), counts_.end(), 0); }
+  /// Calls that would have taken along what Python left in their thread.
+  int with_python() const { return with_python_; }
   void reset() {
     for (auto& count : counts_) {
       count = 0;
@@ -48,6 +54,7 @@ class CountingBackend : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return inner_->getSequenceNumberForGroup(); }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    TORCH_CHECK(!tensors[0].is_sparse(), "an all_reduce of a sparse tensor");
     return counted(Call::allreduce).allreduce(tensors, options);
   }
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
@@ -107,11 +114,13 @@ class CountingBackend : public c10d::Backend {
  private:
   Backend& counted(Call kind) {
     ++counts_[static_cast<size_t>(kind)];
+    with_python_ += at::impl::ThreadLocalPythonObjects::contains(kLeftByPython) ? 1 : 0;
     return *inner_;
   }
 
   c10::intrusive_ptr<c10d::Backend> inner_;
   std::array<std::atomic<int>, static_cast<size_t>(Call::kinds)> counts_{};
+  std::atomic<int> with_python_{0};
 };
 
 /// A process group like `group` whose calls on CPU tensors `backend` counts.

@@ -72,4 +72,14 @@ class BRIMFUL_API Unlimited {
   Unlimited& operator=(const Unlimited&) = delete;
 };
 
+/// The same for every thread of the process: while a collective runs whose process group allocates in a thread of its own
+/// (gloo's all_gather), where a refusal could only break the group.
+class BRIMFUL_API UnlimitedEverywhere {
+ public:
+  UnlimitedEverywhere() noexcept;
+  ~UnlimitedEverywhere();
+  UnlimitedEverywhere(const UnlimitedEverywhere&) = delete;
+  UnlimitedEverywhere& operator=(const UnlimitedEverywhere&) = delete;
+};
+
 }  // namespace brimful::memory

@@ -165,6 +165,8 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void place_direct(int64_t parameter, const at::Tensor& arrived);
   void add_again(int64_t parameter, const at::Tensor& gradient);
   void fill(int64_t bucket);
+  void exchange_rows();
+  void leave_words(int64_t at_step, FailureKind kind, const std::string& text);
   void let_go_of_earlier(int64_t bucket);
   void launch(int64_t bucket);
   void launch_drained(int64_t bucket);
