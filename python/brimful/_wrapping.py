@@ -11,24 +11,20 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 FIRST_BUCKET_CAP_MB = 1.0
 
-_REFUSED = {
-    "mixed_precision": "wrap the forward in torch.autocast, or pass a module in the lower precision",
-    "delay_all_reduce_named_params": (
-        "wrap these parameters' module in a DistributedDataParallel of its own"
-    ),
-    "param_to_hook_all_reduce": (
-        "wrap these parameters' module in a DistributedDataParallel of its own"
-    ),
-}
 
-
-def refuse(arguments: dict[str, Any]) -> None:
-    """Raises NotImplementedError for what is not taken, with what to do instead."""
-    for name, remedy in _REFUSED.items():
-        if arguments[name] is not None:
-            raise NotImplementedError(
-                f"DistributedDataParallel does not take this argument (name: {name}); {remedy}"
-            )
+def refuse(mixed_precision: Any, delayed: Any, hooked: Any) -> None:
+    """Raises for what is not taken, with what to do instead."""
+    if mixed_precision is not None:
+        raise NotImplementedError(
+            "DistributedDataParallel does not take this argument (name: mixed_precision); wrap the "
+            "forward in torch.autocast, or pass a module in the lower precision"
+        )
+    if (delayed is None) != (hooked is None):
+        raise ValueError(
+            "one argument of two is missing (delay_all_reduce_named_params: "
+            f"{'none' if delayed is None else 'given'}, param_to_hook_all_reduce: "
+            f"{'none' if hooked is None else 'given'}); pass both, or neither: they have no effect"
+        )
 
 
 def default_group() -> dist.ProcessGroup | None:

@@ -57,15 +57,16 @@ class DistributedDataParallel(torch.nn.Module):
 
     - Without effect, because what they ask for is always so: ``find_unused_parameters``,
       ``gradient_as_bucket_view``, ``static_graph``, ``batched_grad_copy``, ``skip_all_reduce_unused_params``,
-      ``check_reduction``, ``dim``, ``output_device`` and ``lazy_bucket_allocation`` (buckets exist from the start:
-      a rank without memory drains them).
+      ``check_reduction``, ``dim``, ``output_device``, ``lazy_bucket_allocation`` (buckets exist from the start: a
+      rank without memory drains them), and ``delay_all_reduce_named_params`` with ``param_to_hook_all_reduce``
+      (every gradient is the mean when ``backward()`` returns).
     - ``device_ids``: one accelerator, which inputs are moved to. ``device_mesh``: of one dimension, instead of
       ``process_group``.
     - ``init_sync``: parameters (frozen ones too) and buffers begin as rank 0's. ``forward_sync_buffers``: buffers
       agree after every step that synchronises, not before a forward, so that no graph finds them changed in the
       middle; ``broadcast_buffers=False`` is ``forward_sync_buffers=False`` without buffers in ``init_sync``.
     - ``bucket_cap_mb_list``: the first bucket's cap is its first, that of all others its last.
-    - Refused: ``mixed_precision``, ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.
+    - Refused: ``mixed_precision``.
 
     Beyond torch's arguments:
 
@@ -133,13 +134,7 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"only a torch.nn.Module can be wrapped (type: {type(module)})")
-        refuse(
-            {
-                "mixed_precision": mixed_precision,
-                "delay_all_reduce_named_params": delay_all_reduce_named_params,
-                "param_to_hook_all_reduce": param_to_hook_all_reduce,
-            }
-        )
+        refuse(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.process_group: dist.ProcessGroup | None = group_of(process_group, device_mesh)
         self.module = module
         contents = Contents(module)

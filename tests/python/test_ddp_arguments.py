@@ -50,8 +50,15 @@ def test_every_argument_of_torchs_class_is_taken_in_its_place():
 def harmless_job(rank):
     expected = mean_gradients(small_net(), rank.size, train_once)
     mesh = init_device_mesh("cpu", (rank.size,))
-    for options in [*HARMLESS, {"device_mesh": mesh}]:
-        model = brimful.DistributedDataParallel(small_net(), **options)
+    net = small_net()
+    delayed = {
+        "delay_all_reduce_named_params": [("0.weight", net[0].weight)],
+        "param_to_hook_all_reduce": net[0].bias,
+    }
+    for options in [*HARMLESS, {"device_mesh": mesh}, delayed]:
+        model = brimful.DistributedDataParallel(
+            net if options is delayed else small_net(), **options
+        )
         for _ in range(2):
             train_once(model, rank.index)
             require_gradients(model, expected)
@@ -104,8 +111,8 @@ def refused_job(rank):
 
 REFUSED = [
     (NotImplementedError, "(name: mixed_precision); wrap the forward in torch.autocast"),
-    (NotImplementedError, "(name: delay_all_reduce_named_params); wrap"),
-    (NotImplementedError, "(name: param_to_hook_all_reduce); wrap"),
+    (ValueError, "param_to_hook_all_reduce: none); pass both, or neither"),
+    (ValueError, "(delay_all_reduce_named_params: none, "),
     (ValueError, "pass a mesh of one dimension"),
     (ValueError, "pass one of them"),
     (ValueError, "(device_ids: [0], output_device: None, devices: ['cpu']); leave them out"),
