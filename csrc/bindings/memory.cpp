@@ -1,5 +1,6 @@
 #include <brimful/memory/fault.h>
 #include <brimful/memory/stats.h>
+#include <brimful/memory/trace.h>
 #include <torch/csrc/Device.h>
 #include <memory>
 #include <sstream>
@@ -56,6 +57,15 @@ struct PyPeakScope {
   c10::Device device;
   std::unique_ptr<PeakScope> scope;
   int64_t last_bytes = 0;
+};
+
+struct PyTraceScope {
+  void exit() {
+    trace = scope ? scope->trace() : trace;
+    scope.reset();
+  }
+  std::unique_ptr<TraceScope> scope;
+  Trace trace;
 };
 
 struct PyUnlimited {
@@ -117,6 +127,18 @@ void bind_scopes(py::module_& m) {
            })
       .def("__exit__", [](PyPeakScope& self, const py::args&) { self.exit(); })
       .def_property_readonly("peak_bytes", &PyPeakScope::peak_bytes);
+  py::class_<PyTraceScope>(m, "_TraceScope",
+                           "with _TraceScope() as scope: ...; scope.trace: this thread's CPU bytes")
+      .def(py::init<>())
+      .def("__enter__",
+           [](py::object self) {
+             self.cast<PyTraceScope&>().scope = std::make_unique<TraceScope>();
+             return self;
+           })
+      .def("__exit__", [](PyTraceScope& self, const py::args&) { self.exit(); })
+      .def_property_readonly("trace", [](const PyTraceScope& self) {
+        return self.scope ? self.scope->trace() : self.trace;
+      });
   py::class_<PyUnlimited>(m, "_Unlimited",
                           "This thread's CPU allocations are never refused inside.")
       .def(py::init<>())

@@ -1,9 +1,11 @@
 #include <brimful/reducer/reducer.h>
 #include <brimful/sizer/batch_sizer.h>
+#include <brimful/sizer/peak_model.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "base/format.h"
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
 
@@ -62,6 +64,19 @@ Transaction::Keeper keeper_of(py::function capture, py::function restore) {
           [kept] { call_python([&] { kept->restore(kept->state); }); }};
 }
 
+/// Shapes of a row and dtypes: batches of one kind need memory by the same law.
+std::string kind_of(const py::object& batch) {
+  std::ostringstream kind;
+  for_each_tensor(batch, [&](const at::Tensor& tensor) {
+    kind << tensor.scalar_type();
+    if (tensor.dim() > 0 && tensor.layout() == at::kStrided) {
+      kind << tensor.sizes().slice(1);
+    }
+    kind << ";";
+  });
+  return kind.str();
+}
+
 struct Source {
   py::object batch;
   int64_t rows = 0;
@@ -75,11 +90,11 @@ class PythonSizer {
               std::vector<c10::Device> devices,
               const std::vector<std::pair<py::function, py::function>>& keepers,
               const py::function& required_bytes, std::optional<py::function> weight_fn,
-              int64_t max_retries, int64_t pieces, bool lockstep)
+              int64_t max_retries, int64_t pieces, bool lockstep, bool predict)
       : weight_fn_(std::move(weight_fn)),
         sizer_(StepGroup({reducers.begin(), reducers.end()}, std::move(outside)),
                Transaction(std::move(buffers), devices),
-               {max_retries, pieces, lockstep, devices.at(0),
+               {max_retries, pieces, lockstep, predict, devices.at(0),
                 [required_bytes] {
                   return call_python([&] { return required_bytes().cast<int64_t>(); });
                 }}),
@@ -102,19 +117,18 @@ class PythonSizer {
     if (lockstep_) {
       last_ = source;
     }
-    PieceWork work;
-    work.forward = [&](int64_t begin, int64_t end) {
-      return call_python([&] {
-        TORCH_CHECK_VALUE(source.batch,
-                          "a rank without any data cannot take part in the model's own collectives "
-                          "(lockstep: true)");
-        return as_piece_loss(loss_fn(model, slice_rows(source.batch, source.rows, begin, end)),
-                             end - begin);
-      });
-    };
-    work.backward = run_backward;
+    const auto work = work_of(source, loss_fn, model);
     const py::gil_scoped_release no_gil;
     return sizer_.step(input, work);
+  }
+
+  std::optional<Plan> plan(const py::object& batch, const py::object& loss_fn,
+                           const py::object& model) {
+    const auto input = input_of(batch);
+    const Source source{batch, input.rows.value_or(0)};
+    const auto work = work_of(source, loss_fn, model);
+    const py::gil_scoped_release no_gil;
+    return sizer_.plan(input, work);
   }
 
   bool begin_loop(const std::optional<py::object>& first) {
@@ -130,6 +144,20 @@ class PythonSizer {
   BatchSizer& sizer() { return sizer_; }
 
  private:
+  static PieceWork work_of(const Source& source, const py::object& loss_fn,
+                           const py::object& model) {
+    const auto forward = [&](int64_t begin, int64_t end) {
+      return call_python([&] {
+        TORCH_CHECK_VALUE(source.batch,
+                          "a rank without any data cannot take part in the model's own collectives "
+                          "(lockstep: true)");
+        return as_piece_loss(loss_fn(model, slice_rows(source.batch, source.rows, begin, end)),
+                             end - begin);
+      });
+    };
+    return {forward, run_backward};
+  }
+
   StepInput input_of(const std::optional<py::object>& batch) const {
     StepInput input;
     if (!batch) {
@@ -137,6 +165,7 @@ class PythonSizer {
     }
     try {  // what is wrong here must fail the step, not this call: the other ranks wait
       input.rows = rows_of(*batch);
+      input.kind = kind_of(*batch);
       if (weight_fn_) {
         input.weight = py::float_((*weight_fn_)(*batch)).cast<double>();
       }
@@ -163,6 +192,20 @@ std::string to_string(const Outcome& outcome) {
 }  // namespace
 
 void bind_sizer(py::module_& m) {
+  py::class_<PeakModel>(m, "PeakModel", "How the peak of a piece of work depends on its rows.")
+      .def_static(
+          "fit",
+          [](const std::vector<std::pair<int64_t, memory::Trace>>& traces) {
+            std::vector<TracedRows> traced;
+            for (const auto& [rows, trace] : traces) {
+              traced.push_back({rows, trace});
+            }
+            return PeakModel::fit(std::move(traced));
+          },
+          py::arg("traces"))
+      .def("peak_bytes", &PeakModel::peak_bytes, py::arg("rows"))
+      .def("largest_rows", &PeakModel::largest_rows, py::arg("bytes"), py::arg("at_most"))
+      .def_property_readonly("off_line", &PeakModel::off_line);
   py::class_<AttemptNote>(m, "Attempt", "One try of a step.")
       .def_readonly("pieces", &AttemptNote::pieces)
       .def_readonly("ran_out", &AttemptNote::ran_out)
@@ -179,14 +222,29 @@ void bind_sizer(py::module_& m) {
       .def_readonly("last", &Outcome::last)
       .def_readonly("attempts", &Outcome::attempts)
       .def("__repr__", &to_string);
+  py::class_<Plan>(m, "Plan", "What a step would take; see BatchSizer.plan.")
+      .def_readonly("pieces", &Plan::pieces)
+      .def_readonly("piece_rows", &Plan::piece_rows)
+      .def_readonly("used_bytes", &Plan::used_bytes)
+      .def_readonly("peak_bytes", &Plan::peak_bytes)
+      .def_readonly("limit_bytes", &Plan::limit_bytes)
+      .def("__repr__", [](const Plan& plan) {
+        std::ostringstream out;
+        out << "Plan(pieces=" << plan.pieces << ", piece_rows=" << plan.piece_rows
+            << ", peak=" << format_bytes(plan.peak_bytes)
+            << ", used=" << format_bytes(plan.used_bytes)
+            << ", limit=" << (plan.limit_bytes ? format_bytes(*plan.limit_bytes) : "None") << ")";
+        return out.str();
+      });
   py::class_<PythonSizer>(m, "BatchSizer")
       .def(py::init<const std::vector<std::shared_ptr<Reducer>>&, std::vector<at::Tensor>,
                     std::vector<at::Tensor>, std::vector<c10::Device>,
                     const std::vector<std::pair<py::function, py::function>>&, const py::function&,
-                    std::optional<py::function>, int64_t, int64_t, bool>(),
+                    std::optional<py::function>, int64_t, int64_t, bool, bool>(),
            py::kw_only(), py::arg("reducers"), py::arg("outside"), py::arg("buffers"),
            py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"), py::arg("weight_fn"),
-           py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"))
+           py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"), py::arg("predict"))
+      .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("split"), py::arg("error"))
       .def("begin_loop", &PythonSizer::begin_loop, py::arg("first"))

@@ -1,6 +1,7 @@
 #include "memory/cpu_allocator.h"
 #include <brimful/memory/fault.h>
 #include <brimful/memory/stats.h>
+#include <brimful/memory/trace.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
@@ -22,6 +23,7 @@ static_assert(sizeof(Header) == 64);
 struct ThreadState {
   int64_t unlimited_depth = 0;
   FaultAt* newest_fault = nullptr;
+  TraceScope* newest_trace = nullptr;
 };
 constinit thread_local ThreadState thread_state;
 
@@ -79,6 +81,9 @@ c10::DataPtr BudgetAllocator::allocate(size_t nbytes) {
   header->seal = seal_of(data);
   c10::DataPtr pointer(data, data, &release, cpu);
   c10::profiledCPUMemoryReporter().New(data, nbytes);
+  if (thread_state.newest_trace != nullptr) [[unlikely]] {
+    record(bytes);
+  }
   return pointer;
 }
 
@@ -106,6 +111,15 @@ void BudgetAllocator::release(void* data) {
   c10::profiledCPUMemoryReporter().Delete(data);
   c10::free_cpu(header);
   self.used_bytes_.fetch_sub(bytes, std::memory_order_relaxed);
+  if (thread_state.newest_trace != nullptr) [[unlikely]] {
+    record(-bytes);
+  }
+}
+
+void BudgetAllocator::record(int64_t bytes) {
+  for (auto* scope = thread_state.newest_trace; scope != nullptr; scope = scope->outer_) {
+    scope->trace_.push_back(bytes);
+  }
 }
 
 // Takes the bytes before the memory: two threads cannot both pass. A refused request never shows in used_bytes, so
@@ -184,6 +198,25 @@ UnlimitedEverywhere::UnlimitedEverywhere() noexcept {
 
 UnlimitedEverywhere::~UnlimitedEverywhere() {
   BudgetAllocator::instance().lift_limit(false);
+}
+
+TraceScope::TraceScope() : outer_(thread_state.newest_trace) {
+  install();
+  thread_state.newest_trace = this;
+}
+
+TraceScope::~TraceScope() {
+  thread_state.newest_trace = outer_;
+}
+
+int64_t peak_bytes(const Trace& trace) {
+  int64_t used = 0;
+  int64_t peak = 0;
+  for (const int64_t bytes : trace) {
+    used += bytes;
+    peak = std::max(peak, used);
+  }
+  return peak;
 }
 
 FaultAt::FaultAt(int64_t index) : index_(index), outer_(thread_state.newest_fault) {

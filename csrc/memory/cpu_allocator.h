@@ -44,6 +44,7 @@ class BudgetAllocator final : public c10::Allocator {
   void* allocate_block(size_t nbytes);
   void raise_watermark(int64_t used_bytes);
   void check_faults(size_t nbytes);
+  static void record(int64_t bytes);
   [[noreturn]] void refuse(size_t nbytes, const char* remedy);
 
   alignas(64) std::atomic<int64_t> used_bytes_{0};

@@ -213,6 +213,13 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
                                                                         : 1;
   attempt.record = next_;
   attempt.record.verdict = input.rows ? Verdict::ok : Verdict::no_data;
+  std::optional<Plan> plan;
+  if (options_.predict && input.rows && !input.split && !lockstep &&
+      memory::stats(options_.device).limit_bytes) {
+    owed_ = true;  // the others wait in their step
+    plan = plan_of(input, work);
+    outcome.pieces = plan ? plan->pieces : outcome.pieces;
+  }
   const auto watched =
       PieceWork{[&](int64_t first, int64_t end) {
                   auto piece = work.forward(first, end);
@@ -249,6 +256,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     group_.discard();
     transaction_.restore();
     ++outcome.retries;
+    note_shortfall(result, plan);
   }
 }
 

@@ -101,6 +101,42 @@ void StepGroup::set_record(const ControlRecord& record, const at::Tensor& loss_s
   }
 }
 
+void StepGroup::run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last) {
+  for (const auto& participant : participants_) {
+    participant->begin_piece(last);
+  }
+  piece.loss.register_hook([this](const at::Tensor&) {
+    for (const auto& participant : participants_) {
+      participant->backward_began(torch::autograd::get_current_graph_task_id());
+    }
+  });
+  work.backward(piece.loss, at::full_like(piece.loss, piece.weight / ref,
+                                          at::TensorOptions().requires_grad(false)));
+}
+
+void StepGroup::rehearse(int64_t rows, const PieceWork& work,
+                         const std::function<void()>& between) {
+  for (const auto& participant : participants_) {
+    participant->begin_attempt(0);
+  }
+  try {
+    for (const bool second : {false, true}) {
+      const auto piece = work.forward(0, rows);
+      require_loss(piece);
+      if (piece.weight > 0) {
+        run_backward(piece, work, 1, false);
+      }
+      if (!second) {
+        between();
+      }
+    }
+  } catch (...) {
+    discard();
+    throw;
+  }
+  discard();
+}
+
 void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
   const auto started = std::chrono::steady_clock::now();
   auto record = attempt.record;
@@ -120,16 +156,7 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
       set_record(record, loss_sum);
     }
     if (piece.weight > 0 || attempt.lockstep) {
-      for (const auto& participant : participants_) {
-        participant->begin_piece(last);
-      }
-      piece.loss.register_hook([this](const at::Tensor&) {
-        for (const auto& participant : participants_) {
-          participant->backward_began(torch::autograd::get_current_graph_task_id());
-        }
-      });
-      work.backward(piece.loss, at::full_like(piece.loss, piece.weight / attempt.ref,
-                                              at::TensorOptions().requires_grad(false)));
+      run_backward(piece, work, attempt.ref, last);
     }
   }
   record.work_ms =

@@ -106,6 +106,11 @@ class BatchSizer:
     memory runs out. ``lockstep`` (by default true if the model has SyncBatchNorm) makes all ranks run the same number
     of pieces, which collectives inside the model need; no rank can retry then.
 
+    ``predict`` chooses the pieces by the memory that they will need, where the CPU has a limit: at the first batch of a
+    shape, two, three and sixteen of its rows (more where a library rounds allocations up) are run forward and
+    backward twice, with nothing left of it but what it allocated. ``loss_fn`` is called for that too. Without
+    ``predict`` pieces are only refined when memory runs out.
+
     Not thread-safe. A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on
     the split, and is reproducible with the same split.
     """
@@ -119,6 +124,7 @@ class BatchSizer:
         pieces: int = 1,
         weight_fn: Callable[[Any], float] | None = None,
         lockstep: bool | None = None,
+        predict: bool = False,
     ) -> None:
         modules = _modules(model)
         wrapped = [
@@ -165,6 +171,7 @@ class BatchSizer:
             max_retries=max_retries,
             pieces=pieces,
             lockstep=lockstep,
+            predict=predict,
         )
         self._loops = 0  # that have not come to their end
         for module in wrapped:
@@ -226,6 +233,16 @@ class BatchSizer:
             raise
         self._consumed += data is not None
         return outcome
+
+    def plan(self, batch: Any, loss_fn: Callable[[Any, Any], Any]) -> _C.Plan | None:
+        """The pieces and the peak of a step with this batch on this rank, as ``predict`` would choose them.
+
+        Runs a few rows where it has not seen a batch of this shape; parameters, buffers and RNG stay as they are and
+        gradients must be empty. The peak is that of forward and backward, in bytes, of the CPU. None where memory
+        follows no law that is known, or the batch has fewer than three rows.
+        """
+        _checked(batch, loss_fn, None)
+        return self._core.plan(batch, loss_fn, self._model)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch | _NoData]:
         """Yield the loader's batches, then ``NO_DATA`` while other ranks have some.

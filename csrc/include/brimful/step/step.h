@@ -67,6 +67,9 @@ class BRIMFUL_API StepGroup {
   /// Runs the pieces and takes part in all collectives whatever happens, then waits for them.
   /// @throws RankFailed if the process group broke
   AttemptResult run(const Attempt& attempt, const PieceWork& work);
+  /// Runs rows [0, rows) twice, forward and backward, for what that does to memory: nothing leaves this rank, no gradient
+  /// stays. `between` is called after the first time. Before run(), never instead of it.
+  void rehearse(int64_t rows, const PieceWork& work, const std::function<void()>& between);
   /// Takes part in a step that has failed here before it began.
   std::vector<ControlRecord> run_failed(FailureKind kind, const std::string& text,
                                         const ControlRecord& record);
@@ -80,6 +83,7 @@ class BRIMFUL_API StepGroup {
  private:
   void set_order();
   void leave_lockstep(const AttemptResult& result);
+  void run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last);
   void run_pieces(const Attempt& attempt, const PieceWork& work);
   void set_record(const ControlRecord& record, const at::Tensor& loss_sum);
   std::vector<ControlRecord> finish();

@@ -1,0 +1,50 @@
+#pragma once
+#include <brimful/export.h>
+#include <brimful/memory/trace.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace brimful {
+
+/// A piece of work that was traced with this number of rows.
+struct TracedRows {
+  int64_t rows = 0;
+  memory::Trace trace;
+};
+
+/// How the peak of a piece of work depends on its rows, from traces of a few small sizes: each allocation grows by a
+/// constant number of bytes a row, and the peak is the largest sum in their order. No line through measured peaks finds
+/// that, because another moment may be the fullest at another size. Plain data.
+class BRIMFUL_API PeakModel {
+ public:
+  /// The lines go through the two smallest sizes. An allocation that is not on its line at the largest one (a library
+  /// rounds it up to pages, say) is read off between the traced sizes and grows in proportion behind them, with a few
+  /// pages more: too large rather than too small.
+  /// Nothing where no model of this kind holds: the traces are not the same sequence of allocations, and the peak of the
+  /// one that differs is not what the others say.
+  /// @throws c10::ValueError unless there are at least two sizes, all different and positive
+  static std::optional<PeakModel> fit(std::vector<TracedRows> traces);
+
+  /// Over what is in use at the beginning.
+  int64_t peak_bytes(int64_t rows) const;
+  /// The most rows, up to `at_most`, whose peak is within `bytes`; 0 if not even one row's is.
+  int64_t largest_rows(int64_t bytes, int64_t at_most) const;
+  /// Share of allocated bytes, at the largest traced size, that did not lie on their lines.
+  double off_line() const { return off_line_; }
+
+ private:
+  struct Event {
+    double constant = 0;
+    double per_row = 0;
+    std::vector<double> traced;  ///< off its line: bytes at the traced sizes
+  };
+  double bytes_of(const Event& event, double rows) const;
+
+  std::vector<double> rows_;  ///< traced sizes
+  std::vector<Event> events_;
+  double off_line_ = 0;
+};
+
+}  // namespace brimful

@@ -1,0 +1,88 @@
+#include <brimful/sizer/peak_model.h>
+#include "support/catch.h"
+
+#include <algorithm>
+#include <vector>
+
+using brimful::PeakModel;
+using brimful::TracedRows;
+using brimful::memory::peak_bytes;
+using brimful::memory::Trace;
+
+namespace {
+/// Parameters' gradients, an activation that grows with the rows, and a workspace whose moment is the fullest at few rows.
+Trace affine(int64_t rows) {
+  return {100 * rows, 5000,        -5000, 40 * rows + 16,   30 * rows,
+          -30 * rows, -100 * rows, 200,   -(40 * rows + 16)};
+}
+
+/// The same with an activation that is rounded up to pages.
+Trace paged(int64_t rows) {
+  const int64_t bytes = (1500 * rows + 4095) / 4096 * 4096;
+  return {100 * rows, bytes, 40 * rows, -bytes, -40 * rows, -100 * rows};
+}
+
+std::optional<PeakModel> fit(Trace (*trace)(int64_t), const std::vector<int64_t>& sizes) {
+  std::vector<TracedRows> traces;
+  for (const auto rows : sizes) {
+    traces.push_back({rows, trace(rows)});
+  }
+  return PeakModel::fit(std::move(traces));
+}
+}  // namespace
+
+TEST_CASE("The peak of an affine piece is exact at every size, whatever moment is the fullest",
+          "[sizer]") {
+  for (const auto& sizes : std::vector<std::vector<int64_t>>{{2, 3}, {8, 2, 3}, {1, 5}}) {
+    const auto model = fit(affine, sizes);
+    REQUIRE(model);
+    CHECK(model->off_line() == 0);
+    for (const int64_t rows : {1, 2, 7, 60, 70, 71, 72, 80, 1000, 100000}) {
+      CHECK(model->peak_bytes(rows) == peak_bytes(affine(rows)));
+    }
+  }
+}
+
+TEST_CASE("What a library rounds up is predicted too large rather than too small", "[sizer]") {
+  const auto model = fit(paged, {2, 3, 8});
+  REQUIRE(model);
+  CHECK(model->off_line() > 0.1);
+  for (const int64_t rows : {16, 40, 333, 1600}) {
+    const auto real = static_cast<double>(peak_bytes(paged(rows)));
+    const auto predicted = static_cast<double>(model->peak_bytes(rows));
+    CHECK(predicted >= real);
+    CHECK(predicted <= 1.35 * real + 4 * 4096);
+  }
+}
+
+TEST_CASE("The most rows that fit are those of a search through all of them", "[sizer]") {
+  const auto model = fit(affine, {2, 3});
+  REQUIRE(model);
+  for (const int64_t bytes : {0, 155, 156, 5000, 5100, 5300, 20000}) {
+    int64_t most = 0;
+    while (most < 50 && peak_bytes(affine(most + 1)) <= bytes) {
+      ++most;
+    }
+    CHECK(model->largest_rows(bytes, 50) == most);
+  }
+}
+
+TEST_CASE("Other sequences of allocations make no model, unless their peak is the same",
+          "[sizer]") {
+  const auto with = [](int64_t rows, Trace trace) { return TracedRows{rows, std::move(trace)}; };
+  CHECK_FALSE(PeakModel::fit({with(2, {1, -1}), with(3, {1, 1})}));
+  CHECK_FALSE(PeakModel::fit({with(2, {1}), with(3, {1, -1})}));
+  const auto two = with(2, {2000, -2000});
+  const auto three = with(3, {3000, -3000});
+  const auto same = PeakModel::fit({two, three, with(8, {10, -10, 8000, -8000})});
+  REQUIRE(same);
+  CHECK(same->peak_bytes(100) == 100000);
+  CHECK_FALSE(PeakModel::fit({two, three, with(8, {10, -10, 8100, -8100})}));
+}
+
+TEST_CASE("A model needs two traces of different sizes", "[sizer][bad input]") {
+  CHECK_THROWS_AS(fit(affine, {}), c10::ValueError);
+  CHECK_THROWS_AS(fit(affine, {2}), c10::ValueError);
+  CHECK_THROWS_AS(fit(affine, {2, 2}), c10::ValueError);
+  CHECK_THROWS_AS(fit(affine, {0, 2}), c10::ValueError);
+}
