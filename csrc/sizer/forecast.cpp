@@ -11,8 +11,8 @@ namespace brimful {
 namespace {
 constexpr int64_t kLeastRows = 2;  // of the first traced size; BatchNorm refuses one row
 constexpr int64_t kCheckedRows = 16;
-constexpr double kGoodEnough = 0.01;   // of the peak: else a larger size is traced
-constexpr int64_t kSlackBytes = 4096;  // what a step allocates beside its pieces: losses, weights
+constexpr double kGoodEnough = 0.01;    // of the peak: else a larger size is traced
+constexpr int64_t kSlackBytes = 16384;  // what a step allocates beside its pieces: losses, weights
 constexpr double kMoreMargin = 0.02;
 }  // namespace
 

@@ -104,7 +104,7 @@ def steady_job(rank, name, wrapped):
         assert brimful.memory.stats("cpu").ooms == refused
         assert (outcome.retries, outcome.pieces) == (0, plan.pieces)
         assert plan.used_bytes <= outcome.peak_bytes <= plan.peak_bytes <= plan.limit_bytes
-        slack = 50_000 if name == "recurrent" else 8192  # oneDNN rounds up to pages there
+        slack = 60_000 if name == "recurrent" else 20_000  # oneDNN rounds up to pages there
         assert (plan.peak_bytes - before) <= 1.02 * (outcome.peak_bytes - before) + slack
         if outcome.pieces > 1:  # fewer would not have fitted
             fewer = [len(part) for part in torch.arange(ROWS).tensor_split(outcome.pieces - 1)]
