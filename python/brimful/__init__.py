@@ -27,6 +27,7 @@ from brimful._C import (
 )
 from brimful._log import connect_logging
 from brimful.checkpoint import load, save_on_rank0
+from brimful.inference import map_batches
 from brimful.reducer import DistributedDataParallel
 from brimful.sizer import NO_DATA, BatchSizer
 
@@ -50,6 +51,7 @@ __all__ = [
     "__version__",
     "cmake_prefix_path",
     "load",
+    "map_batches",
     "memory",
     "save_on_rank0",
 ]
