@@ -11,5 +11,6 @@ void bind_memory(py::module_& m);
 void bind_batch(py::module_& m);
 void bind_reducer(py::module_& m);
 void bind_sizer(py::module_& m);
+void bind_inference(py::module_& m);
 
 }  // namespace brimful

@@ -1,8 +1,10 @@
 #include <brimful/launch/checkpoint.h>
+#include <brimful/step/oom.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/bindings.h"
 #include "bindings/callbacks.h"
+#include "launch/meet.h"
 
 namespace brimful {
 namespace {
@@ -57,6 +59,23 @@ void bind_launch(py::module_& m) {
       .def("flush", [](const FileSink&) {});
   m.def("_save_on_rank0", &save_with, py::arg("group").none(true), py::arg("path"),
         py::arg("save"));
+  m.def(
+      "_share_attempt",
+      [](const Group& group, const std::string& what, bool out_of_memory, bool failed,
+         const std::string& words) {
+        using launch::AttemptEnd;
+        const auto end = failed          ? AttemptEnd::failed
+                         : out_of_memory ? AttemptEnd::out_of_memory
+                                         : AttemptEnd::fits;
+        const py::gil_scoped_release no_gil;
+        return launch::share_attempt(group, what, end, words);
+      },
+      py::arg("group").none(true), py::arg("what"), py::arg("out_of_memory"), py::arg("failed"),
+      py::arg("words"));
+  m.def(
+      "_is_out_of_memory_message",
+      [](const std::string& message) { return is_out_of_memory_message(message); },
+      py::arg("message"));
   m.def("_load", &load_with, py::arg("group").none(true), py::arg("path"), py::arg("load"));
 }
 

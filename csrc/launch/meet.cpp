@@ -6,6 +6,7 @@
 #include <brimful/step/oom.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <chrono>
 #include <optional>
 #include <vector>
@@ -38,9 +39,13 @@ milliseconds timeout_of(const Group& group) {
 /// One meeting. Every rank counts its own, so that they agree on the number without a word.
 class Meeting {
  public:
-  explicit Meeting(const Group& group)
-      : store_(group->getStore()), rank_(group->getRank()), world_size_(group->getSize()) {
-    number_ = store_->add(kPrefix + "count/" + std::to_string(rank_), 1);
+  /// Meetings of different `purpose` are counted apart.
+  Meeting(const Group& group, const std::string& purpose)
+      : prefix_("brimful/" + purpose + "/"),
+        store_(group->getStore()),
+        rank_(group->getRank()),
+        world_size_(group->getSize()) {
+    number_ = store_->add(prefix_ + "count/" + std::to_string(rank_), 1);
   }
 
   void come(const std::string& word) { store_->set(key(rank_), word); }
@@ -54,27 +59,29 @@ class Meeting {
     }
   }
 
-  std::optional<Failure> first_failure() {
+  /// Of the other ranks, the lowest first.
+  std::vector<Failure> failures() {
+    std::vector<Failure> failures;
     for (int rank = 0; rank < world_size_; ++rank) {
       const auto word = rank == rank_ ? std::string(1, kFine) : store_->get_to_str(key(rank));
       if (word.front() != kFine) {
         const bool memory = word.front() == kOutOfMemory;
-        return Failure{rank, memory ? FailureKind::out_of_memory : FailureKind::error,
-                       word.substr(1)};
+        failures.push_back(
+            {rank, memory ? FailureKind::out_of_memory : FailureKind::error, word.substr(1)});
       }
     }
-    return std::nullopt;
+    return failures;
   }
 
-  /// Rank 0 may serve the store and end: it lets the others read first.
+  /// Leaves without having read; what the others said before stays in the store.
+  void leave_early() {
+    store_->set(key(rank_, "read/"), std::string(1, kFine));
+    let_others_read();
+  }
+
   void leave() {
     store_->set(key(rank_, "read/"), std::string(1, kFine));
-    if (rank_ == 0) {
-      try {
-        store_->wait(keys("read/"), kReadPatience);
-      } catch (const std::exception&) {  // a rank died after it had come: the next collective tells
-      }
-    }
+    let_others_read();
     if (number_ > 1) {  // all have left the meeting before this one
       --number_;
       store_->deleteKey(key(rank_));
@@ -83,8 +90,18 @@ class Meeting {
   }
 
  private:
+  /// Rank 0 may serve the store and end: it lets the others read first.
+  void let_others_read() {
+    if (rank_ == 0) {
+      try {
+        store_->wait(keys("read/"), kReadPatience);
+      } catch (const std::exception&) {  // a rank died after it had come: the next collective tells
+      }
+    }
+  }
+
   std::string key(int rank, const char* kind = "") const {
-    return kPrefix + std::to_string(number_) + "/" + kind + std::to_string(rank);
+    return prefix_ + std::to_string(number_) + "/" + kind + std::to_string(rank);
   }
   std::vector<std::string> keys(const char* kind) const {
     std::vector<std::string> result;
@@ -115,12 +132,17 @@ class Meeting {
             "): they left their loop, died or hang; look at their output (cause: " + cause + ")");
   }
 
-  inline static const std::string kPrefix = "brimful/meet/";
+  std::string prefix_;
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_;
   int world_size_;
   int64_t number_;
 };
+
+void require_store(const Group& group) {
+  TORCH_CHECK_VALUE(group->getStore(), "the process group has no store to meet through (backend: ",
+                    group->getBackendName(), "); make it with a store");
+}
 
 std::string word_of(const std::exception_ptr& error) {
   if (!error) {
@@ -129,21 +151,28 @@ std::string word_of(const std::exception_ptr& error) {
   return (is_out_of_memory(error) ? kOutOfMemory : kError) + describe(error);
 }
 
+[[noreturn]] void throw_failure(const Failure& failure, const std::string& what) {
+  detail::throw_rank_failed(
+      failure.rank, -1, failure.kind,
+      "rank " + std::to_string(failure.rank) + " could not " + what + ": " + failure.text);
+}
+
 }  // namespace
 
 void meet(const Group& group, const std::string& what, const std::exception_ptr& error) {
   std::optional<Failure> failure;
   if (group && group->getSize() > 1) {
-    TORCH_CHECK_VALUE(group->getStore(),
-                      "the process group has no store to meet through (backend: ",
-                      group->getBackendName(), "); make it with a store");
+    require_store(group);
     try {
       const auto timeout = timeout_of(group);
-      Meeting meeting(group);
+      Meeting meeting(group, "meet");
       meeting.come(word_of(error));
       meeting.wait_for_all(timeout, what);
-      failure = meeting.first_failure();
+      const auto failures = meeting.failures();
       meeting.leave();
+      if (!failures.empty()) {
+        failure = failures.front();
+      }
     } catch (const std::exception&) {
       if (!error) {
         throw;
@@ -154,10 +183,48 @@ void meet(const Group& group, const std::string& what, const std::exception_ptr&
     std::rethrow_exception(error);
   }
   if (failure) {
-    detail::throw_rank_failed(
-        failure->rank, -1, failure->kind,
-        "rank " + std::to_string(failure->rank) + " could not " + what + ": " + failure->text);
+    throw_failure(*failure, what);
   }
+}
+
+bool share_attempt(const Group& group, const std::string& what, AttemptEnd end,
+                   const std::string& words) {
+  if (!group || group->getSize() == 1) {
+    return end == AttemptEnd::out_of_memory;
+  }
+  require_store(group);
+  std::vector<Failure> failures;
+  try {
+    Meeting meeting(group, "attempt");
+    meeting.come((end == AttemptEnd::fits            ? kFine
+                  : end == AttemptEnd::out_of_memory ? kOutOfMemory
+                                                     : kError) +
+                 words);
+    if (end == AttemptEnd::failed) {
+      meeting.leave_early();
+      return false;
+    }
+    meeting.wait_for_all(timeout_of(group), what);
+    failures = meeting.failures();
+    meeting.leave();
+  } catch (const RankFailed&) {
+    throw;
+  } catch (const std::exception&) {
+    if (end == AttemptEnd::failed) {
+      return false;
+    }
+    throw RankFailed(-1, -1, FailureKind::error,
+                     "the ranks lost their store when they were to " + what +
+                         ": the rank that serves it has ended; look at its output (cause: " +
+                         describe(std::current_exception()) + ")");
+  }
+  const auto failed = std::find_if(failures.begin(), failures.end(), [](const Failure& failure) {
+    return failure.kind == FailureKind::error;
+  });
+  if (failed != failures.end()) {
+    throw_failure(*failed, what);
+  }
+  return end == AttemptEnd::out_of_memory || !failures.empty();
 }
 
 }  // namespace brimful::launch

@@ -27,6 +27,8 @@ from brimful._C import (
 )
 from brimful._log import connect_logging
 from brimful.checkpoint import load, save_on_rank0
+from brimful.finder import find_executable_batch_size
+from brimful.inference import map_batches
 from brimful.reducer import DistributedDataParallel
 from brimful.sizer import NO_DATA, BatchSizer
 
@@ -49,7 +51,9 @@ __all__ = [
     "RankOutOfMemory",
     "__version__",
     "cmake_prefix_path",
+    "find_executable_batch_size",
     "load",
+    "map_batches",
     "memory",
     "save_on_rank0",
 ]

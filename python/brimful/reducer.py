@@ -457,6 +457,16 @@ def _announce(error: BaseException | None) -> None:
             print(f"brimful: could not announce this rank's failure: {unheard}", file=sys.stderr)
 
 
+def _announce_owed(error: BaseException) -> None:
+    """Tell what is owed now: the others may wait for it while this rank goes on elsewhere."""
+    for model in list(_live):
+        if model._owes():
+            try:
+                model.reducer.announce_failure(_is_out_of_memory(error), _words(error), 0)
+            except Exception as unheard:
+                _log.warning("nobody heard of this rank's failure: %s", unheard)
+
+
 def _end() -> None:
     """Before the interpreter ends: tell what is owed, then join the process groups' threads.
 

@@ -9,4 +9,5 @@
 #include <brimful/memory/stats.h>
 #include <brimful/reducer/distributed_data_parallel.h>
 #include <brimful/sizer/batch_sizer.h>
+#include <brimful/sizer/map_batches.h>
 #include <brimful/version.h>

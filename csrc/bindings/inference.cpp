@@ -1,0 +1,125 @@
+#include <brimful/sizer/map_batches.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <string>
+#include <vector>
+
+#include "bindings/batch.h"
+#include "bindings/callbacks.h"
+
+namespace brimful {
+namespace {
+
+bool is_sequence(const py::handle& object) {
+  return py::isinstance<py::tuple>(object) || py::isinstance<py::list>(object);
+}
+
+/// Appends the tensors of a result and returns its form as text, which is alike for results of the same form.
+std::string take_tensors(const py::handle& result, std::vector<at::Tensor>& tensors) {
+  if (THPVariable_Check(result.ptr())) {
+    tensors.push_back(THPVariable_Unpack(result.ptr()));
+    return "tensor";
+  }
+  if (result.is_none()) {
+    return "None";
+  }
+  const auto name = py::type::handle_of(result).attr("__name__").cast<std::string>();
+  std::string form = name + "(";
+  if (py::isinstance<py::dict>(result)) {
+    for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(result)) {
+      form += py::repr(key).cast<std::string>() + ": " + take_tensors(value, tensors) + ", ";
+    }
+  } else {
+    TORCH_CHECK_TYPE(is_sequence(result), "fn returned what is no tensor (type: ", name,
+                     "); return a tensor, or a tuple, list, dict or namedtuple of tensors");
+    for (const auto& value : py::reinterpret_borrow<py::sequence>(result)) {
+      form += take_tensors(value, tensors) + ", ";
+    }
+  }
+  return form + ")";
+}
+
+/// A result of the same form with the next of `whole` in the place of each tensor.
+py::object with_tensors(const py::handle& result, std::vector<at::Tensor>::const_iterator& whole) {
+  if (THPVariable_Check(result.ptr())) {
+    return py::cast(*whole++);
+  }
+  if (result.is_none()) {
+    return py::none();
+  }
+  if (py::isinstance<py::dict>(result)) {
+    py::object copy = result.attr("copy")();
+    for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(result)) {
+      copy[key] = with_tensors(value, whole);
+    }
+    return copy;
+  }
+  py::list items;
+  for (const auto& value : py::reinterpret_borrow<py::sequence>(result)) {
+    items.append(with_tensors(value, whole));
+  }
+  if (py::isinstance<py::list>(result)) {
+    return items;
+  }
+  if (PyTuple_CheckExact(result.ptr())) {
+    return py::tuple(items);
+  }
+  // A namedtuple, or one of torch's (torch.return_types.max), which is made of a sequence.
+  return py::hasattr(result, "_make") ? result.attr("_make")(items)
+                                      : py::type::handle_of(result)(items);
+}
+
+class PythonMapping {
+ public:
+  PythonMapping(py::object fn, py::object batch)
+      : fn_(std::move(fn)), batch_(std::move(batch)), rows_(rows_of(batch_)) {}
+
+  py::object run(const MapOptions& options) {
+    std::vector<at::Tensor> whole;
+    {
+      const py::gil_scoped_release no_gil;
+      whole = detail::map_rows(
+          rows_, [&](int64_t begin, int64_t end) { return piece(begin, end); }, options);
+    }
+    auto next = whole.cbegin();
+    return with_tensors(last_, next);
+  }
+
+ private:
+  std::vector<at::Tensor> piece(int64_t begin, int64_t end) {
+    return call_python([&] {
+      last_ = py::none();  // it holds memory
+      py::object result = fn_(slice_rows(batch_, rows_, begin, end));
+      std::vector<at::Tensor> tensors;
+      const auto form = take_tensors(result, tensors);
+      if (begin == 0) {
+        form_ = form;
+      }
+      TORCH_CHECK_VALUE(form == form_, "fn returned another structure for rows ", begin, " to ",
+                        end, " than for those before (structure: ", form, " and ", form_,
+                        "); return the same for every piece");
+      last_ = std::move(result);
+      return tensors;
+    });
+  }
+
+  py::object fn_;
+  py::object batch_;
+  int64_t rows_;
+  std::string form_;
+  py::object last_ = py::none();  ///< result
+};
+
+}  // namespace
+
+void bind_inference(py::module_& m) {
+  m.def(
+      "_map_batches",
+      [](py::object fn, py::object batch, int64_t pieces, int64_t max_retries, c10::Device device) {
+        return PythonMapping(std::move(fn), std::move(batch)).run({pieces, max_retries, device});
+      },
+      py::arg("fn"), py::arg("batch"), py::arg("pieces"), py::arg("max_retries"),
+      py::arg("device"));
+}
+
+}  // namespace brimful

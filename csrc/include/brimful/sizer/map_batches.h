@@ -1,0 +1,80 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <brimful/export.h>
+#include <brimful/sizer/split.h>
+#include <c10/core/Device.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace brimful {
+
+struct MapOptions {
+  int64_t pieces = 1;       ///< to begin with
+  int64_t max_retries = 8;  ///< of one call, each with pieces of half the size
+  c10::Device device =
+      c10::Device(c10::DeviceType::CPU);  ///< whose cached memory is given back before a retry
+};
+
+namespace detail {
+using MapPiece = std::function<std::vector<at::Tensor>(int64_t begin, int64_t end)>;
+/// `piece` gives the results of rows [begin, end); returns those of all rows.
+BRIMFUL_API std::vector<at::Tensor> map_rows(int64_t rows, const MapPiece& piece,
+                                             const MapOptions& options);
+
+/// Calls `visit` for every tensor in a tensor, vector, pair, tuple, array or map of such.
+template <typename Result, typename Visit>
+void visit_tensors(Result& result, const Visit& visit) {
+  if constexpr (std::is_same_v<Result, at::Tensor>) {
+    visit(result);
+  } else if constexpr (requires { std::tuple_size<Result>::value; }) {
+    std::apply([&](auto&... items) { (visit_tensors(items, visit), ...); }, result);
+  } else if constexpr (requires { typename Result::mapped_type; }) {
+    for (auto& [key, item] : result) {
+      visit_tensors(item, visit);
+    }
+  } else {
+    for (auto& item : result) {
+      visit_tensors(item, visit);
+    }
+  }
+}
+}  // namespace detail
+
+/// `fn(batch)` for inference, without gradients: in pieces where memory runs out, each written into its rows of a result
+/// that is allocated once. `fn` takes what slice_rows() gives for the batch and returns a tensor, or a vector, pair,
+/// tuple, array or map of tensors, with one row in dimension 0 for every row it got; it may be called again for the same
+/// rows, and RNG states are not put back. A size that fitted is kept for the rest of the call. If the first piece is the
+/// whole batch, its result is returned as it is.
+/// From any thread; waits for the device only where memory ran out.
+/// @throws BatchTooLarge (a c10::OutOfMemoryError) with the sizes tried, if a piece of one row does not fit or
+/// max_retries is used up; c10::ValueError for a batch without rows, for results with another number of rows or that
+/// differ in form, shape, dtype or device between pieces, and for bad options; c10::TypeError for results that are no
+/// dense tensors; and what `fn` throws
+template <typename Batch, typename Fn>
+auto map_batches(Fn&& fn, const Batch& batch, const MapOptions& options = {}) {
+  using Result = std::decay_t<decltype(fn(slice_rows(batch, 0, 0)))>;
+  std::optional<Result> form;  // the first piece's, without its tensors
+  const auto piece = [&](int64_t begin, int64_t end) {
+    Result result = fn(slice_rows(batch, begin, end));
+    std::vector<at::Tensor> tensors;
+    detail::visit_tensors(
+        result, [&](at::Tensor& tensor) { tensors.push_back(std::exchange(tensor, {})); });
+    if (!form) {
+      form.emplace(std::move(result));
+    }
+    return tensors;
+  };
+  auto whole = detail::map_rows(rows_of(batch), piece, options);
+  size_t next = 0;
+  detail::visit_tensors(*form, [&](at::Tensor& tensor) { tensor = std::move(whole.at(next++)); });
+  return std::move(*form);
+}
+
+}  // namespace brimful

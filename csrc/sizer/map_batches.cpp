@@ -1,0 +1,163 @@
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <brimful/error.h>
+#include <brimful/log.h>
+#include <brimful/memory/stats.h>
+#include <brimful/sizer/map_batches.h>
+#include <brimful/sizer/pieces.h>
+#include <brimful/step/oom.h>
+
+#include <algorithm>
+#include <sstream>
+#include <string>
+
+namespace brimful::detail {
+namespace {
+
+void check_rows(const std::vector<at::Tensor>& results, int64_t rows) {
+  TORCH_CHECK_TYPE(!results.empty(), "fn returned no tensor (rows of the piece: ", rows,
+                   "); return its results");
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto& result = results[i];
+    TORCH_CHECK_TYPE(result.defined() && result.layout() == at::kStrided,
+                     "fn returned what is no dense tensor (tensor of the result: ", i,
+                     "); return tensors with strides");
+    TORCH_CHECK_VALUE(result.dim() > 0 && result.size(0) == rows,
+                      "fn returned a wrong number of rows (tensor of the result: ", i,
+                      ", shape: ", result.sizes(), ", rows of the piece: ", rows,
+                      "); return one row in dimension 0 for every row of the piece");
+  }
+}
+
+class Mapping {
+ public:
+  Mapping(int64_t rows, const MapPiece& piece, const MapOptions& options)
+      : rows_(rows), piece_(piece), options_(options) {
+    TORCH_CHECK_VALUE(rows >= 1, "the batch is empty (rows: 0); leave it out");
+    TORCH_CHECK_VALUE(options.pieces >= 1,
+                      "a batch has at least one piece (pieces: ", options.pieces, ")");
+    TORCH_CHECK_VALUE(options.max_retries >= 0,
+                      "max_retries must not be negative (max_retries: ", options.max_retries, ")");
+    piece_rows_ = pieces_for(rows, options.pieces);  // rows of a piece, rounded up
+  }
+
+  std::vector<at::Tensor> run() {
+    while (done_ < rows_) {
+      const int64_t end = std::min(rows_, done_ + piece_rows_);
+      const auto shortage = try_rows(end);
+      if (shortage) {
+        make_finer(end - done_, *shortage);
+      } else {
+        done_ = end;
+      }
+    }
+    return std::move(whole_);
+  }
+
+ private:
+  /// What was said when memory ran out, or nothing if the rows up to `end` are written. On return the handler has ended:
+  /// nothing of the attempt lives.
+  std::optional<std::string> try_rows(int64_t end) {
+    try {
+      write(piece_(done_, end), end);
+    } catch (...) {
+      const auto error = std::current_exception();
+      if (!is_out_of_memory(error)) {
+        throw;
+      }
+      return describe(error);
+    }
+    return std::nullopt;
+  }
+
+  void write(const std::vector<at::Tensor>& results, int64_t end) {
+    check_rows(results, end - done_);
+    if (done_ > 0) {
+      require_alike(results, end);
+    } else if (end == rows_) {
+      for (const auto& result : results) {
+        whole_.push_back(result.requires_grad() ? result.detach() : result);
+      }
+      return;
+    } else {
+      whole_ = allocate(results);
+    }
+    for (size_t i = 0; i < results.size(); ++i) {
+      whole_[i].narrow(0, done_, end - done_).copy_(results[i]);
+    }
+  }
+
+  std::vector<at::Tensor> allocate(const std::vector<at::Tensor>& results) const {
+    std::vector<at::Tensor> whole;
+    for (const auto& result : results) {
+      auto sizes = result.sizes().vec();
+      sizes[0] = rows_;
+      whole.push_back(
+          at::empty(sizes, result.options().requires_grad(false), result.suggest_memory_format()));
+    }
+    return whole;
+  }
+
+  void require_alike(const std::vector<at::Tensor>& results, int64_t end) const {
+    TORCH_CHECK_VALUE(results.size() == whole_.size(),
+                      "fn returned another number of tensors for rows ", done_, " to ", end,
+                      " than for those before (tensors: ", results.size(), " and ", whole_.size(),
+                      "); return the same for every piece");
+    for (size_t i = 0; i < results.size(); ++i) {
+      const auto& now = results[i];
+      const auto& before = whole_[i];
+      TORCH_CHECK_VALUE(now.sizes().slice(1) == before.sizes().slice(1) &&
+                            now.dtype() == before.dtype() && now.device() == before.device(),
+                        "fn returned something else for rows ", done_, " to ", end,
+                        " than for those before (tensor of the result: ", i,
+                        ", shape: ", now.sizes(), " and [*, ", before.sizes().slice(1),
+                        "], dtype: ", now.dtype(), " and ", before.dtype(),
+                        ", device: ", now.device(), " and ", before.device(),
+                        "); return the same shape of a row for every piece, or pad it");
+    }
+  }
+
+  void make_finer(int64_t count, const std::string& shortage) {
+    ran_out_.push_back(count);
+    if (count == 1 || static_cast<int64_t>(ran_out_.size()) > options_.max_retries) {
+      throw BatchTooLarge(too_large(count, shortage));
+    }
+    piece_rows_ = (count + 1) / 2;
+    std::ostringstream line;
+    line << "map_batches ran out of memory with " << count << " rows of " << rows_
+         << " and goes on with " << piece_rows_;
+    log(LogLevel::warning, line.str());
+    memory::release_cached(options_.device);
+  }
+
+  std::string too_large(int64_t count, const std::string& shortage) const {
+    std::ostringstream text;
+    text << (count == 1 ? "a piece of one row does not fit" : "no piece that was tried fits")
+         << " (rows: " << rows_ << ", done: " << done_ << ", rows of the pieces that ran out: ";
+    for (size_t i = 0; i < ran_out_.size(); ++i) {
+      text << (i == 0 ? "" : ", ") << ran_out_[i];
+    }
+    text << ", max_retries: " << options_.max_retries << "); "
+         << (count == 1 ? "give the device more memory, or use a smaller model or input"
+                        : "begin with more pieces, or raise max_retries")
+         << ". The last error was: " << shortage;
+    return text.str();
+  }
+
+  int64_t rows_;
+  const MapPiece& piece_;
+  const MapOptions& options_;
+  int64_t piece_rows_ = 0;
+  int64_t done_ = 0;
+  std::vector<int64_t> ran_out_;
+  std::vector<at::Tensor> whole_;
+};
+
+}  // namespace
+
+std::vector<at::Tensor> map_rows(int64_t rows, const MapPiece& piece, const MapOptions& options) {
+  const at::NoGradGuard no_grad;
+  return Mapping(rows, piece, options).run();
+}
+
+}  // namespace brimful::detail

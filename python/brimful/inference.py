@@ -1,0 +1,38 @@
+"""Inference over a batch of any size; the work is done in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from brimful import _C
+
+__all__ = ["map_batches"]
+
+
+def map_batches(
+    fn: Callable[[Any], Any], batch: Any, *, pieces: int = 1, max_retries: int = 8
+) -> Any:
+    """``fn(batch)`` without gradients, in pieces where memory runs out.
+
+    ``batch`` is what ``BatchSizer.step`` takes. ``fn`` returns a tensor, or a tuple, list, dict or namedtuple of
+    tensors (``None`` may be among them), with one row in dimension 0 for every row that it got. The result has the same
+    structure: it is allocated once, when the first piece tells shape and dtype, and each piece is written into its
+    rows. If the first piece is the whole batch, ``fn``'s own result is returned.
+
+    Begins with ``pieces`` pieces. When memory runs out, the rows that are missing go on in pieces of half the size, and
+    a size that fitted is kept for the rest of the call. ``fn`` may be called again for the same rows; RNG states are
+    not put back.
+
+    Raises ``BatchTooLarge`` (a ``torch.OutOfMemoryError``) with the sizes tried if a piece of one row does not fit, or
+    memory ran out more than ``max_retries`` times; ``ValueError`` if the batch is empty, or if results have another
+    number of rows or differ between pieces in structure, shape, dtype or device; ``TypeError`` if ``fn`` returns
+    anything else; and what ``fn`` raises. Waits for the device only where memory ran out. From any thread.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn is called with pieces of the batch (type: {type(fn)})")
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    return _C._map_batches(fn, batch, pieces=pieces, max_retries=max_retries, device=device)
