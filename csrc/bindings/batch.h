@@ -1,21 +1,37 @@
 #pragma once
-#include <ATen/core/Tensor.h>
+#include <cstdint>
+#include <optional>
 
-#include <functional>
-
-#include "bindings/bindings.h"
+#include "bindings/structure.h"
 
 namespace brimful {
 
-/// Rows of a batch: the size of dimension 0, equal in all its tensors. Tuples, namedtuples, lists and dicts are walked.
-/// @throws c10::ValueError if tensors disagree (both are named), c10::TypeError if there is no tensor
+/// Splits a batch of Python: tensors in tuples, lists, mappings and dataclasses, PackedSequences, jagged and sparse
+/// tensors; or whatever two functions of the user's take. Needs the GIL.
+class Splitter {
+ public:
+  /// @throws c10::TypeError for a batch_dim of other types, c10::ValueError if one function comes without the other, or
+  /// both with a batch_dim
+  explicit Splitter(const py::object& batch_dim = py::int_(0),
+                    std::optional<py::function> size_fn = std::nullopt,
+                    std::optional<py::function> split_fn = std::nullopt);
+
+  /// Rows of a batch, equal in all its tensors.
+  /// @throws c10::ValueError if tensors disagree (both are named), c10::TypeError if there is no tensor
+  int64_t rows_of(const py::handle& batch) const;
+
+  /// The same structure with rows [begin, end): views of dense tensors. 0-dim tensors and other objects are shared by all
+  /// pieces, a list with as many entries as rows, none of them a tensor, is cut.
+  py::object slice(const py::handle& batch, int64_t rows, int64_t begin, int64_t end) const;
+
+ private:
+  py::object batch_dim_;
+  std::optional<py::function> size_fn_;
+  std::optional<py::function> split_fn_;
+};
+
+/// With rows in dimension 0.
 int64_t rows_of(const py::handle& batch);
-
-/// The same structure with views of rows [begin, end); 0-dim tensors and other objects are shared by all pieces, a list
-/// with as many entries as rows, none of them a tensor, is cut.
 py::object slice_rows(const py::handle& batch, int64_t rows, int64_t begin, int64_t end);
-
-/// Calls `visit` for every tensor in an object's structure.
-void for_each_tensor(const py::handle& object, const std::function<void(const at::Tensor&)>& visit);
 
 }  // namespace brimful

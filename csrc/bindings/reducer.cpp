@@ -3,7 +3,7 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "bindings/batch.h"
+#include "bindings/structure.h"
 #include "reducer/at_exit.h"
 
 namespace brimful {

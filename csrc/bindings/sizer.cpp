@@ -90,8 +90,10 @@ class PythonSizer {
               std::vector<c10::Device> devices,
               const std::vector<std::pair<py::function, py::function>>& keepers,
               const py::function& required_bytes, std::optional<py::function> weight_fn,
-              int64_t max_retries, int64_t pieces, bool lockstep, bool predict)
+              std::shared_ptr<Splitter> splitter, int64_t max_retries, int64_t pieces,
+              bool lockstep, bool predict)
       : weight_fn_(std::move(weight_fn)),
+        splitter_(std::move(splitter)),
         sizer_(StepGroup({reducers.begin(), reducers.end()}, std::move(outside)),
                Transaction(std::move(buffers), devices),
                {max_retries, pieces, lockstep, predict, devices.at(0),
@@ -144,15 +146,15 @@ class PythonSizer {
   BatchSizer& sizer() { return sizer_; }
 
  private:
-  static PieceWork work_of(const Source& source, const py::object& loss_fn,
-                           const py::object& model) {
+  PieceWork work_of(const Source& source, const py::object& loss_fn,
+                    const py::object& model) const {
     const auto forward = [&](int64_t begin, int64_t end) {
       return call_python([&] {
         TORCH_CHECK_VALUE(source.batch,
                           "a rank without any data cannot take part in the model's own collectives "
                           "(lockstep: true)");
-        return as_piece_loss(loss_fn(model, slice_rows(source.batch, source.rows, begin, end)),
-                             end - begin);
+        return as_piece_loss(
+            loss_fn(model, splitter_->slice(source.batch, source.rows, begin, end)), end - begin);
       });
     };
     return {forward, run_backward};
@@ -164,7 +166,7 @@ class PythonSizer {
       return input;
     }
     try {  // what is wrong here must fail the step, not this call: the other ranks wait
-      input.rows = rows_of(*batch);
+      input.rows = splitter_->rows_of(*batch);
       input.kind = kind_of(*batch);
       if (weight_fn_) {
         input.weight = py::float_((*weight_fn_)(*batch)).cast<double>();
@@ -176,6 +178,7 @@ class PythonSizer {
   }
 
   std::optional<py::function> weight_fn_;
+  std::shared_ptr<Splitter> splitter_;
   BatchSizer sizer_;
   bool lockstep_;
   Source last_;  ///< in lockstep: gives empty pieces to a step without data
@@ -240,10 +243,12 @@ void bind_sizer(py::module_& m) {
       .def(py::init<const std::vector<std::shared_ptr<Reducer>>&, std::vector<at::Tensor>,
                     std::vector<at::Tensor>, std::vector<c10::Device>,
                     const std::vector<std::pair<py::function, py::function>>&, const py::function&,
-                    std::optional<py::function>, int64_t, int64_t, bool, bool>(),
+                    std::optional<py::function>, std::shared_ptr<Splitter>, int64_t, int64_t, bool,
+                    bool>(),
            py::kw_only(), py::arg("reducers"), py::arg("outside"), py::arg("buffers"),
            py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"), py::arg("weight_fn"),
-           py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"), py::arg("predict"))
+           py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"),
+           py::arg("predict"))
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("split"), py::arg("error"))

@@ -229,6 +229,17 @@ class PeakModel:
     @property
     def off_line(self) -> float: ...
 
+class Splitter:
+    def __init__(
+        self,
+        *,
+        batch_dim: object = ...,
+        size_fn: Callable[[Any], int] | None = ...,
+        split_fn: Callable[[Any, int, int], Any] | None = ...,
+    ) -> None: ...
+    def rows_of(self, batch: object) -> int: ...
+    def slice(self, batch: Any, rows: int, begin: int, end: int) -> Any: ...
+
 class BatchSizer:
     def __init__(
         self,
@@ -240,6 +251,7 @@ class BatchSizer:
         keepers: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]],
         required_bytes: Callable[[], int],
         weight_fn: Callable[[Any], float] | None,
+        splitter: Splitter,
         max_retries: int,
         pieces: int,
         lockstep: bool,
@@ -272,8 +284,6 @@ class BatchSizer:
     def state(self) -> dict[str, float]: ...
     def load_state(self, state: dict[str, float]) -> None: ...
 
-def _rows_of(batch: object) -> int: ...
-def _slice_rows(batch: Any, begin: int, end: int) -> Any: ...
 def _map_batches(
     fn: Callable[[Any], Any], batch: Any, pieces: int, max_retries: int, device: torch.device
 ) -> Any: ...

@@ -9,7 +9,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,8 @@ from brimful.reducer import DistributedDataParallel, _is_out_of_memory, _mark_to
 __all__ = ["NO_DATA", "BatchSizer"]
 
 Batch = TypeVar("Batch")
+#: The dimension that holds rows, `None` for what has none, or entries of them that mirror the batch.
+BatchDim = int | None | Mapping[Any, Any] | Sequence[Any]
 
 
 class _NoData:
@@ -106,6 +108,11 @@ class BatchSizer:
     memory runs out. ``lockstep`` (by default true if the model has SyncBatchNorm) makes all ranks run the same number
     of pieces, which collectives inside the model need; no rank can retry then.
 
+    ``batch_dim`` says where a batch's rows lie: an int for all its tensors, ``None`` for what every piece gets whole,
+    or entries that mirror the batch, in a sequence of the same length or in a dict by key, field or index (dimension 0
+    where it says nothing). For a batch that ``step`` cannot split, ``size_fn(batch)`` gives the number of rows and
+    ``split_fn(batch, begin, end)`` the piece that has some of them; in lockstep it may be asked for none.
+
     ``predict`` chooses the pieces by the memory that they will need, where the CPU has a limit: at the first batch of a
     shape, two, three and sixteen of its rows (more where a library rounds allocations up) are run forward and
     backward twice, with nothing left of it but what it allocated. ``loss_fn`` is called for that too. Without
@@ -123,6 +130,9 @@ class BatchSizer:
         max_retries: int = 8,
         pieces: int = 1,
         weight_fn: Callable[[Any], float] | None = None,
+        batch_dim: BatchDim = 0,
+        size_fn: Callable[[Any], int] | None = None,
+        split_fn: Callable[[Any, int, int], Any] | None = None,
         lockstep: bool | None = None,
         predict: bool = False,
     ) -> None:
@@ -155,9 +165,14 @@ class BatchSizer:
         self._optimizers = optimizers
         self._device = devices[0]
         self._consumed = 0
-        if weight_fn is not None and not callable(weight_fn):
-            raise TypeError(f"weight_fn is called with a batch (weight_fn: {weight_fn!r})")
-        self._weight_fn = weight_fn
+        for name, function in (
+            ("weight_fn", weight_fn),
+            ("size_fn", size_fn),
+            ("split_fn", split_fn),
+        ):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} is called with a batch ({name}: {function!r})")
+        self._weight_fn, self._size_fn, self._split_fn = weight_fn, size_fn, split_fn
         # The core is no container to the garbage collector: what it holds must not lead back to it.
         this = weakref.ref(self)
         self._core = _C.BatchSizer(
@@ -168,6 +183,11 @@ class BatchSizer:
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
             required_bytes=lambda: this()._required_bytes(),  # type: ignore[union-attr]
             weight_fn=weight_fn and (lambda batch: this()._weight_fn(batch)),  # type: ignore[union-attr,misc]
+            splitter=_C.Splitter(
+                batch_dim=batch_dim,
+                size_fn=size_fn and (lambda batch: this()._size_fn(batch)),  # type: ignore[union-attr,misc]
+                split_fn=split_fn and (lambda *piece: this()._split_fn(*piece)),  # type: ignore[union-attr,misc]
+            ),
             max_retries=max_retries,
             pieces=pieces,
             lockstep=lockstep,
@@ -212,8 +232,11 @@ class BatchSizer:
     ) -> _C.Outcome:
         """Fill the gradients of one step; all ranks return, or raise, together.
 
-        ``loss_fn(model, piece)`` returns the mean loss of the piece, or ``(mean loss, weight)``. ``batch`` is a tensor
-        or a tuple, list or dict of tensors with the same first dimension, or ``NO_DATA``. ``split`` (rows per piece)
+        ``loss_fn(model, piece)`` returns the mean loss of the piece, or ``(mean loss, weight)``. ``batch`` is
+        ``NO_DATA``, a tensor, or a structure of tensors with the same first dimension (or see ``batch_dim``): tuples,
+        namedtuples, lists, dicts and other mappings, dataclasses. A ``PackedSequence`` and a jagged tensor are split by
+        sequences, a sparse tensor (COO, CSR) by rows. A list of anything else with an entry for each row is cut; all
+        else, such as strings, ``None`` and 0-dim tensors, is in every piece. ``split`` (rows per piece)
         repeats a recorded ``Outcome.split``. Gradients must be empty before the call.
 
         If another rank failed, raises ``RankFailed`` (``RankOutOfMemory`` if it could not split further); this rank's

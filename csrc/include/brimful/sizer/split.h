@@ -1,115 +1,62 @@
 #pragma once
 #include <ATen/core/Tensor.h>
-
-#include <cstdint>
-#include <map>
-#include <optional>
-#include <tuple>
-#include <utility>
-#include <vector>
+#include <brimful/sizer/split_containers.h>
+#include <brimful/sizer/split_part.h>
 
 namespace brimful {
 
-// rows_of(batch): rows along dimension 0, equal in all tensors of the batch.
-// slice_rows(batch, begin, end): the same structure with views of those rows.
-// For tensors, vectors, pairs, tuples, maps, and anything with `data` and `target` (torch::data::Example).
+// What can be split: tensors, vectors, pairs, tuples, maps, optionals, torch::data::Example and its like (`data`, and
+// `target` where there is one), c10::IValue, and any nesting of them. Strings, numbers, and tensors that are 0-dim or
+// undefined go to all pieces. A type of your own takes part when functions `int64_t rows_of(const T&)` and
+// `T slice_rows(const T&, int64_t begin, int64_t end)` stand in its namespace.
 
-inline int64_t rows_of(const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.defined() && tensor.dim() > 0,
-                    "a tensor of the batch has no dimension to split");
-  return tensor.size(0);
+/// A tensor whose rows lie along `dim`; negative ones count from the end.
+struct Along {
+  at::Tensor tensor;
+  int64_t dim = 0;
+};
+
+/// A part of a batch that every piece gets whole.
+template <typename T>
+struct Shared {
+  T value;
+};
+template <typename T>
+Shared(T) -> Shared<T>;
+
+/// Rows of a batch, equal in all its tensors. A vector of Examples, as a loader without Stack gives, has a row in each
+/// entry.
+/// @throws c10::ValueError if tensors disagree (the sizes are named), or if there is none
+template <detail::Structure Batch>
+int64_t rows_of(const Batch& batch) {
+  detail::Rows rows;
+  detail::Part<Batch>::count(batch, rows);
+  TORCH_CHECK_VALUE(rows,
+                    "the batch holds no tensor that has a dimension to split; pass one, or a "
+                    "structure of them");
+  return *rows;
 }
 
-inline at::Tensor slice_rows(const at::Tensor& tensor, int64_t begin, int64_t end) {
-  return tensor.narrow(0, begin, end - begin);
+/// The same structure with rows [begin, end): views where tensors are dense, copies where they are sparse. A vector of
+/// strings or numbers with as many entries as there are rows is cut too.
+template <detail::Structure Batch>
+Batch slice_rows(const Batch& batch, int64_t begin, int64_t end) {
+  return detail::Part<Batch>::slice(batch, {rows_of(batch), begin, end});
 }
 
 namespace detail {
-inline int64_t same_rows(std::optional<int64_t> before, int64_t rows) {
-  TORCH_CHECK_VALUE(!before || *before == rows,
-                    "tensors of the batch disagree in size (rows: ", before.value_or(0), " and ",
-                    rows, ")");
-  return rows;
-}
+template <>
+struct Part<Along> : BuiltIn {
+  static void count(const Along& part, Rows& rows) {
+    add_rows(rows, tensor_rows(part.tensor, part.dim));
+  }
+  static Along slice(const Along& part, const Range& range) {
+    return {slice_tensor(part.tensor, part.dim, range), part.dim};
+  }
+};
+
+template <typename T>
+struct Part<Shared<T>> : SharedPart<Shared<T>> {};
 }  // namespace detail
-
-template <typename Batch>
-requires requires(const Batch& batch) {
-  batch.data;
-  batch.target;
-}
-int64_t rows_of(const Batch& batch) {
-  return detail::same_rows(rows_of(batch.data), rows_of(batch.target));
-}
-
-template <typename Batch>
-requires requires(const Batch& batch) {
-  batch.data;
-  batch.target;
-}
-Batch slice_rows(const Batch& batch, int64_t begin, int64_t end) {
-  return Batch(slice_rows(batch.data, begin, end), slice_rows(batch.target, begin, end));
-}
-
-template <typename T>
-int64_t rows_of(const std::vector<T>& batch) {
-  std::optional<int64_t> rows;
-  for (const auto& item : batch) {
-    rows = detail::same_rows(rows, rows_of(item));
-  }
-  return rows.value_or(0);
-}
-
-template <typename T>
-std::vector<T> slice_rows(const std::vector<T>& batch, int64_t begin, int64_t end) {
-  std::vector<T> piece;
-  for (const auto& item : batch) {
-    piece.push_back(slice_rows(item, begin, end));
-  }
-  return piece;
-}
-
-template <typename K, typename T>
-int64_t rows_of(const std::map<K, T>& batch) {
-  std::optional<int64_t> rows;
-  for (const auto& [key, item] : batch) {
-    rows = detail::same_rows(rows, rows_of(item));
-  }
-  return rows.value_or(0);
-}
-
-template <typename K, typename T>
-std::map<K, T> slice_rows(const std::map<K, T>& batch, int64_t begin, int64_t end) {
-  std::map<K, T> piece;
-  for (const auto& [key, item] : batch) {
-    piece.emplace(key, slice_rows(item, begin, end));
-  }
-  return piece;
-}
-
-template <typename... T>
-int64_t rows_of(const std::tuple<T...>& batch) {
-  std::optional<int64_t> rows;
-  std::apply([&](const auto&... item) { ((rows = detail::same_rows(rows, rows_of(item))), ...); },
-             batch);
-  return rows.value_or(0);
-}
-
-template <typename... T>
-std::tuple<T...> slice_rows(const std::tuple<T...>& batch, int64_t begin, int64_t end) {
-  return std::apply(
-      [&](const auto&... item) { return std::tuple<T...>(slice_rows(item, begin, end)...); },
-      batch);
-}
-
-template <typename A, typename B>
-int64_t rows_of(const std::pair<A, B>& batch) {
-  return detail::same_rows(rows_of(batch.first), rows_of(batch.second));
-}
-
-template <typename A, typename B>
-std::pair<A, B> slice_rows(const std::pair<A, B>& batch, int64_t begin, int64_t end) {
-  return {slice_rows(batch.first, begin, end), slice_rows(batch.second, begin, end)};
-}
 
 }  // namespace brimful

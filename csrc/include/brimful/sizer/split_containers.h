@@ -1,0 +1,95 @@
+#pragma once
+// How the standard library's containers are split, part by part; included by split.h.
+#include <brimful/sizer/split_part.h>
+
+#include <map>
+#include <optional>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace brimful::detail {
+
+template <typename T>
+struct Part<std::optional<T>> : BuiltIn {
+  static void count(const std::optional<T>& part, Rows& rows) {
+    if (part) {
+      Part<T>::count(*part, rows);
+    }
+  }
+  static std::optional<T> slice(const std::optional<T>& part, const Range& range) {
+    return part ? std::optional<T>(Part<T>::slice(*part, range)) : std::nullopt;
+  }
+};
+
+template <typename T>
+struct Part<std::vector<T>> : BuiltIn {
+  static constexpr bool kSamples = Example<T> || TensorExample<T>;
+  static void count(const std::vector<T>& part, Rows& rows) {
+    if constexpr (kSamples) {
+      add_rows(rows, static_cast<int64_t>(part.size()));
+    } else {
+      for (const T& item : part) {
+        Part<T>::count(item, rows);
+      }
+    }
+  }
+  static std::vector<T> slice(const std::vector<T>& part, const Range& range) {
+    if constexpr (kSamples || Scalar<T>) {
+      return static_cast<int64_t>(part.size()) == range.rows
+                 ? std::vector<T>(part.begin() + range.begin, part.begin() + range.end)
+                 : part;
+    } else {
+      std::vector<T> piece;
+      for (const T& item : part) {
+        piece.push_back(Part<T>::slice(item, range));
+      }
+      return piece;
+    }
+  }
+};
+
+template <typename Map>
+struct MapPart : BuiltIn {
+  static void count(const Map& part, Rows& rows) {
+    for (const auto& [key, item] : part) {
+      count_part(item, rows);
+    }
+  }
+  static Map slice(const Map& part, const Range& range) {
+    Map piece;
+    for (const auto& [key, item] : part) {
+      piece.emplace(key, slice_part(item, range));
+    }
+    return piece;
+  }
+};
+template <typename... T>
+struct Part<std::map<T...>> : MapPart<std::map<T...>> {};
+template <typename... T>
+struct Part<std::unordered_map<T...>> : MapPart<std::unordered_map<T...>> {};
+
+template <typename... T>
+struct Part<std::tuple<T...>> : BuiltIn {
+  static void count(const std::tuple<T...>& part, Rows& rows) {
+    std::apply([&](const T&... item) { (Part<T>::count(item, rows), ...); }, part);
+  }
+  static std::tuple<T...> slice(const std::tuple<T...>& part, const Range& range) {
+    return std::apply(
+        [&](const T&... item) { return std::tuple<T...>(Part<T>::slice(item, range)...); }, part);
+  }
+};
+
+template <typename A, typename B>
+struct Part<std::pair<A, B>> : BuiltIn {
+  static void count(const std::pair<A, B>& part, Rows& rows) {
+    Part<A>::count(part.first, rows);
+    Part<B>::count(part.second, rows);
+  }
+  static std::pair<A, B> slice(const std::pair<A, B>& part, const Range& range) {
+    return {slice_part(part.first, range), slice_part(part.second, range)};
+  }
+};
+
+}  // namespace brimful::detail

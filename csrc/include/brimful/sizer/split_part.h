@@ -1,0 +1,131 @@
+#pragma once
+// How each kind of a batch's parts is split; included by split.h.
+#include <ATen/core/Tensor.h>
+#include <brimful/export.h>
+
+#include <concepts>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <variant>
+
+namespace c10 {
+struct IValue;
+}
+
+namespace brimful::detail {
+
+using Rows = std::optional<int64_t>;
+
+struct Range {
+  int64_t rows = 0;  ///< of the whole batch
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+/// Nothing for a tensor without dimensions or values.
+/// @throws c10::ValueError if it has others, but not `dim`
+BRIMFUL_API Rows tensor_rows(const at::Tensor& tensor, int64_t dim);
+/// A view of a dense tensor's rows, a copy of a sparse one's. Rows of a CSR tensor wait for its device.
+/// @throws c10::TypeError for sparse layouts that have no rows of their own
+BRIMFUL_API at::Tensor slice_tensor(const at::Tensor& tensor, int64_t dim, const Range& range);
+
+inline void add_rows(Rows& rows, Rows more) {
+  TORCH_CHECK_VALUE(!rows || !more || *rows == *more,
+                    "tensors of the batch disagree in size (rows: ", rows.value_or(0), " and ",
+                    more.value_or(0), "); give all the same number");
+  rows = rows ? rows : more;
+}
+
+struct BuiltIn {};
+
+template <typename T>
+struct SharedPart : BuiltIn {
+  static void count(const T& /*part*/, Rows& /*rows*/) {}
+  static T slice(const T& part, const Range& /*range*/) { return part; }
+};
+
+/// A type of the user's, with functions beside it.
+template <typename T>
+struct Part {
+  static void count(const T& part, Rows& rows) { add_rows(rows, rows_of(part)); }
+  static T slice(const T& part, const Range& range) {
+    return slice_rows(part, range.begin, range.end);
+  }
+};
+
+template <typename T>
+concept Structure = std::derived_from<Part<T>, BuiltIn>;
+
+template <typename T>
+concept Scalar = std::is_arithmetic_v<T> || std::is_enum_v<T> || std::is_same_v<T, std::string> ||
+    std::is_same_v<T, std::monostate> || std::is_same_v<T, std::nullopt_t>;
+template <Scalar T>
+struct Part<T> : SharedPart<T> {};
+
+template <>
+struct Part<at::Tensor> : BuiltIn {
+  static void count(const at::Tensor& part, Rows& rows) { add_rows(rows, tensor_rows(part, 0)); }
+  static at::Tensor slice(const at::Tensor& part, const Range& range) {
+    return slice_tensor(part, 0, range);
+  }
+};
+
+/// Tensors, lists, tuples and dicts in it are walked; its strings, numbers and None are shared.
+template <>
+struct BRIMFUL_API Part<c10::IValue> : BuiltIn {
+  static void count(const c10::IValue& part, Rows& rows);
+  static c10::IValue slice(const c10::IValue& part, const Range& range);
+};
+
+struct Anything {
+  template <typename T>
+  operator T() const;
+};
+
+/// Has `data` and `target`, and no member beside them that would be lost.
+template <typename T>
+concept Example = requires(const T& part) {
+  part.data;
+  T(part.data, part.target);
+}
+&&!(std::is_aggregate_v<T> && requires { T{Anything{}, Anything{}, Anything{}}; });
+/// Has `data` alone.
+template <typename T>
+concept TensorExample = requires(const T& part) {
+  part.data;
+  T(part.data);
+}
+&&!requires(const T& part) {
+  part.target;
+}
+&&!(std::is_aggregate_v<T> && requires { T{Anything{}, Anything{}}; });
+
+template <typename T>
+auto slice_part(const T& part, const Range& range) {
+  return Part<T>::slice(part, range);
+}
+template <typename T>
+void count_part(const T& part, Rows& rows) {
+  Part<T>::count(part, rows);
+}
+
+template <Example T>
+struct Part<T> : BuiltIn {
+  static void count(const T& part, Rows& rows) {
+    count_part(part.data, rows);
+    count_part(part.target, rows);
+  }
+  static T slice(const T& part, const Range& range) {
+    return T(slice_part(part.data, range), slice_part(part.target, range));
+  }
+};
+
+template <TensorExample T>
+struct Part<T> : BuiltIn {
+  static void count(const T& part, Rows& rows) { count_part(part.data, rows); }
+  static T slice(const T& part, const Range& range) { return T(slice_part(part.data, range)); }
+};
+
+}  // namespace brimful::detail

@@ -1,0 +1,131 @@
+#include <ATen/ATen.h>
+#include <ATen/core/Dict.h>
+#include <ATen/core/List.h>
+#include <ATen/core/ivalue.h>
+#include <brimful/sizer/split.h>
+#include <c10/core/WrapDimMinimal.h>
+
+#include <vector>
+
+namespace brimful::detail {
+namespace {
+
+/// Rows of a CSR tensor are runs of its values.
+at::Tensor slice_csr(const at::Tensor& tensor, const Range& range) {
+  const int64_t count = range.end - range.begin;
+  const auto bounds = tensor.crow_indices().narrow(0, range.begin, count + 1);
+  const auto first = bounds[0].item<int64_t>();
+  const auto entries = bounds[count].item<int64_t>() - first;
+  auto sizes = tensor.sizes().vec();
+  sizes[0] = count;
+  return at::sparse_compressed_tensor(
+      bounds - first, tensor.col_indices().narrow(0, first, entries),
+      tensor.values().narrow(0, first, entries), sizes, tensor.options());
+}
+
+at::Tensor slice_wrapped(const at::Tensor& tensor, int64_t dim, const Range& range) {
+  switch (tensor.layout()) {
+    case at::kSparse:
+      return at::narrow_copy(tensor, dim, range.begin, range.end - range.begin);
+    case at::kSparseCsr:
+      TORCH_CHECK_TYPE(tensor.crow_indices().dim() == 1 && dim == 0,
+                       "a CSR tensor has rows in dimension 0 only (dim: ", dim,
+                       ", shape: ", tensor.sizes(), "); pass it as COO");
+      return slice_csr(tensor, range);
+    case at::kSparseCsc:
+    case at::kSparseBsr:
+    case at::kSparseBsc:
+      TORCH_CHECK_TYPE(false,
+                       "a tensor of this layout cannot be cut into rows (layout: ", tensor.layout(),
+                       "); pass it as COO or CSR");
+    default:
+      return tensor.narrow(dim, range.begin, range.end - range.begin);
+  }
+}
+
+bool has_tensor(const c10::IValue& part) {
+  bool found = part.isTensor();
+  part.visit([&](const c10::IValue& inner) {
+    found = found || inner.isTensor();
+    return found;
+  });
+  return found;
+}
+}  // namespace
+
+Rows tensor_rows(const at::Tensor& tensor, int64_t dim) {
+  if (!tensor.defined() || tensor.dim() == 0) {
+    return std::nullopt;
+  }
+  TORCH_CHECK_VALUE(dim >= -tensor.dim() && dim < tensor.dim(),
+                    "a tensor of the batch lacks the dimension of its rows (dim: ", dim,
+                    ", shape: ", tensor.sizes(), "); name one that it has");
+  return tensor.size(dim);
+}
+
+at::Tensor slice_tensor(const at::Tensor& tensor, int64_t dim, const Range& range) {
+  return tensor_rows(tensor, dim)
+             ? slice_wrapped(tensor, c10::maybe_wrap_dim(dim, tensor.dim()), range)
+             : tensor;
+}
+
+void Part<c10::IValue>::count(const c10::IValue& part, Rows& rows) {
+  if (part.isTensor()) {
+    add_rows(rows, tensor_rows(part.toTensor(), 0));
+  } else if (part.isList()) {
+    for (const auto& item : part.toListRef()) {
+      count(item, rows);
+    }
+  } else if (part.isTuple()) {
+    for (const auto& item : part.toTupleRef().elements()) {
+      count(item, rows);
+    }
+  } else if (part.isGenericDict()) {
+    for (const auto& entry : part.toGenericDict()) {
+      count(entry.value(), rows);
+    }
+  } else {
+    TORCH_CHECK_TYPE(!has_tensor(part),
+                     "this part of the batch cannot be split (type: ", part.tagKind(),
+                     "); pass tensors, lists, tuples or dicts");
+  }
+}
+
+c10::IValue Part<c10::IValue>::slice(const c10::IValue& part, const Range& range) {
+  if (part.isTensor()) {
+    return slice_tensor(part.toTensor(), 0, range);
+  }
+  if (part.isTuple()) {
+    const auto& tuple = part.toTupleRef();
+    std::vector<c10::IValue> items;
+    for (const auto& item : tuple.elements()) {
+      items.push_back(slice(item, range));
+    }
+    return c10::ivalue::Tuple::createNamed(std::move(items), tuple.type());
+  }
+  if (part.isGenericDict()) {
+    const auto whole = part.toGenericDict();
+    c10::impl::GenericDict piece(whole.keyType(), whole.valueType());
+    for (const auto& entry : whole) {
+      piece.insert(entry.key(), slice(entry.value(), range));
+    }
+    return piece;
+  }
+  if (!part.isList()) {
+    return part;
+  }
+  const auto whole = part.toList();
+  c10::impl::GenericList piece(whole.elementType());
+  if (!has_tensor(part) && static_cast<int64_t>(whole.size()) == range.rows) {
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      piece.push_back(whole.get(i));
+    }
+  } else {
+    for (const auto& item : part.toListRef()) {
+      piece.push_back(slice(item, range));
+    }
+  }
+  return piece;
+}
+
+}  // namespace brimful::detail
