@@ -7,4 +7,5 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_batch(m);
   brimful::bind_reducer(m);
   brimful::bind_sizer(m);
+  brimful::bind_amp(m);
 }

@@ -9,5 +9,7 @@
 #include <brimful/memory/stats.h>
 #include <brimful/memory/system_limit.h>
 #include <brimful/reducer/distributed_data_parallel.h>
+#include <brimful/sizer/autocast.h>
 #include <brimful/sizer/batch_sizer.h>
+#include <brimful/sizer/grad_scaler.h>
 #include <brimful/version.h>
