@@ -5,6 +5,7 @@ namespace brimful {
 
 namespace py = pybind11;
 
+void bind_amp(py::module_& m);
 void bind_errors(py::module_& m);
 void bind_launch(py::module_& m);
 void bind_memory(py::module_& m);

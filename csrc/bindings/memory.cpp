@@ -1,5 +1,6 @@
 #include <brimful/memory/fault.h>
 #include <brimful/memory/stats.h>
+#include <brimful/memory/system_limit.h>
 #include <brimful/memory/trace.h>
 #include <torch/csrc/Device.h>
 #include <memory>
@@ -39,6 +40,14 @@ std::string repr(const Stats& stats) {
       << ", reserved=" << bytes(stats.reserved_bytes) << ", allocations=" << stats.allocations
       << ", ooms=" << stats.ooms << ")";
   return out.str();
+}
+
+std::string repr(const SystemLimit& limit) {
+  return "SystemLimit(limit=" + format_bytes(limit.limit_bytes) +
+         ", free=" + format_bytes(limit.free_bytes) +
+         ", margin=" + format_bytes(limit.margin_bytes) +
+         ", bound=" + format_bytes(limit.bound_bytes) + ", source=" + name_of(limit.source) +
+         ", where=" + limit.where + ")";
 }
 
 /// A context manager over a scope; each entry makes a new one.
@@ -95,7 +104,7 @@ void bind_stats(py::module_& m) {
       .def_readonly("reserved_bytes", &Stats::reserved_bytes)
       .def_readonly("allocations", &Stats::allocations)
       .def_readonly("ooms", &Stats::ooms)
-      .def("__repr__", &repr);
+      .def("__repr__", [](const Stats& stats) { return repr(stats); });
   m.def("memory_install", &install);
   m.def(
       "memory_stats", [](py::handle device) { return stats(as_device(device)); }, "device"_a);
@@ -103,6 +112,14 @@ void bind_stats(py::module_& m) {
       "memory_set_limit",
       [](py::handle device, std::optional<int64_t> bytes) { set_limit(as_device(device), bytes); },
       "device"_a, "bytes"_a.none(true));
+  m.def(
+      "memory_set_limit",
+      [](py::handle device, const std::string& word) {
+        TORCH_CHECK_VALUE(word == "auto", "this word is no limit (bytes: ", word,
+                          "); pass a number of bytes, 'auto' or None");
+        set_limit_auto(as_device(device));
+      },
+      "device"_a, "bytes"_a);
   m.def(
       "memory_reset_peak", [](py::handle device) { reset_peak(as_device(device)); }, "device"_a);
   m.def(
@@ -113,6 +130,20 @@ void bind_stats(py::module_& m) {
         release_cached(device);
       },
       "device"_a);
+}
+
+void bind_system_limit(py::module_& m) {
+  py::class_<SystemLimit>(m, "SystemLimit",
+                          "What tensors may take of this system's memory, and what decided it.")
+      .def_readonly("limit_bytes", &SystemLimit::limit_bytes)
+      .def_readonly("free_bytes", &SystemLimit::free_bytes)
+      .def_readonly("margin_bytes", &SystemLimit::margin_bytes)
+      .def_readonly("bound_bytes", &SystemLimit::bound_bytes)
+      .def_property_readonly("source",
+                             [](const SystemLimit& limit) { return name_of(limit.source); })
+      .def_readonly("where", &SystemLimit::where)
+      .def("__repr__", [](const SystemLimit& limit) { return repr(limit); });
+  m.def("memory_system_limit", &system_limit);
 }
 
 void bind_scopes(py::module_& m) {
@@ -170,6 +201,7 @@ void bind_scopes(py::module_& m) {
 
 void bind_memory(py::module_& m) {
   bind_stats(m);
+  bind_system_limit(m);
   bind_scopes(m);
 }
 

@@ -7,5 +7,6 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_batch(m);
   brimful::bind_reducer(m);
   brimful::bind_sizer(m);
+  brimful::bind_amp(m);
   brimful::bind_inference(m);
 }

@@ -64,13 +64,13 @@ Transaction::Keeper keeper_of(py::function capture, py::function restore) {
           [kept] { call_python([&] { kept->restore(kept->state); }); }};
 }
 
-/// Shapes of a row and dtypes: batches of one kind need memory by the same law.
-std::string kind_of(const py::object& batch) {
+/// Shapes and dtypes of one row: batches of one kind need memory by the same law.
+std::string kind_of(const py::object& row) {
   std::ostringstream kind;
-  for_each_tensor(batch, [&](const at::Tensor& tensor) {
+  for_each_tensor(row, [&](const at::Tensor& tensor) {
     kind << tensor.scalar_type();
-    if (tensor.dim() > 0 && tensor.layout() == at::kStrided) {
-      kind << tensor.sizes().slice(1);
+    if (tensor.layout() == at::kStrided && !tensor.is_nested()) {
+      kind << tensor.sizes();
     }
     kind << ";";
   });
@@ -100,7 +100,8 @@ class PythonSizer {
                 [required_bytes] {
                   return call_python([&] { return required_bytes().cast<int64_t>(); });
                 }}),
-        lockstep_(lockstep) {
+        lockstep_(lockstep),
+        predict_(predict) {
     for (const auto& [capture, restore] : keepers) {
       sizer_.transaction().add(keeper_of(capture, restore));
     }
@@ -126,7 +127,7 @@ class PythonSizer {
 
   std::optional<Plan> plan(const py::object& batch, const py::object& loss_fn,
                            const py::object& model) {
-    const auto input = input_of(batch);
+    const auto input = input_of(batch, true);
     const Source source{batch, input.rows.value_or(0)};
     const auto work = work_of(source, loss_fn, model);
     const py::gil_scoped_release no_gil;
@@ -160,14 +161,16 @@ class PythonSizer {
     return {forward, run_backward};
   }
 
-  StepInput input_of(const std::optional<py::object>& batch) const {
+  StepInput input_of(const std::optional<py::object>& batch, bool forecast = false) const {
     StepInput input;
     if (!batch) {
       return input;
     }
     try {  // what is wrong here must fail the step, not this call: the other ranks wait
       input.rows = splitter_->rows_of(*batch);
-      input.kind = kind_of(*batch);
+      if ((predict_ || forecast) && *input.rows > 0) {
+        input.kind = kind_of(splitter_->slice(*batch, *input.rows, 0, 1));
+      }
       if (weight_fn_) {
         input.weight = py::float_((*weight_fn_)(*batch)).cast<double>();
       }
@@ -181,6 +184,7 @@ class PythonSizer {
   std::shared_ptr<Splitter> splitter_;
   BatchSizer sizer_;
   bool lockstep_;
+  bool predict_;
   Source last_;  ///< in lockstep: gives empty pieces to a step without data
 };
 

@@ -7,7 +7,10 @@
 #include <brimful/launch/run_ranks.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
+#include <brimful/memory/system_limit.h>
 #include <brimful/reducer/distributed_data_parallel.h>
+#include <brimful/sizer/autocast.h>
 #include <brimful/sizer/batch_sizer.h>
+#include <brimful/sizer/grad_scaler.h>
 #include <brimful/sizer/map_batches.h>
 #include <brimful/version.h>
