@@ -138,7 +138,7 @@ def verdict(figure: Figure, entry: Id) -> str:
         value, low, high = cpu["value"], cpu["low"], cpu["high"]
         note = f" by CPU time {value:.3f} [{low:.3f}, {high:.3f}]"
     reached = value <= entry.target if entry.better == "lower" else value >= entry.target
-    if low is not None and high is not None and low <= entry.target <= high:
+    if low is not None and high is not None and low < high and low <= entry.target <= high:
         note += ", interval spans the target"
     return ("pass" if reached else "miss") + note
 

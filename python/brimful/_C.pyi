@@ -302,6 +302,7 @@ class BatchSizer:
 def _map_batches(
     fn: Callable[[Any], Any], batch: Any, pieces: int, max_retries: int, device: torch.device
 ) -> Any: ...
+
 class _GradScaler:
     def __init__(
         self,
