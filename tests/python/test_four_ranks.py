@@ -42,6 +42,11 @@ def test_memory_that_runs_out_leaves_no_trace(ranks, absent):
     ranks(with_pairs, *job, size=SIZE, watchdog_s=WATCHDOG_S)
 
 
+def test_a_budget_that_is_too_small_leaves_no_trace(ranks):
+    job = memory_faults_job, ["budget"], [*POINTS, "end"], 1
+    ranks(with_pairs, *job, size=SIZE, watchdog_s=WATCHDOG_S)
+
+
 @pytest.mark.parametrize("absent", [(), (0,)], ids=["all have data", "0 has none"])
 def test_an_exception_raises_on_all_and_the_next_step_works(ranks, absent):
     ranks(with_pairs, errors_job, [*POINTS, "end"], absent, size=SIZE, watchdog_s=WATCHDOG_S)
