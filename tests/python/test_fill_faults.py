@@ -35,10 +35,10 @@ def tokens_of(rank):
     return torch.randint(0, 20, (4,), generator=generator)
 
 
-def close(mine, expected):
+def close(mine, expected, wire):
     for name, gradient in expected.items():
         a, b = (g.to_dense().double() for g in (mine[name], gradient))
-        tolerance = 0.05 if gradient.dtype == torch.bfloat16 else 1e-5
+        tolerance = 0.05 if torch.bfloat16 in (gradient.dtype, wire) else 1e-5
         assert (a - b).abs().max() <= tolerance * b.abs().max(), name
 
 
@@ -55,8 +55,8 @@ def places_of(rank, failing, step, check):
     raise AssertionError("the step has no end")
 
 
-def sizer_job(rank, failing):
-    model = brimful.DistributedDataParallel(Mixed(), bucket_cap_mb=0.0001)
+def sizer_job(rank, failing, wire):
+    model = brimful.DistributedDataParallel(Mixed(), bucket_cap_mb=0.0001, wire_dtype=wire)
     tokens = tokens_of(rank.index)
 
     def loss_fn(model, piece):
@@ -70,23 +70,24 @@ def sizer_job(rank, failing):
         retries[0] += brimful.BatchSizer(model).step(tokens, loss_fn).retries
 
     def check():
-        close(gradients_of(model), expected)
+        close(gradients_of(model), expected, wire)
         model.zero_grad()
 
     model.zero_grad()
     return places_of(rank, failing, step, check), retries[0]
 
 
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=["as it is", "bfloat16"])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_every_place_of_a_sizers_step(ranks, failing):
-    for places, retries in ranks(sizer_job, failing, watchdog_s=60):
+def test_every_place_of_a_sizers_step(ranks, failing, wire):
+    for places, retries in ranks(sizer_job, failing, wire, watchdog_s=60):
         assert places > 30
         assert retries > 0
 
 
-def plain_job(rank, failing):
+def plain_job(rank, failing, wire):
     """Both ranks raise or neither does, and the step after it is right."""
-    model = brimful.DistributedDataParallel(Mixed(), bucket_cap_mb=0.0001)
+    model = brimful.DistributedDataParallel(Mixed(), bucket_cap_mb=0.0001, wire_dtype=wire)
     tokens = tokens_of(rank.index)
     model(tokens).backward()
     expected = gradients_of(model)
@@ -107,12 +108,13 @@ def plain_job(rank, failing):
 
     places = places_of(rank, failing, step, model.zero_grad)
     model(tokens).backward()
-    close(gradients_of(model), expected)
+    close(gradients_of(model), expected, wire)
     return places, raised[0]
 
 
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=["as it is", "bfloat16"])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_every_place_of_a_plain_step(ranks, failing):
-    first, second = ranks(plain_job, failing, watchdog_s=60)
+def test_every_place_of_a_plain_step(ranks, failing, wire):
+    first, second = ranks(plain_job, failing, wire, watchdog_s=60)
     assert first == second
     assert first[0] > 30 and first[1] > 30
