@@ -20,7 +20,8 @@ struct BatchSizerOptions {
   int64_t pieces = 1;       ///< of the first batch
   bool lockstep =
       false;  ///< the model has collectives of its own: all ranks run the same number of pieces
-  /// Choose the pieces of a step by what its memory will be (on a CPU with a limit, outside lockstep).
+  /// Choose the pieces of a step by what its memory will be (on a CPU with a limit, outside lockstep). Batches that
+  /// differ in more than their rows need a StepInput::kind of their own; step(batch, loss_fn) gives all the same one.
   bool predict = false;
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count
   /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
