@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "launch/block_sigpipe.h"
+
 #ifdef BRIMFUL_USE_GLOO
 #ifndef USE_C10D_GLOO
 #define USE_C10D_GLOO
@@ -59,8 +61,11 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_gloo_group(const c10::intrusive_ptr<
                                                        std::chrono::milliseconds timeout) {
   constexpr auto kGloo = c10d::ProcessGroup::BackendType::GLOO;
   require_same_world_size(store, rank, world_size);
-  const auto backend = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world_size,
-                                                                   gloo_options(device, timeout));
+  const auto backend = [&] {
+    const BlockSigpipe inherited;
+    return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world_size,
+                                                       gloo_options(device, timeout));
+  }();
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, world_size);
   group->setDefaultBackend(kGloo);
   group->setBackend(c10::DeviceType::CPU, kGloo, backend);

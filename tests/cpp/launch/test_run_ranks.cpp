@@ -12,6 +12,10 @@
 
 #include <array>
 #include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -50,6 +54,33 @@ TEST_CASE("run_ranks gives each rank a group over gloo", "[launch]") {
   });
   CHECK(sums == std::vector<double>(world_size, world_size * (world_size + 1) / 2.0));
   CHECK(seen == std::vector<std::string>(world_size, "here"));
+}
+
+TEST_CASE("The threads of a group never get SIGPIPE, the program's own keep their mask",
+          "[launch]") {
+  const auto blocked = [](const std::filesystem::path& task) {
+    std::ifstream file(task / "status");
+    std::string word;
+    while (file >> word && word != "SigBlk:") {
+    }
+    file >> word;
+    return (std::stoull(word, nullptr, 16) >> (SIGPIPE - 1) & 1) != 0;
+  };
+  const std::filesystem::path tasks = "/proc/self/task";
+  std::set<std::string> before;
+  for (const auto& task : std::filesystem::directory_iterator(tasks)) {
+    before.insert(task.path().filename());
+  }
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto group = brimful::launch::make_gloo_group(
+      store, 0, 1, brimful::launch::GlooDevice::loopback, std::chrono::seconds(5));
+  int threads = 0;
+  for (const auto& task : std::filesystem::directory_iterator(tasks)) {
+    const bool of_group = before.count(task.path().filename()) == 0;
+    threads += of_group ? 1 : 0;
+    CHECK(blocked(task.path()) == of_group);
+  }
+  CHECK(threads >= 2);
 }
 
 TEST_CASE("run_ranks rethrows the first error, and the other ranks do not wait for the timeout",
