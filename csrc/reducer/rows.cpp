@@ -99,15 +99,18 @@ std::vector<int64_t> Reducer::State::own_rows() const {
 
 void Reducer::exchange_rows() {
   auto& s = *s_;
-  const at::NoGradGuard no_grad;
-  const memory::Unlimited unlimited;  // all ranks have accepted: no way back
-  std::optional<memory::UnlimitedEverywhere> also_the_groups_threads;
   std::vector<Bucket*> sparse;
   for (auto& bucket : s.buckets) {
     if (bucket.sparse()) {
       sparse.push_back(&bucket);
     }
   }
+  if (sparse.empty()) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const memory::Unlimited unlimited;  // all ranks have accepted: no way back
+  std::optional<memory::UnlimitedEverywhere> also_the_groups_threads;
   std::vector<Gathering> gatherings;
   const auto rows_of = [&](size_t i) { return s.tail->rows(static_cast<int64_t>(i)); };
   s.waiting_since = std::chrono::steady_clock::now();
@@ -121,7 +124,9 @@ void Reducer::exchange_rows() {
       if (most == 0 || s.world_size == 1) {
         continue;
       }
-      also_the_groups_threads.emplace();
+      if (!also_the_groups_threads) {  // until the last all_gather has ended
+        also_the_groups_threads.emplace();
+      }
       gathering.sent = gathering.packing.pack(bucket.own);
       gathering.received =
           at::empty({s.world_size, gathering.sent.numel()}, gathering.sent.options()).unbind();
@@ -140,12 +145,13 @@ void Reducer::exchange_rows() {
         bucket.own = bucket.sparse_zero.clone();
       }
     }
-  } catch (const std::exception& e) {
+  } catch (const std::exception&) {
     s.broken = std::current_exception();
+    const auto words = describe(s.broken);
     leave_words(s.step - 1,
                 is_out_of_memory(s.broken) ? FailureKind::out_of_memory : FailureKind::error,
-                describe(s.broken));
-    throw_broken(s.step - 1, "the rows of sparse gradients", describe(s.broken));
+                words);
+    throw_broken(s.step - 1, "the rows of sparse gradients", words);
   }
 }
 

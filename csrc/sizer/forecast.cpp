@@ -44,8 +44,8 @@ std::optional<BatchSizer::Forecast> BatchSizer::rehearse(const StepInput& input,
       }
     }
   } catch (...) {
-    transaction_.restore();
     if (!is_out_of_memory(std::current_exception())) {
+      transaction_.restore();
       throw;
     }  // what was traced before that will do, or the step finds out
   }
