@@ -2,11 +2,21 @@ import pytest
 import torch
 from rank_processes import run_ranks
 
+import brimful
+
 
 @pytest.fixture
 def ranks():
     """ranks(function, *args, size=2): calls function(rank, *args) on every rank; the results by rank."""
     return run_ranks
+
+
+@pytest.fixture
+def no_limit():
+    """The CPU has no memory limit before and after the test."""
+    brimful.memory.set_limit("cpu", None)
+    yield
+    brimful.memory.set_limit("cpu", None)
 
 
 def pytest_collection_modifyitems(items):

@@ -16,11 +16,7 @@ ROW_BYTES = 1 << 16
 Pair = collections.namedtuple("Pair", ["score", "names"])
 
 
-@pytest.fixture(autouse=True)
-def no_limit():
-    memory.set_limit("cpu", None)
-    yield
-    memory.set_limit("cpu", None)
+pytestmark = pytest.mark.usefixtures("no_limit")
 
 
 def used():

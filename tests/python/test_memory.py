@@ -6,12 +6,7 @@ import torch
 
 from brimful import _C, memory
 
-
-@pytest.fixture(autouse=True)
-def no_limit():
-    memory.set_limit("cpu", None)
-    yield
-    memory.set_limit("cpu", None)
+pytestmark = pytest.mark.usefixtures("no_limit")
 
 
 def used():
