@@ -15,7 +15,9 @@
 
 namespace brimful {
 namespace {
-constexpr int64_t kTextPatience = 1000;  // ms
+constexpr int64_t kTextPatience = 1000;       // ms
+constexpr int64_t kUnwindingPatience = 2000;  // ms
+constexpr const char* kUnwinding = "an exception ended its loop (see that rank's own output)";
 constexpr const char* kUnknown = "unknown (see that rank's own output)";
 }  // namespace
 
@@ -292,6 +294,20 @@ void Reducer::announce_failure(FailureKind kind, const std::string& text, int64_
   };
   while (!done() && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+/// An exception destroys the reducer: it left a plain loop between two steps, and the others come to the next one.
+void Reducer::announce_unwinding() noexcept {
+  auto& s = *s_;
+  try {
+    if (!s.broken && (owes() || (s.plain_step && s.stands))) {
+      announce_failure(FailureKind::error, kUnwinding, kUnwindingPatience);
+    }
+  } catch (const std::exception& e) {
+    log(LogLevel::error, std::string("could not announce the failure of this rank: ") + e.what());
+  } catch (...) {
+    log(LogLevel::error, "could not announce the failure of this rank");
   }
 }
 

@@ -169,6 +169,9 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
 Reducer::Reducer(std::unique_ptr<State> state) : s_(std::move(state)) {}
 
 Reducer::~Reducer() {
+  if (std::uncaught_exceptions() > s_->exceptions) {
+    announce_unwinding();
+  }
   for (size_t i = 0; i < s_->accumulators.size(); ++i) {
     s_->accumulators[i]->del_post_hook(s_->hook_keys[i]);
   }

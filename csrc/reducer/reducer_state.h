@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -105,6 +106,7 @@ struct Reducer::State {
 
   int64_t step = 0;
   Counters counters;
+  int exceptions = std::uncaught_exceptions();  ///< on their way when the reducer was made
 
   std::string failure_key(int64_t at_step, int of_rank) const;
   int64_t last() const { return static_cast<int64_t>(buckets.size()) - 1; }

@@ -184,6 +184,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void end_plain_backward();
   void plain_backward_died() noexcept;
   void end_failed_backward(std::exception_ptr error);
+  void announce_unwinding() noexcept;
   void abort_step(FailureKind kind, const std::string& text);
   void settle();
   void require_success(const std::vector<ControlRecord>& records);

@@ -1,5 +1,6 @@
 #pragma once
 // The templates of BatchSizer; included by batch_sizer.h.
+#include <brimful/log.h>
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/split.h>
 
@@ -67,6 +68,20 @@ class Batches {
   using Batch = std::decay_t<decltype(*std::declval<Loader&>().begin())>;
 
   Batches(BatchSizer& sizer, Loader& loader) : sizer_(sizer), loader_(loader) {}
+  Batches(const Batches&) = delete;
+  Batches& operator=(const Batches&) = delete;
+  /// If an exception leaves the loop's body between two steps, the other ranks raise in their next one.
+  ~Batches() {
+    if (std::uncaught_exceptions() > exceptions_ && sizer_.expects_step()) {
+      try {
+        sizer_.announce_failure(FailureKind::error,
+                                "an exception ended its loop (see that rank's own output)");
+      } catch (...) {
+        log(LogLevel::warning,
+            "nobody heard of this rank's failure: " + describe(std::current_exception()));
+      }
+    }
+  }
 
   struct End {};
   class Iterator {
@@ -143,6 +158,7 @@ class Batches {
   std::optional<Batch> next_;
   int64_t calls_ = 0;
   bool done_ = false;
+  int exceptions_ = std::uncaught_exceptions();
 };
 
 template <typename Loader>
