@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "base/format.h"
+#include "sizer/one_call.h"
 
 namespace brimful {
 namespace {
@@ -33,22 +34,14 @@ std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Verdict v
   }
   return ranks;
 }
-
-struct Running {
-  explicit Running(bool& flag) : flag_(flag) {
-    TORCH_CHECK_VALUE(
-        !flag, "step is running already; a step cannot contain another one of the same sizer");
-    flag = true;
-  }
-  ~Running() { flag_ = false; }
-  Running(const Running&) = delete;
-  Running& operator=(const Running&) = delete;
-  bool& flag_;
-};
 }  // namespace
 
 BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptions options)
-    : group_(std::move(group)), transaction_(std::move(transaction)), options_(std::move(options)) {
+    : group_(std::move(group)),
+      transaction_(std::move(transaction)),
+      options_(std::move(options)),
+      calls_under_way_(std::make_shared<OneCall>()) {
+  group_.require_one_device();
   TORCH_CHECK_VALUE(options_.max_retries >= 0,
                     "max_retries must not be negative (max_retries: ", options_.max_retries, ")");
   TORCH_CHECK_VALUE(options_.pieces >= 1,
@@ -98,11 +91,13 @@ ControlRecord BatchSizer::record_for(Next next, const StepInput& input) const {
 }
 
 void BatchSizer::announce_next(Next next, const StepInput& next_input) {
+  const OneCall::Entered entered(*calls_under_way_, "announce_next");
   next_ = record_for(next, next_input);
 }
 
 bool BatchSizer::begin_loop(Next next, const StepInput& first) {
-  announce_next(next, first);
+  const OneCall::Entered entered(*calls_under_way_, "begin_loop");
+  next_ = record_for(next, first);
   at_end_ = false;
   const auto records = group_.exchange(next_);
   adopt(records);
@@ -151,7 +146,7 @@ void BatchSizer::check_input(const StepInput& input) {
 }
 
 Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
-  const Running running(running_);
+  const OneCall::Entered entered(*calls_under_way_, "step");
   ++calls_;
   std::exception_ptr bad_input;
   try {
@@ -360,6 +355,7 @@ std::map<std::string, double> BatchSizer::state() const {
 }
 
 void BatchSizer::load_state(const std::map<std::string, double>& state) {
+  const OneCall::Entered entered(*calls_under_way_, "load_state");
   const auto get = [&](const char* name) {
     const auto found = state.find(name);
     TORCH_CHECK_VALUE(found != state.end(), "the sizer's state lacks an entry (name: ", name, ")");
