@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <sstream>
@@ -40,6 +41,7 @@ BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptio
     : group_(std::move(group)),
       transaction_(std::move(transaction)),
       options_(std::move(options)),
+      norms_(options_.batch_norm, options_.batch_norms),
       calls_under_way_(std::make_shared<OneCall>()) {
   group_.require_one_device();
   TORCH_CHECK_VALUE(options_.max_retries >= 0,
@@ -215,8 +217,12 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     plan = plan_of(input, work);
     outcome.pieces = plan ? plan->pieces : outcome.pieces;
   }
+  owed_ = true;
+  norms_.require_whole(outcome.pieces);
+  int64_t next_piece = 0;
   const auto watched =
       PieceWork{[&](int64_t first, int64_t end) {
+                  norms_.before_piece(next_piece++, std::ssize(attempt.split));
                   auto piece = work.forward(first, end);
                   own_weights_ = own_weights_ || piece.weight != static_cast<double>(end - first);
                   return piece;
@@ -230,9 +236,13 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     }
     outcome.split = attempt.split;
     attempt.retries_left = outcome.retries < options_.max_retries;
-    attempt.can_split = outcome.pieces < rows;
+    attempt.can_split = outcome.pieces < rows && norms_.may_split();
     owed_ = false;
-    const auto result = group_.run(attempt, watched);
+    next_piece = 0;
+    const auto result = [&] {
+      const BatchNorms::Scope norms(norms_);
+      return group_.run(attempt, watched);
+    }();
     if (settle_attempt(result, input, outcome)) {
       const double total = total_weight(result.records);
       group_.accept(total > 0 ? attempt.ref / total : 1, total > 0);
@@ -329,6 +339,7 @@ void BatchSizer::throw_failure(const AttemptResult& result, const Outcome& outco
          << (outcome.split.empty() ? 0
                                    : *std::max_element(outcome.split.begin(), outcome.split.end()))
          << " rows, retries: " << outcome.retries << ", max_retries: " << options_.max_retries
+         << (norms_.may_split() ? "" : ", batch_norm: refuse, which allows no split")
          << "); give the device more memory, use a smaller model or input, or checkpoint "
             "activations. The last error was: "
          << result.text;

@@ -271,6 +271,8 @@ class BatchSizer:
         pieces: int,
         lockstep: bool,
         predict: bool,
+        batch_norm: str,
+        batch_norms: Sequence[tuple[str, torch.nn.Module]],
     ) -> None: ...
     def plan(
         self, batch: object, loss_fn: Callable[[Any, Any], Any], model: object

@@ -1,5 +1,6 @@
 #pragma once
 #include <brimful/export.h>
+#include <brimful/sizer/batch_norm.h>
 #include <brimful/sizer/peak_model.h>
 #include <brimful/sizer/split.h>
 #include <brimful/step/oom.h>
@@ -27,6 +28,9 @@ struct BatchSizerOptions {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count
   /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
   std::function<int64_t()> required_bytes;
+  BatchNormPolicy batch_norm = BatchNormPolicy::warn;
+  /// The model's, which `batch_norm` is for: batch_norms_of() of <brimful/sizer/batch_norms.h> finds torch::nn's.
+  std::vector<BatchNormModule> batch_norms;
 };
 
 /// One try of a step.
@@ -157,6 +161,7 @@ class BRIMFUL_API BatchSizer {
   StepGroup group_;
   Transaction transaction_;
   BatchSizerOptions options_;
+  BatchNorms norms_;
   std::shared_ptr<OneCall> calls_under_way_;
   bool owed_ = false;    ///< the other ranks wait for a repetition that has not begun
   bool agreed_ = false;  ///< the records of an exchange or of the last step hold for the next one
