@@ -179,14 +179,6 @@ py::object Splitter::slice(const py::handle& batch, int64_t rows, int64_t begin,
   return split_fn_ ? (*split_fn_)(batch, begin, end) : Cut(rows, begin, end)(batch, batch_dim_);
 }
 
-int64_t rows_of(const py::handle& batch) {
-  return Splitter().rows_of(batch);
-}
-
-py::object slice_rows(const py::handle& batch, int64_t rows, int64_t begin, int64_t end) {
-  return Splitter().slice(batch, rows, begin, end);
-}
-
 void bind_batch(py::module_& m) {
   load_structure_types();
   py::class_<Splitter, std::shared_ptr<Splitter>>(m, "Splitter")

@@ -30,8 +30,4 @@ class Splitter {
   std::optional<py::function> split_fn_;
 };
 
-/// With rows in dimension 0.
-int64_t rows_of(const py::handle& batch);
-py::object slice_rows(const py::handle& batch, int64_t rows, int64_t begin, int64_t end);
-
 }  // namespace brimful

@@ -6,6 +6,7 @@
 
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
+#include "bindings/sizer_parts.h"
 
 namespace brimful {
 namespace {
@@ -71,8 +72,11 @@ py::object with_tensors(const py::handle& result, std::vector<at::Tensor>::const
 
 class PythonMapping {
  public:
-  PythonMapping(py::object fn, py::object batch)
-      : fn_(std::move(fn)), batch_(std::move(batch)), rows_(rows_of(batch_)) {}
+  PythonMapping(py::object fn, py::object batch, const Splitter& splitter)
+      : fn_(std::move(fn)),
+        batch_(std::move(batch)),
+        splitter_(splitter),
+        rows_(splitter.rows_of(batch_)) {}
 
   py::object run(const MapOptions& options) {
     std::vector<at::Tensor> whole;
@@ -89,7 +93,7 @@ class PythonMapping {
   std::vector<at::Tensor> piece(int64_t begin, int64_t end) {
     return call_python([&] {
       last_ = py::none();  // it holds memory
-      py::object result = fn_(slice_rows(batch_, rows_, begin, end));
+      py::object result = fn_(splitter_.slice(batch_, rows_, begin, end));
       std::vector<at::Tensor> tensors;
       const auto form = take_tensors(result, tensors);
       if (begin == 0) {
@@ -105,6 +109,7 @@ class PythonMapping {
 
   py::object fn_;
   py::object batch_;
+  const Splitter& splitter_;
   int64_t rows_;
   std::string form_;
   py::object last_ = py::none();  ///< result
@@ -115,11 +120,17 @@ class PythonMapping {
 void bind_inference(py::module_& m) {
   m.def(
       "_map_batches",
-      [](py::object fn, py::object batch, int64_t pieces, int64_t max_retries, c10::Device device) {
-        return PythonMapping(std::move(fn), std::move(batch)).run({pieces, max_retries, device});
+      [](py::object fn, py::object batch, const Splitter& splitter, int64_t pieces,
+         int64_t max_retries, c10::Device device,
+         const std::vector<std::pair<py::function, py::function>>& keepers) {
+        MapOptions options{pieces, max_retries, device, {}};
+        for (const auto& [capture, restore] : keepers) {
+          options.keepers.push_back(keeper_of(capture, restore));
+        }
+        return PythonMapping(std::move(fn), std::move(batch), splitter).run(options);
       },
-      py::arg("fn"), py::arg("batch"), py::arg("pieces"), py::arg("max_retries"),
-      py::arg("device"));
+      py::arg("fn"), py::arg("batch"), py::arg("splitter"), py::arg("pieces"),
+      py::arg("max_retries"), py::arg("device"), py::arg("keepers"));
 }
 
 }  // namespace brimful

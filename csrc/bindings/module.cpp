@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_sizer(m);
   brimful::bind_amp(m);
   brimful::bind_inference(m);
+  brimful::bind_verify_split(m);
 }

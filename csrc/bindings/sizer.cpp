@@ -8,9 +8,9 @@
 #include "base/format.h"
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
+#include "bindings/sizer_parts.h"
 
 namespace brimful {
-namespace {
 
 PieceLoss as_piece_loss(const py::object& result, int64_t rows) {
   py::object loss = result;
@@ -27,6 +27,24 @@ PieceLoss as_piece_loss(const py::object& result, int64_t rows) {
                    "); return the mean loss, or (mean loss, weight)");
   return {THPVariable_Unpack(loss.ptr()), weight};
 }
+
+Transaction::Keeper keeper_of(py::function capture, py::function restore) {
+  // Leaked with the interpreter: a keeper may outlive it.
+  struct Python {
+    py::function capture;
+    py::function restore;
+    py::object state;
+  };
+  auto* python = new Python{std::move(capture), std::move(restore), py::none()};
+  const std::shared_ptr<Python> kept(python, [](Python* p) {
+    const py::gil_scoped_acquire gil;
+    delete p;
+  });
+  return {[kept] { call_python([&] { kept->state = kept->capture(); }); },
+          [kept] { call_python([&] { kept->restore(kept->state); }); }};
+}
+
+namespace {
 
 std::exception_ptr as_exception(const py::object& error) {
   try {
@@ -46,22 +64,6 @@ void run_backward(const at::Tensor& loss, const at::Tensor& gradient) {
       throw py::error_already_set();
     });
   }
-}
-
-Transaction::Keeper keeper_of(py::function capture, py::function restore) {
-  // Leaked with the interpreter: a keeper may outlive it.
-  struct Python {
-    py::function capture;
-    py::function restore;
-    py::object state;
-  };
-  auto* python = new Python{std::move(capture), std::move(restore), py::none()};
-  const std::shared_ptr<Python> kept(python, [](Python* p) {
-    const py::gil_scoped_acquire gil;
-    delete p;
-  });
-  return {[kept] { call_python([&] { kept->state = kept->capture(); }); },
-          [kept] { call_python([&] { kept->restore(kept->state); }); }};
 }
 
 /// Shapes and dtypes of one row: batches of one kind need memory by the same law.
@@ -91,7 +93,8 @@ class PythonSizer {
               const std::vector<std::pair<py::function, py::function>>& keepers,
               const py::function& required_bytes, std::optional<py::function> weight_fn,
               std::shared_ptr<Splitter> splitter, int64_t max_retries, int64_t pieces,
-              bool lockstep, bool predict)
+              bool lockstep, bool predict, const std::string& batch_norm,
+              const std::vector<std::pair<std::string, py::object>>& batch_norms)
       : weight_fn_(std::move(weight_fn)),
         splitter_(std::move(splitter)),
         sizer_(StepGroup({reducers.begin(), reducers.end()}, std::move(outside)),
@@ -99,7 +102,8 @@ class PythonSizer {
                {max_retries, pieces, lockstep, predict, devices.at(0),
                 [required_bytes] {
                   return call_python([&] { return required_bytes().cast<int64_t>(); });
-                }}),
+                },
+                batch_norm_policy(batch_norm), batch_norms_of(batch_norms)}),
         lockstep_(lockstep),
         predict_(predict) {
     for (const auto& [capture, restore] : keepers) {
@@ -248,11 +252,12 @@ void bind_sizer(py::module_& m) {
                     std::vector<at::Tensor>, std::vector<c10::Device>,
                     const std::vector<std::pair<py::function, py::function>>&, const py::function&,
                     std::optional<py::function>, std::shared_ptr<Splitter>, int64_t, int64_t, bool,
-                    bool>(),
+                    bool, const std::string&,
+                    const std::vector<std::pair<std::string, py::object>>&>(),
            py::kw_only(), py::arg("reducers"), py::arg("outside"), py::arg("buffers"),
            py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"), py::arg("weight_fn"),
            py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"),
-           py::arg("predict"))
+           py::arg("predict"), py::arg("batch_norm"), py::arg("batch_norms"))
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("split"), py::arg("error"))

@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <sstream>
 
 #include "base/format.h"
+#include "sizer/one_call.h"
 
 namespace brimful {
 namespace {
@@ -33,22 +35,15 @@ std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Verdict v
   }
   return ranks;
 }
-
-struct Running {
-  explicit Running(bool& flag) : flag_(flag) {
-    TORCH_CHECK_VALUE(
-        !flag, "step is running already; a step cannot contain another one of the same sizer");
-    flag = true;
-  }
-  ~Running() { flag_ = false; }
-  Running(const Running&) = delete;
-  Running& operator=(const Running&) = delete;
-  bool& flag_;
-};
 }  // namespace
 
 BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptions options)
-    : group_(std::move(group)), transaction_(std::move(transaction)), options_(std::move(options)) {
+    : group_(std::move(group)),
+      transaction_(std::move(transaction)),
+      options_(std::move(options)),
+      norms_(options_.batch_norm, options_.batch_norms),
+      calls_under_way_(std::make_shared<OneCall>()) {
+  group_.require_one_device();
   TORCH_CHECK_VALUE(options_.max_retries >= 0,
                     "max_retries must not be negative (max_retries: ", options_.max_retries, ")");
   TORCH_CHECK_VALUE(options_.pieces >= 1,
@@ -98,11 +93,13 @@ ControlRecord BatchSizer::record_for(Next next, const StepInput& input) const {
 }
 
 void BatchSizer::announce_next(Next next, const StepInput& next_input) {
+  const OneCall::Entered entered(*calls_under_way_, "announce_next");
   next_ = record_for(next, next_input);
 }
 
 bool BatchSizer::begin_loop(Next next, const StepInput& first) {
-  announce_next(next, first);
+  const OneCall::Entered entered(*calls_under_way_, "begin_loop");
+  next_ = record_for(next, first);
   at_end_ = false;
   const auto records = group_.exchange(next_);
   adopt(records);
@@ -151,7 +148,7 @@ void BatchSizer::check_input(const StepInput& input) {
 }
 
 Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
-  const Running running(running_);
+  const OneCall::Entered entered(*calls_under_way_, "step");
   ++calls_;
   std::exception_ptr bad_input;
   try {
@@ -220,8 +217,12 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     plan = plan_of(input, work);
     outcome.pieces = plan ? plan->pieces : outcome.pieces;
   }
+  owed_ = true;
+  norms_.require_whole(outcome.pieces);
+  int64_t next_piece = 0;
   const auto watched =
       PieceWork{[&](int64_t first, int64_t end) {
+                  norms_.before_piece(next_piece++, std::ssize(attempt.split));
                   auto piece = work.forward(first, end);
                   own_weights_ = own_weights_ || piece.weight != static_cast<double>(end - first);
                   return piece;
@@ -235,9 +236,13 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     }
     outcome.split = attempt.split;
     attempt.retries_left = outcome.retries < options_.max_retries;
-    attempt.can_split = outcome.pieces < rows;
+    attempt.can_split = outcome.pieces < rows && norms_.may_split();
     owed_ = false;
-    const auto result = group_.run(attempt, watched);
+    next_piece = 0;
+    const auto result = [&] {
+      const BatchNorms::Scope norms(norms_);
+      return group_.run(attempt, watched);
+    }();
     if (settle_attempt(result, input, outcome)) {
       const double total = total_weight(result.records);
       group_.accept(total > 0 ? attempt.ref / total : 1, total > 0);
@@ -334,6 +339,7 @@ void BatchSizer::throw_failure(const AttemptResult& result, const Outcome& outco
          << (outcome.split.empty() ? 0
                                    : *std::max_element(outcome.split.begin(), outcome.split.end()))
          << " rows, retries: " << outcome.retries << ", max_retries: " << options_.max_retries
+         << (norms_.may_split() ? "" : ", batch_norm: refuse, which allows no split")
          << "); give the device more memory, use a smaller model or input, or checkpoint "
             "activations. The last error was: "
          << result.text;
@@ -360,6 +366,7 @@ std::map<std::string, double> BatchSizer::state() const {
 }
 
 void BatchSizer::load_state(const std::map<std::string, double>& state) {
+  const OneCall::Entered entered(*calls_under_way_, "load_state");
   const auto get = [&](const char* name) {
     const auto found = state.find(name);
     TORCH_CHECK_VALUE(found != state.end(), "the sizer's state lacks an entry (name: ", name, ")");

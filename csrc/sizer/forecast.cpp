@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "sizer/one_call.h"
+
 namespace brimful {
 namespace {
 constexpr int64_t kLeastRows = 2;  // of the first traced size; BatchNorm refuses one row
@@ -101,6 +103,7 @@ std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork&
 }
 
 std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& work) {
+  const OneCall::Entered entered(*calls_under_way_, "plan");
   check_input(input);
   TORCH_CHECK_VALUE(input.rows, "there is nothing to plan without a batch (rows: none)");
   transaction_.capture();

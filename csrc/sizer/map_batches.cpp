@@ -32,7 +32,10 @@ void check_rows(const std::vector<at::Tensor>& results, int64_t rows) {
 class Mapping {
  public:
   Mapping(int64_t rows, const MapPiece& piece, const MapOptions& options)
-      : rows_(rows), piece_(piece), options_(options) {
+      : rows_(rows), piece_(piece), options_(options), random_({}, {options.device}) {
+    for (const auto& keeper : options.keepers) {
+      random_.add(keeper);
+    }
     TORCH_CHECK_VALUE(rows >= 1, "the batch is empty (rows: 0); leave it out");
     TORCH_CHECK_VALUE(options.pieces >= 1,
                       "a batch has at least one piece (pieces: ", options.pieces, ")");
@@ -44,8 +47,10 @@ class Mapping {
   std::vector<at::Tensor> run() {
     while (done_ < rows_) {
       const int64_t end = std::min(rows_, done_ + piece_rows_);
+      random_.capture();
       const auto shortage = try_rows(end);
       if (shortage) {
+        random_.restore();
         make_finer(end - done_, *shortage);
       } else {
         done_ = end;
@@ -147,6 +152,7 @@ class Mapping {
   int64_t rows_;
   const MapPiece& piece_;
   const MapOptions& options_;
+  Transaction random_;
   int64_t piece_rows_ = 0;
   int64_t done_ = 0;
   std::vector<int64_t> ran_out_;

@@ -8,11 +8,18 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <optional>
 
 namespace brimful {
 namespace {
 constexpr int64_t kTextPatience =
     1000;  // how long the others wait for the words of a rank that failed, in ms
+
+bool has_nonzero(const at::Tensor& gradient) {
+  const auto values = gradient.is_sparse() ? gradient._values() : gradient;
+  return at::any(values != 0).item<bool>();
+}
+}  // namespace
 
 void require_loss(const PieceLoss& piece) {
   TORCH_CHECK_TYPE(
@@ -28,12 +35,6 @@ void require_loss(const PieceLoss& piece) {
                     "the loss needs no gradient (requires_grad: false); compute it from the "
                     "model's output outside no_grad");
 }
-
-bool has_nonzero(const at::Tensor& gradient) {
-  const auto values = gradient.is_sparse() ? gradient._values() : gradient;
-  return at::any(values != 0).item<bool>();
-}
-}  // namespace
 
 StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants,
                      std::vector<at::Tensor> outside)
@@ -91,6 +92,23 @@ void StepGroup::require_empty_gradients() {
                   require_empty);
   }
   std::for_each(outside_.begin(), outside_.end(), require_empty);
+}
+
+void StepGroup::require_one_device() const {
+  std::optional<c10::Device> device;
+  const auto check = [&](const at::Tensor& parameter) {
+    if (!device) {
+      device = parameter.device();
+    }
+    TORCH_CHECK_VALUE(*device == parameter.device(),
+                      "the model's parameters are on several devices (devices: ", *device, " and ",
+                      parameter.device(),
+                      "); move them to one, or give each device's modules a process of their own");
+  };
+  for (const auto& participant : participants_) {
+    std::for_each(participant->parameters().begin(), participant->parameters().end(), check);
+  }
+  std::for_each(outside_.begin(), outside_.end(), check);
 }
 
 void StepGroup::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {

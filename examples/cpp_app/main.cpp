@@ -8,7 +8,9 @@
 #include <brimful/memory/stats.h>
 #include <brimful/reducer/distributed_data_parallel.h>
 #include <brimful/sizer/batch_sizer.h>
+#include <brimful/sizer/map_batches.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -80,12 +82,26 @@ class Shortage {
   bool over_ = false;
 };
 
+/// Inference: each rank classifies large batches of its share, in pieces that fit its budget.
 double accuracy(Net& net, const fashion_mnist::Data& test, const Group& group) {
-  const torch::NoGradGuard no_grad;
-  const auto batches = fashion_mnist::batches(test, 100);
+  const auto batches = fashion_mnist::batches(test, 1000);
   auto right = torch::zeros({1}, torch::kInt64);
+  brimful::MapOptions options;
   for (size_t i = group->getRank(); i < batches.size(); i += group->getSize()) {
-    right += (net.forward(batches[i].first).argmax(1) == batches[i].second).sum();
+    const auto& [images, labels] = batches[i];
+    int64_t pieces = 0;
+    const auto classes = brimful::map_batches(
+        [&](const torch::Tensor& piece) {
+          ++pieces;
+          return net.forward(piece).argmax(1);
+        },
+        images, options);
+    options.pieces = std::max(options.pieces, pieces);  // what fitted fits the next batch
+    right += (classes == labels).sum();
+  }
+  if (group->getRank() == 0) {
+    std::printf("inference: batches of 1000 images in %lld pieces\n",
+                static_cast<long long>(options.pieces));
   }
   std::vector<torch::Tensor> tensors{right};
   group->allreduce(tensors)->wait();

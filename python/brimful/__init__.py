@@ -23,6 +23,7 @@ from brimful._C import (
     PlanMismatch,
     RankFailed,
     RankOutOfMemory,
+    SplitCheck,
     memory_install,
 )
 from brimful._log import connect_logging
@@ -31,6 +32,7 @@ from brimful.finder import find_executable_batch_size
 from brimful.inference import map_batches
 from brimful.reducer import DistributedDataParallel
 from brimful.sizer import NO_DATA, BatchSizer
+from brimful.verify import verify_split
 
 memory_install()
 connect_logging()
@@ -49,6 +51,7 @@ __all__ = [
     "PlanMismatch",
     "RankFailed",
     "RankOutOfMemory",
+    "SplitCheck",
     "__version__",
     "cmake_prefix_path",
     "find_executable_batch_size",
@@ -56,4 +59,5 @@ __all__ = [
     "map_batches",
     "memory",
     "save_on_rank0",
+    "verify_split",
 ]

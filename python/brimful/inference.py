@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from brimful import _C
+from brimful.sizer import BatchDim, _numpy_state, _set_numpy_state
 
 __all__ = ["map_batches"]
 
 
 def map_batches(
-    fn: Callable[[Any], Any], batch: Any, *, pieces: int = 1, max_retries: int = 8
+    fn: Callable[[Any], Any],
+    batch: Any,
+    *,
+    pieces: int = 1,
+    max_retries: int = 8,
+    batch_dim: BatchDim = 0,
+    size_fn: Callable[[Any], int] | None = None,
+    split_fn: Callable[[Any, int, int], Any] | None = None,
 ) -> Any:
     """``fn(batch)`` without gradients, in pieces where memory runs out.
 
-    ``batch`` is what ``BatchSizer.step`` takes. ``fn`` returns a tensor, or a tuple, list, dict or namedtuple of
-    tensors (``None`` may be among them), with one row in dimension 0 for every row that it got. The result has the same
-    structure: it is allocated once, when the first piece tells shape and dtype, and each piece is written into its
-    rows. If the first piece is the whole batch, ``fn``'s own result is returned.
+    ``batch`` is what ``BatchSizer.step`` takes; ``batch_dim``, or ``size_fn`` and ``split_fn``, say how it is cut, as
+    they do for a ``BatchSizer``. ``fn`` returns a tensor, or a tuple, list, dict or namedtuple of tensors (``None`` may
+    be among them), with one row in dimension 0 for every row that it got. The result has the same structure: it is
+    allocated once, when the first piece tells shape and dtype, and each piece is written into its rows. If the first
+    piece is the whole batch, ``fn``'s own result is returned.
 
     Begins with ``pieces`` pieces. When memory runs out, the rows that are missing go on in pieces of half the size, and
-    a size that fitted is kept for the rest of the call. ``fn`` may be called again for the same rows; RNG states are
-    not put back.
+    a size that fitted is kept for the rest of the call. ``fn`` may be called again for the same rows: from the same
+    random numbers (torch's, Python's and numpy's), so that dropout gives what it gives in the same pieces without a
+    retry.
 
     Raises ``BatchTooLarge`` (a ``torch.OutOfMemoryError``) with the sizes tried if a piece of one row does not fit, or
     memory ran out more than ``max_retries`` times; ``ValueError`` if the batch is empty, or if results have another
@@ -35,4 +46,12 @@ def map_batches(
         raise TypeError(f"fn is called with pieces of the batch (type: {type(fn)})")
     cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    return _C._map_batches(fn, batch, pieces=pieces, max_retries=max_retries, device=device)
+    return _C._map_batches(
+        fn,
+        batch,
+        splitter=_C.Splitter(batch_dim=batch_dim, size_fn=size_fn, split_fn=split_fn),
+        pieces=pieces,
+        max_retries=max_retries,
+        device=device,
+        keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
+    )

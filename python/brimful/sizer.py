@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from brimful import _C
+from brimful._modules import batch_norms
 from brimful.reducer import DistributedDataParallel, _is_out_of_memory, _mark_told, _words
 
 __all__ = ["NO_DATA", "BatchSizer"]
@@ -118,8 +119,18 @@ class BatchSizer:
     backward twice, with nothing left of it but what it allocated. ``loss_fn`` is called for that too. Without
     ``predict`` pieces are only refined when memory runs out.
 
-    Not thread-safe. A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on
-    the split, and is reproducible with the same split.
+    A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on the split, and is
+    reproducible with the same split. ``batch_norm`` says what to do about that: ``"warn"`` logs one warning that names
+    the modules, at the first step that is split; with ``"freeze"`` only the first piece of a step updates running
+    statistics; with ``"rescale"`` the k pieces of a step move them as far as one batch does (a momentum m becomes 1 -
+    (1 - m)^(1/k); with ``momentum=None`` each piece is the k-th part of a batch in the mean over all batches), and
+    count as one batch; ``"refuse"`` raises ``ValueError`` before a step that would be split runs, and ``BatchTooLarge``
+    where memory runs out. Only modules that are in training, or keep no running statistics, count. Modules are as
+    before after every step. SyncBatchNorm normalises a piece over all ranks: in ``lockstep`` the policies hold for it
+    as well. ``verify_split`` finds other modules that mix rows.
+
+    Call it from one thread at a time: a step within a step, or a call while another thread is in one, raises
+    ``ValueError`` and changes nothing.
     """
 
     def __init__(
@@ -135,6 +146,7 @@ class BatchSizer:
         split_fn: Callable[[Any, int, int], Any] | None = None,
         lockstep: bool | None = None,
         predict: bool = False,
+        batch_norm: str = "warn",
     ) -> None:
         modules = _modules(model)
         wrapped = [
@@ -192,6 +204,8 @@ class BatchSizer:
             pieces=pieces,
             lockstep=lockstep,
             predict=predict,
+            batch_norm=batch_norm,
+            batch_norms=batch_norms(modules),
         )
         self._loops = 0  # that have not come to their end
         for module in wrapped:

@@ -1,7 +1,9 @@
 """What is wrong is named with its value and a remedy, on every rank; nothing hangs and nothing is lost."""
 
+import concurrent.futures
 import math
 import re
+import threading
 
 import pytest
 import torch
@@ -208,6 +210,72 @@ def test_a_limit_below_what_is_in_use_is_allowed():
     brimful.memory.set_limit("cpu", None)
     del ballast
     assert sizer.step(GOOD, cross_entropy).weight == 6
+
+
+def nested_job(rank):
+    model = wrap(net())
+    sizer = brimful.BatchSizer(model)
+
+    def nested(model, piece):
+        call = sizer.plan if rank.calls else sizer.step
+        call(piece, cross_entropy)
+        return cross_entropy(model, piece)
+
+    before = values_of(model)
+    found = []
+    for rank.calls in range(2):
+        found.append(raised(sizer.step, GOOD, nested if rank.index == 1 else cross_entropy))
+        assert same_bits(values_of(model), before)
+        assert all(p.grad is None for p in model.parameters())
+        assert sizer.step(GOOD, cross_entropy).weight == 12
+        model.zero_grad()
+    return found
+
+
+def test_a_step_inside_a_step_is_refused_on_every_rank(ranks):
+    for healthy, bad in zip(*ranks(nested_job), strict=True):
+        require_words(bad, ValueError, r"step is running already; a step cannot contain", "nested")
+        assert type(healthy) is brimful.RankFailed and healthy.rank == 1
+
+
+def test_a_step_from_a_second_thread_is_refused_there():
+    model = net()
+    sizer = brimful.BatchSizer(model)
+    inside, leave = threading.Event(), threading.Event()
+
+    def waiting(model, piece):
+        inside.set()
+        assert leave.wait(60)
+        return cross_entropy(model, piece)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(sizer.step, GOOD, waiting)
+        assert inside.wait(60)
+        try:
+            state = sizer.state_dict()
+            for call, arguments in (
+                (sizer.step, (GOOD, cross_entropy)),
+                (sizer.plan, (GOOD, cross_entropy)),
+                (sizer.load_state_dict, (state,)),
+                (lambda: next(sizer.batches([GOOD])), ()),
+            ):
+                error = raised(call, *arguments)
+                require_words(error, ValueError, "another thread is in a call of this sizer", call)
+            assert sizer.state_dict() == state
+            assert all(p.grad is None for p in model.parameters())
+        finally:
+            leave.set()
+        assert first.result(60).weight == 6
+    assert sizer.state_dict()["consumed"] == sizer.state_dict()["steps"] == 1
+
+
+def test_a_model_on_two_devices_is_refused():
+    model = net()
+    model[2].to("meta")
+    words = r"parameters are on several devices \(devices: cpu and meta\); move them to one"
+    require_words(raised(brimful.BatchSizer, model), ValueError, words, "devices")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.empty(2, device="meta"))])
+    require_words(raised(brimful.BatchSizer, net(), optimizer), ValueError, words, "optimizer")
 
 
 def mismatch_job(rank, case):

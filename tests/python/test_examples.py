@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,13 +90,19 @@ def test_demo_goes_on_after_a_shortage_inside_backward(demo):
 
 @pytest.mark.timeout(600)  # compiles torch/torch.h
 def test_cpp_app_ends_with_the_parameters_of_the_python_program(demo, cpp_app, tmp_path):
-    _, _, initial, final = demo
+    _, result, initial, final = demo
     of_cpp = tmp_path / "final.pt"
-    torchrun("--no-python", cpp_app, *SMALL, "--initial", initial, "--save-final", of_cpp)
+    printed = torchrun("--no-python", cpp_app, *SMALL, "--initial", initial, "--save-final", of_cpp)
     ours, theirs = dict(torch.load(final)), dict(torch.load(of_cpp))
     assert list(ours) == list(theirs)
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), f"{name}: {(value - theirs[name]).abs().max()}"
+    # Its inference classifies the same images right, in more pieces than one.
+    assert "map_batches ran out of memory with 1000 rows of 1000" in printed
+    pieces = re.search(r"inference: batches of 1000 images in (\d+) pieces", printed)
+    assert int(pieces[1]) > 1
+    right = re.search(r"test accuracy: ([\d.]+) %", printed)
+    assert float(right[1]) == pytest.approx(100 * result["accuracy"], abs=0.051)
 
 
 def test_shares_are_uneven_and_cover_the_data():

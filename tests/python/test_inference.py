@@ -2,10 +2,13 @@
 
 import collections
 import gc
+import random
 import weakref
 
+import numpy
 import pytest
 import torch
+from models import rng_states, seed
 from rank_processes import raised
 
 import brimful
@@ -159,6 +162,41 @@ def test_batches_have_any_structure_that_a_sizer_takes():
     values, codes = brimful.map_batches(fn, batch, pieces=2)
     assert torch.equal(values, batch["x"] * 3)
     assert codes.tolist() == [97, 98, 99, 100, 101]
+
+
+def test_rows_may_lie_elsewhere_and_be_cut_by_functions():
+    batch = {"x": whole_numbers(5).T, "table": whole_numbers(2)}
+    result = brimful.map_batches(
+        lambda piece: piece["x"].T + piece["table"][1],
+        batch,
+        pieces=2,
+        batch_dim={"x": 1, "table": None},
+    )
+    assert torch.equal(result, whole_numbers(5) + whole_numbers(2)[1])
+    noting = Noting(lambda texts: torch.tensor([[ord(c)] for c in texts]))
+    result = brimful.map_batches(
+        noting, "brimful", pieces=2, size_fn=len, split_fn=lambda text, begin, end: text[begin:end]
+    )
+    assert result.flatten().tolist() == list(b"brimful") and noting.sizes == [4, 3]
+    error = raised(brimful.map_batches, heavy, batch, size_fn=len)
+    assert type(error) is ValueError and "size_fn and split_fn go together" in str(error)
+
+
+def test_a_piece_that_is_repeated_gets_the_same_random_numbers():
+    batch = whole_numbers(13)
+
+    def fn(x):
+        noise = torch.rand(len(x), 1) + random.random() + float(numpy.random.rand())
+        return heavy(torch.nn.functional.dropout(x, 0.5)) * noise
+
+    seed(3)
+    allow(5 * ROW_BYTES)
+    retried = brimful.map_batches(fn, batch)
+    memory.set_limit("cpu", None)
+    after = rng_states()
+    seed(3)
+    assert torch.equal(retried, brimful.map_batches(fn, batch, pieces=4))
+    assert rng_states() == after
 
 
 def test_channels_last_stays():

@@ -1,6 +1,6 @@
 #pragma once
-// Everything that brimful offers to C++ programs but launch/checkpoint.h, which takes more of torch in. Files that need
-// one part compile faster with that part's header.
+// Everything that brimful offers to C++ programs but launch/checkpoint.h and sizer/batch_norms.h, which take more of torch
+// in. Files that need one part compile faster with that part's header.
 #include <brimful/error.h>
 #include <brimful/launch/distributed_sampler.h>
 #include <brimful/launch/init_from_env.h>
@@ -13,4 +13,5 @@
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/grad_scaler.h>
 #include <brimful/sizer/map_batches.h>
+#include <brimful/sizer/verify_split.h>
 #include <brimful/version.h>

@@ -2,7 +2,9 @@
 #include "support/sizer_test.h"
 
 #include <functional>
+#include <future>
 #include <limits>
+#include <thread>
 
 using namespace brimful;
 using namespace brimful::test;
@@ -167,6 +169,51 @@ TEST_CASE("A sizer rejects bad options, and modules of different groups", "[size
     });
   });
   CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("A model on two devices is refused", "[sizer][bad input]") {
+  const auto cpu = at::zeros({2}).set_requires_grad(true);
+  const auto meta = at::zeros({2}, at::kMeta).set_requires_grad(true);
+  const auto caught = catching([&] {
+    BatchSizer(StepGroup({}, {cpu, meta}), Transaction({}, {}));
+  });
+  CHECK(caught.type == Type::value_error);
+  CHECK_THAT(caught.text, Catch::Contains("on several devices (devices: cpu and meta); move"));
+}
+
+TEST_CASE("A call while another thread is in a step is refused there", "[sizer][bad input]") {
+  const Watchdog watchdog("two threads");
+  const auto parameter = at::ones({2}).set_requires_grad(true);
+  BatchSizer sizer(StepGroup({}, {parameter}), Transaction({}, {}));
+  std::promise<void> inside;
+  std::promise<void> leave;
+  PieceWork work;
+  work.forward = [&](int64_t begin, int64_t end) {
+    inside.set_value();
+    leave.get_future().wait();
+    return PieceLoss{parameter.sum(), static_cast<double>(end - begin)};
+  };
+  work.backward = run_backward;
+  std::thread other([&] { sizer.step(input_of(kRows), work); });
+  inside.get_future().wait();
+  const std::vector<std::pair<const char*, std::function<void()>>> calls{
+      {"step", [&] { sizer.step(input_of(kRows), work); }},
+      {"plan", [&] { sizer.plan(input_of(kRows), work); }},
+      {"begin_loop", [&] { sizer.begin_loop(Next::yes, input_of(kRows)); }},
+      {"announce_next", [&] { sizer.announce_next(Next::no, {}); }},
+      {"load_state", [&] { sizer.load_state(sizer.state()); }},
+  };
+  for (const auto& [name, call] : calls) {
+    const auto caught = catching(call);
+    CHECK(caught.type == Type::value_error);
+    CHECK_THAT(caught.text, Catch::Contains("another thread is in a call of this sizer (call: " +
+                                            std::string(name) + ")"));
+  }
+  leave.set_value();
+  other.join();
+  CHECK(sizer.steps() == 1);
+  CHECK(sizer.calls() == 1);
+  CHECK(at::equal(parameter.grad(), at::ones({2})));
 }
 
 TEST_CASE("A sizer takes back the state it gave, and nothing else", "[sizer][bad input]") {

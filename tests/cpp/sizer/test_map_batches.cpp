@@ -8,6 +8,7 @@
 
 #include <array>
 #include <map>
+#include <memory>
 #include <string>
 
 using namespace brimful;
@@ -154,6 +155,35 @@ TEST_CASE("A row that does not fit is told with the sizes tried", "[sizer]") {
                                "pieces, or raise max_retries"));
 }
 
+TEST_CASE("A piece that is repeated gets the same random numbers", "[sizer]") {
+  const Quiet quiet;
+  const auto batch = batch_of_rows();
+  const auto dropout = [](const at::Tensor& x) {
+    const auto dropped = at::dropout(x, 0.5, true);
+    const auto wide = at::empty({x.size(0), kRowBytes}, at::kByte);
+    return dropped * at::rand({x.size(0), 1}, at::kDouble);
+  };
+  int64_t number = 3;
+  MapOptions options;
+  const auto kept = std::make_shared<int64_t>();
+  options.keepers = {{[kept, &number] { *kept = number; }, [kept, &number] { number = *kept; }}};
+  const auto counting = [&](const at::Tensor& x) {
+    number += 1;
+    return dropout(x) + static_cast<double>(number);
+  };
+  at::manual_seed(5);
+  at::Tensor retried;
+  {
+    const Budget budget(5 * kRowBytes);
+    retried = map_batches(counting, batch, options);
+  }
+  at::manual_seed(5);
+  number = 3;
+  options.pieces = 4;
+  CHECK(at::equal(retried, map_batches(counting, batch, options)));
+  CHECK(number == 7);
+}
+
 TEST_CASE("Results that do not fit together are refused", "[sizer]") {
   MapOptions options;
   options.pieces = 2;
@@ -190,7 +220,7 @@ TEST_CASE("Results that do not fit together are refused", "[sizer]") {
 TEST_CASE("Bad input of a mapping is refused, and what the function throws passes", "[sizer]") {
   const auto batch = batch_of_rows();
   const auto with = [&](int64_t pieces, int64_t max_retries) {
-    return catching([&] { map_batches(heavy, batch, {pieces, max_retries, kCpu}); });
+    return catching([&] { map_batches(heavy, batch, {pieces, max_retries, kCpu, {}}); });
   };
   CHECK_THAT(with(0, 8).text, Catch::Contains("(pieces: 0)"));
   CHECK(with(0, 8).type == Type::value_error);

@@ -1,5 +1,6 @@
 #pragma once
 #include <brimful/export.h>
+#include <brimful/sizer/batch_norm.h>
 #include <brimful/sizer/peak_model.h>
 #include <brimful/sizer/split.h>
 #include <brimful/step/oom.h>
@@ -9,6 +10,7 @@
 #include <exception>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -26,6 +28,9 @@ struct BatchSizerOptions {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count
   /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
   std::function<int64_t()> required_bytes;
+  BatchNormPolicy batch_norm = BatchNormPolicy::warn;
+  /// The model's, which `batch_norm` is for: batch_norms_of() of <brimful/sizer/batch_norms.h> finds torch::nn's.
+  std::vector<BatchNormModule> batch_norms;
 };
 
 /// One try of a step.
@@ -69,12 +74,14 @@ struct StepInput {
 
 template <typename Loader>
 class Batches;
+class OneCall;
 
 /// Runs the batch that was asked for in pieces that fit. The gradient is the exact weighted mean over all ranks; a step
-/// that ran out of memory is repeated with a finer split from the same buffers and RNG state. Not thread-safe.
+/// that ran out of memory is repeated with a finer split from the same buffers and RNG state. One call at a time: a step
+/// inside a step, or a call while another thread is in one, throws c10::ValueError and changes nothing.
 class BRIMFUL_API BatchSizer {
  public:
-  /// @throws c10::ValueError for bad options
+  /// @throws c10::ValueError for bad options, or parameters on several devices
   BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptions options = {});
   /// For one wrapped module, such as a DistributedDataParallel; `options.device` is that of its parameters.
   template <typename Model>
@@ -154,7 +161,8 @@ class BRIMFUL_API BatchSizer {
   StepGroup group_;
   Transaction transaction_;
   BatchSizerOptions options_;
-  bool running_ = false;
+  BatchNorms norms_;
+  std::shared_ptr<OneCall> calls_under_way_;
   bool owed_ = false;    ///< the other ranks wait for a repetition that has not begun
   bool agreed_ = false;  ///< the records of an exchange or of the last step hold for the next one
   int64_t piece_rows_ = 0;  ///< rows of a piece that fits; 0: not known yet

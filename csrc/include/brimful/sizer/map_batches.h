@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
 #include <brimful/sizer/split.h>
+#include <brimful/step/transaction.h>
 #include <c10/core/Device.h>
 
 #include <cstddef>
@@ -19,7 +20,8 @@ struct MapOptions {
   int64_t pieces = 1;       ///< to begin with
   int64_t max_retries = 8;  ///< of one call, each with pieces of half the size
   c10::Device device =
-      c10::Device(c10::DeviceType::CPU);  ///< whose cached memory is given back before a retry
+      c10::Device(c10::DeviceType::CPU);     ///< whose cached memory is given back before a retry
+  std::vector<Transaction::Keeper> keepers;  ///< of random numbers other than torch's
 };
 
 namespace detail {
@@ -50,7 +52,7 @@ void visit_tensors(Result& result, const Visit& visit) {
 /// `fn(batch)` for inference, without gradients: in pieces where memory runs out, each written into its rows of a result
 /// that is allocated once. `fn` takes what slice_rows() gives for the batch and returns a tensor, or a vector, pair,
 /// tuple, array or map of tensors, with one row in dimension 0 for every row it got; it may be called again for the same
-/// rows, and RNG states are not put back. A size that fitted is kept for the rest of the call. If the first piece is the
+/// rows, from the same random numbers. A size that fitted is kept for the rest of the call. If the first piece is the
 /// whole batch, its result is returned as it is.
 /// From any thread; waits for the device only where memory ran out.
 /// @throws BatchTooLarge (a c10::OutOfMemoryError) with the sizes tried, if a piece of one row does not fit or

@@ -18,6 +18,10 @@ struct PieceLoss {
   double weight = 0;
 };
 
+/// @throws c10::TypeError without a tensor; c10::ValueError unless it is a scalar that needs a gradient, and the weight is
+/// finite and not negative
+BRIMFUL_API void require_loss(const PieceLoss& piece);
+
 /// The user's work in a step, on rows [begin, end) of this rank's batch.
 struct PieceWork {
   std::function<PieceLoss(int64_t begin, int64_t end)> forward;
@@ -53,6 +57,9 @@ class BRIMFUL_API StepGroup {
   std::vector<ControlRecord> exchange(const ControlRecord& record);
   /// @throws c10::ValueError if a gradient is there and not zero; zero ones are emptied (may synchronise the device)
   void require_empty_gradients();
+
+  /// @throws c10::ValueError if parameters that are trained lie on several devices
+  void require_one_device() const;
 
   struct Attempt {
     std::vector<int64_t> split;  ///< rows per piece; empty: this rank has no data

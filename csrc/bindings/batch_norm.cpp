@@ -1,0 +1,64 @@
+#include <brimful/sizer/batch_norm.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <memory>
+
+#include "bindings/callbacks.h"
+#include "bindings/sizer_parts.h"
+
+namespace brimful {
+namespace {
+
+/// A weak reference, which may die with or without the GIL.
+std::shared_ptr<py::weakref> weak(const py::object& object) {
+  return {new py::weakref(object), [](py::weakref* reference) {
+            const py::gil_scoped_acquire gil;
+            delete reference;
+          }};
+}
+
+BatchNormState state_of(const py::object& module) {
+  if (module.is_none()) {
+    return {false, true, std::nullopt};
+  }
+  return {module.attr("training").cast<bool>(),
+          module.attr("track_running_stats").cast<bool>() && !module.attr("running_mean").is_none(),
+          module.attr("momentum").cast<std::optional<double>>()};
+}
+
+BatchNormModule batch_norm_of(const std::string& name, const py::object& object) {
+  const auto module = weak(object);
+  BatchNormModule made;
+  made.name = name;
+  made.state = [module] { return call_python([&] { return state_of((*module)()); }); };
+  made.set_state = [module](const BatchNormState& state) {
+    call_python([&] {
+      const py::object alive = (*module)();
+      if (!alive.is_none()) {
+        alive.attr("track_running_stats") = state.tracks;
+        alive.attr("momentum") = state.momentum;
+      }
+    });
+  };
+  made.batches = [module] {
+    return call_python([&] {
+      const py::object alive = (*module)();
+      const py::object batches =
+          alive.is_none() ? py::object(py::none()) : alive.attr("num_batches_tracked");
+      return batches.is_none() ? at::Tensor() : THPVariable_Unpack(batches.ptr());
+    });
+  };
+  return made;
+}
+}  // namespace
+
+std::vector<BatchNormModule> batch_norms_of(
+    const std::vector<std::pair<std::string, py::object>>& modules) {
+  std::vector<BatchNormModule> made;
+  for (const auto& [name, module] : modules) {
+    made.push_back(batch_norm_of(name, module));
+  }
+  return made;
+}
+
+}  // namespace brimful

@@ -1,0 +1,25 @@
+#pragma once
+// What the bindings of the sizer and of verify_split have in common.
+#include <brimful/sizer/batch_norm.h>
+#include <brimful/step/step.h>
+#include <brimful/step/transaction.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+
+namespace brimful {
+
+/// What a loss function returned: the mean loss, which weighs as much as there are rows, or (mean loss, weight).
+/// @throws c10::TypeError for anything else
+PieceLoss as_piece_loss(const py::object& result, int64_t rows);
+
+Transaction::Keeper keeper_of(py::function capture, py::function restore);
+
+/// torch.nn's BatchNorm modules with their names; they are not kept alive.
+std::vector<BatchNormModule> batch_norms_of(
+    const std::vector<std::pair<std::string, py::object>>& modules);
+
+}  // namespace brimful

@@ -1,0 +1,138 @@
+#include <brimful/sizer/verify_split.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "bindings/batch.h"
+#include "bindings/callbacks.h"
+#include "bindings/sizer_parts.h"
+#include "sizer/call_log.h"
+
+namespace brimful {
+namespace {
+using detail::CallLog;
+
+std::vector<at::Tensor> tensors_of(const py::handle& object) {
+  std::vector<at::Tensor> tensors;
+  for_each_tensor(object, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+  return tensors;
+}
+
+/// A `with` block around what C++ does.
+class With {
+ public:
+  explicit With(const py::object& manager) : manager_(manager) {
+    call_python([&] { manager_.attr("__enter__")(); });
+  }
+  ~With() {
+    const py::gil_scoped_acquire gil;
+    try {
+      manager_.attr("__exit__")(py::none(), py::none(), py::none());
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("verify_split");
+    }
+  }
+  With(const With&) = delete;
+  With& operator=(const With&) = delete;
+
+ private:
+  const py::object& manager_;
+};
+
+std::vector<at::Tensor> gradients_of(const at::Tensor& loss, const at::Tensor& seed,
+                                     const std::vector<at::Tensor>& inputs) {
+  try {
+    return detail::gradients_of(loss, seed, inputs);
+  } catch (python_error& error) {  // from a Python hook or function in the graph
+    return call_python([&]() -> std::vector<at::Tensor> {
+      error.restore();
+      throw py::error_already_set();
+    });
+  }
+}
+
+SplitCheck verify(const py::object& batch, const py::function& loss_fn, const py::object& around,
+                  const detail::NamedTensors& parameters, std::vector<at::Tensor> buffers,
+                  c10::Device device,
+                  const std::vector<std::pair<py::function, py::function>>& keepers,
+                  const Splitter& splitter, int64_t pieces, std::optional<double> rtol,
+                  CallLog& log) {
+  Transaction transaction(std::move(buffers), {device});
+  for (const auto& [capture, restore] : keepers) {
+    transaction.add(keeper_of(capture, restore));
+  }
+  const auto rows = splitter.rows_of(batch);
+  const auto forward = [&](int64_t begin, int64_t end) {
+    const With with(around);
+    return call_python([&] {
+      return as_piece_loss(loss_fn(splitter.slice(batch, rows, begin, end)), end - begin);
+    });
+  };
+  const auto gradients = [&](const at::Tensor& loss, const at::Tensor& seed,
+                             const std::vector<at::Tensor>& inputs) {
+    const With with(around);  // a checkpoint repeats the forward there
+    return gradients_of(loss, seed, inputs);
+  };
+  const py::gil_scoped_release no_gil;
+  return detail::verify_split(rows, parameters, transaction, {forward, gradients},
+                              {pieces, rtol, device}, &log);
+}
+
+std::string to_string(const SplitCheck& check) {
+  const auto list = [](const std::vector<std::string>& names) {
+    std::string text = "[";
+    for (const auto& name : names) {
+      text += (text.size() == 1 ? "'" : ", '") + name + "'";
+    }
+    return text + "]";
+  };
+  std::ostringstream out;
+  out << "SplitCheck(equal=" << (check.equal ? "True" : "False")
+      << ", loss_difference=" << check.loss_difference
+      << ", gradient_difference=" << check.gradient_difference << ", worst_parameter='"
+      << check.worst_parameter << "', coupled=" << list(check.coupled)
+      << ", loss_coupled=" << (check.loss_coupled ? "True" : "False")
+      << ", random=" << list(check.random) << ", rtol=" << check.rtol << ")";
+  return out.str();
+}
+}  // namespace
+
+void bind_verify_split(py::module_& m) {
+  py::class_<SplitCheck>(m, "SplitCheck",
+                         "How a batch that was split compares with the same one unsplit; see "
+                         "verify_split.")
+      .def_readonly("equal", &SplitCheck::equal)
+      .def_readonly("rtol", &SplitCheck::rtol)
+      .def_readonly("loss_difference", &SplitCheck::loss_difference)
+      .def_readonly("gradient_difference", &SplitCheck::gradient_difference)
+      .def_readonly("worst_parameter", &SplitCheck::worst_parameter)
+      .def_readonly("coupled", &SplitCheck::coupled)
+      .def_readonly("loss_coupled", &SplitCheck::loss_coupled)
+      .def_readonly("random", &SplitCheck::random)
+      .def("__repr__", &to_string);
+  py::class_<CallLog>(m, "_CallLog")
+      .def(py::init<>())
+      .def(
+          "enter",
+          [](CallLog& log, const std::string& name, const py::object& inputs) {
+            log.enter(name, tensors_of(inputs));
+          },
+          py::arg("name"), py::arg("inputs"))
+      .def(
+          "leave",
+          [](CallLog& log, const std::string& name, const py::object& outputs) {
+            log.leave(name, tensors_of(outputs));
+          },
+          py::arg("name"), py::arg("outputs"))
+      .def("drew", &CallLog::drew, py::arg("given_again"))
+      .def_property_readonly("run", [](const CallLog& log) { return log.runs() - 1; })
+      .def_property_readonly(
+          "rows", [](const CallLog& log) { return std::pair(log.rows().begin, log.rows().end); })
+      .def_property_readonly("recording", &CallLog::recording)
+      .def_property_readonly("current", &CallLog::current);
+  m.def("_verify_split", &verify, py::kw_only(), py::arg("batch"), py::arg("loss_fn"),
+        py::arg("around"), py::arg("parameters"), py::arg("buffers"), py::arg("device"),
+        py::arg("keepers"), py::arg("splitter"), py::arg("pieces"), py::arg("rtol"),
+        py::arg("log"));
+}
+
+}  // namespace brimful

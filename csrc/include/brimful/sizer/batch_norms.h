@@ -1,0 +1,49 @@
+#pragma once
+// Takes torch::nn's headers in; programs that have no BatchNorm can do without.
+#include <brimful/sizer/batch_norm.h>
+#include <torch/nn/modules/batchnorm.h>
+
+#include <memory>
+#include <vector>
+
+namespace brimful {
+namespace detail {
+template <typename Norm>
+bool add_batch_norm(const std::string& name, const std::shared_ptr<torch::nn::Module>& module,
+                    std::vector<BatchNormModule>& found) {
+  const auto norm = std::dynamic_pointer_cast<Norm>(module);
+  if (!norm) {
+    return false;
+  }
+  BatchNormModule made;
+  made.name = name;
+  made.state = [norm] {
+    return BatchNormState{norm->is_training(), norm->options.track_running_stats(),
+                          norm->options.momentum()};
+  };
+  made.set_state = [norm](const BatchNormState& state) {
+    norm->options.track_running_stats(state.tracks);
+    // LibTorch's module hands its buffers to the kernel either way: a momentum of 0 leaves them as they are.
+    norm->options.momentum(state.tracks ? state.momentum : std::optional<double>(0));
+  };
+  made.batches = [norm] { return norm->num_batches_tracked; };
+  found.push_back(std::move(made));
+  return true;
+}
+}  // namespace detail
+
+/// The BatchNorm modules in `module` and below, for BatchSizerOptions::batch_norms.
+inline std::vector<BatchNormModule> batch_norms_of(torch::nn::Module& module) {
+  std::vector<BatchNormModule> found;
+  const auto add = [&](const std::string& name, const std::shared_ptr<torch::nn::Module>& item) {
+    detail::add_batch_norm<torch::nn::BatchNorm1dImpl>(name, item, found) ||
+        detail::add_batch_norm<torch::nn::BatchNorm2dImpl>(name, item, found) ||
+        detail::add_batch_norm<torch::nn::BatchNorm3dImpl>(name, item, found);
+  };
+  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
+    add(item.key(), item.value());
+  }
+  return found;
+}
+
+}  // namespace brimful
