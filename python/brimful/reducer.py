@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from brimful import _C
 from brimful._compat import skipped_by_dynamo
+from brimful._process_end import is_out_of_memory, register, words_of
 from brimful._wrapping import (
     Contents,
     bucket_caps,
@@ -41,9 +33,7 @@ if dist.is_available():
 
 __all__ = ["DistributedDataParallel"]
 
-_EXIT_PATIENCE_MS = 2000
 _log = logging.getLogger("brimful")
-_live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -156,7 +146,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.in_loop: Callable[[], bool] = _never
         # Says whether the other ranks are in a step; a BatchSizer takes it over.
         self.buckets_expected: Callable[[], bool] = _always
-        self._register()
+        register(self)
 
     def _make_reducer(self, contents: Contents, synchronise: bool, buffers_too: bool) -> _C.Reducer:
         buffers = contents.buffers if buffers_too or self.forward_sync_buffers else []
@@ -177,10 +167,6 @@ class DistributedDataParallel(torch.nn.Module):
             synchronise_at_start=synchronise,
             **self._options,
         )
-
-    def _register(self) -> None:
-        _live.add(self)
-        _install_hooks()
 
     @property
     def reducer(self) -> _C.Reducer:
@@ -206,7 +192,7 @@ class DistributedDataParallel(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.buckets_expected = _always
-        self._register()
+        register(self)
 
     @skipped_by_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +242,7 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             yield
         except BaseException as error:
-            self.reducer.end_scope_failed(_is_out_of_memory(error), _words(error))
+            self.reducer.end_scope_failed(is_out_of_memory(error), words_of(error))
             raise
         self.reducer.end_scope_ok()
 
@@ -365,7 +351,7 @@ class DistributedDataParallel(torch.nn.Module):
                 "module again, on all ranks"
             )
             if self.reducer.owes:  # in a plain loop: the other ranks are in this step
-                self.reducer.publish_failure(False, _words(error))
+                self.reducer.publish_failure(False, words_of(error))
             raise error
         self._suspect = False
 
@@ -412,110 +398,3 @@ def _as_dict(times: _C.StepTimes) -> dict[str, Any]:
         return {name: getattr(value, name) for name in dir(value) if not name.startswith("_")}
 
     return {**fields(times), "buckets": [fields(bucket) for bucket in times.buckets]}
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError))
-
-
-def _mark_told(error: BaseException) -> None:
-    """The other ranks have heard of this error: nobody is to announce it again."""
-    with suppress(AttributeError):
-        error._brimful_told = True  # type: ignore[attr-defined]
-
-
-def _was_told(error: BaseException) -> bool:
-    return isinstance(error, _C.RankFailed) or getattr(error, "_brimful_told", False)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _announce(error: BaseException | None) -> None:
-    """The process ends: whatever it owes leaves now, with the error's words."""
-    if error is not None and _was_told(error):
-        return
-    for model in list(_live):
-        reducer = model._reducer
-        if reducer is None:
-            continue
-        try:
-            if error is None and not reducer.owes:
-                if model.in_loop():  # they find the group broken, and these words
-                    reducer.publish_failure(False, "its process ended between two steps")
-                continue
-            memory = error is not None and _is_out_of_memory(error)
-            words = (
-                _words(error) if error is not None else "its process ended in the middle of a step"
-            )
-            if model.buckets_expected():
-                reducer.announce_failure(memory, words, _EXIT_PATIENCE_MS)
-            else:  # the others are elsewhere, and find the group broken when this process is gone
-                reducer.publish_failure(memory, words)
-        except Exception as unheard:
-            print(f"brimful: could not announce this rank's failure: {unheard}", file=sys.stderr)
-
-
-def _announce_owed(error: BaseException) -> None:
-    """Tell what is owed now: the others may wait for it while this rank goes on elsewhere."""
-    for model in list(_live):
-        if model._owes():
-            try:
-                model.reducer.announce_failure(_is_out_of_memory(error), _words(error), 0)
-            except Exception as unheard:
-                _log.warning("nobody heard of this rank's failure: %s", unheard)
-
-
-def _end() -> None:
-    """Before the interpreter ends: tell what is owed, then join the process groups' threads.
-
-    These may hold tensors of Python, and a thread that needs an interpreter that is gone ends the process.
-    """
-    _announce(None)
-    _C._release_groups()
-    for model in list(_live):
-        model.process_group = None
-
-
-_hooks_installed = False
-
-
-def _install_hooks() -> None:
-    global _hooks_installed
-    if _hooks_installed:
-        return
-    _hooks_installed = True
-    before: Callable[[type[BaseException], BaseException, TracebackType | None], object] = (
-        sys.excepthook
-    )
-
-    def excepthook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        before(kind, error, traceback)
-        sys.stderr.flush()
-        _announce(error)
-
-    sys.excepthook = excepthook
-    atexit.register(_end)
-    register_module_parameter_registration_hook(_suspect)
-    register_module_module_registration_hook(_suspect)
-    register_optimizer_step_pre_hook(lambda optimizer, *_: _settle_before(optimizer))
-
-
-def _suspect(module: torch.nn.Module, *_: object) -> None:
-    for model in list(_live):
-        if model._reducer is not None and id(module) in model._inside:
-            model._suspect = True
-
-
-def _settle_before(optimizer: torch.optim.Optimizer) -> None:
-    """Models that owe the others a step and share a parameter with `optimizer` tell them now."""
-    owing = [model for model in list(_live) if model._owes()]
-    if not owing:
-        return
-    stepped = {p for group in optimizer.param_groups for p in group["params"]}
-    for model in owing:
-        if not stepped.isdisjoint(model.parameters()):
-            model._settle()
