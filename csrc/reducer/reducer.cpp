@@ -158,7 +158,7 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
 
   std::shared_ptr<Reducer> reducer(new Reducer(std::move(state)));
   reducer->add_hooks();
-  release_at_exit([weak = std::weak_ptr<Reducer>(reducer)] {
+  release_at_exit(reducer.get(), [weak = std::weak_ptr<Reducer>(reducer)] {
     if (const auto alive = weak.lock()) {
       alive->s_->group.reset();
     }
@@ -169,6 +169,7 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
 Reducer::Reducer(std::unique_ptr<State> state) : s_(std::move(state)) {}
 
 Reducer::~Reducer() {
+  forget_at_exit(this);
   for (size_t i = 0; i < s_->accumulators.size(); ++i) {
     s_->accumulators[i]->del_post_hook(s_->hook_keys[i]);
   }
