@@ -55,7 +55,8 @@ class DistributedDataParallel(torch.nn.Module):
     - ``init_sync``: parameters (frozen ones too) and buffers begin as rank 0's. ``forward_sync_buffers``: buffers
       agree after every step that synchronises, not before a forward, so that no graph finds them changed in the
       middle; ``broadcast_buffers=False`` is ``forward_sync_buffers=False`` without buffers in ``init_sync``.
-    - ``bucket_cap_mb_list``: the first bucket's cap is its first, that of all others its last.
+    - ``bucket_cap_mb_list``: caps of the first, second, ... bucket (of each dtype), the last one for all that follow.
+      A gradient that is reduced where it lies (from 4 MiB) takes an entry too.
     - Refused: ``mixed_precision``.
 
     Beyond torch's arguments:
@@ -131,10 +132,8 @@ class DistributedDataParallel(torch.nn.Module):
         self.parameters_to_ignore = contents.ignored
         self._input_device = check_device(contents.trainable, device_ids, output_device)
         at_start, self.forward_sync_buffers = buffers_agree(broadcast_buffers, forward_sync_buffers)
-        first_cap, cap = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._options: dict[str, Any] = {
-            "first_bucket_cap_mb": first_cap,
-            "bucket_cap_mb": cap,
+            **bucket_caps(bucket_cap_mb, bucket_cap_mb_list),
             "plan": plan,
             "wire_dtype": wire_dtype,
             "error_feedback": error_feedback,
