@@ -304,6 +304,13 @@ def test_wrong_arguments_are_refused_at_once(ranks):
             require_words(error, kind, pattern, pattern)
 
 
+def test_what_torch_cannot_do_in_the_core_is_a_not_implemented_error():
+    batch = torch.ones(4, 3).to_mkldnn()
+    error = raised(brimful.map_batches, lambda piece: piece, batch, pieces=2)
+    assert type(error) is NotImplementedError, error
+    assert "MkldnnCPU" in str(error)
+
+
 def test_without_a_process_group_the_remedy_is_named():
     with pytest.raises(
         ValueError,
