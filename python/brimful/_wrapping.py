@@ -12,13 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 FIRST_BUCKET_CAP_MB = 1.0
 
 
-def refuse(mixed_precision: Any, delayed: Any, hooked: Any) -> None:
-    """Raises for what is not taken, with what to do instead."""
-    if mixed_precision is not None:
-        raise NotImplementedError(
-            "DistributedDataParallel does not take this argument (name: mixed_precision); wrap the "
-            "forward in torch.autocast, or pass a module in the lower precision"
-        )
+def require_both(delayed: Any, hooked: Any) -> None:
     if (delayed is None) != (hooked is None):
         raise ValueError(
             "one argument of two is missing (delay_all_reduce_named_params: "

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from brimful import _C
 from brimful._compat import skipped_by_dynamo
+from brimful._mixed_precision import MixedPrecision, check_mixed_precision, wire_dtype_of
 from brimful._process_end import is_out_of_memory, register, words_of
 from brimful._wrapping import (
     Contents,
@@ -23,7 +24,7 @@ from brimful._wrapping import (
     check_device,
     default_group,
     group_of,
-    refuse,
+    require_both,
 )
 
 if dist.is_available():
@@ -57,7 +58,11 @@ class DistributedDataParallel(torch.nn.Module):
       middle; ``broadcast_buffers=False`` is ``forward_sync_buffers=False`` without buffers in ``init_sync``.
     - ``bucket_cap_mb_list``: caps of the first, second, ... bucket (of each dtype), the last one for all that follow.
       A gradient that is reduced where it lies (from 4 MiB) takes an entry too.
-    - Refused: ``mixed_precision``.
+    - ``mixed_precision``: torch's ``_MixedPrecision``. Parameters, gradients and the optimizer stay in float32, the
+      module runs in ``param_dtype`` and returns what it returns. Gradients travel in ``reduce_dtype``, else in
+      ``param_dtype``, unless ``wire_dtype`` is given. Buffers run in ``buffer_dtype`` and keep their own.
+      A function under ``torch.utils.checkpoint`` must call modules: a parameter that it reads itself is float32 when it
+      runs again. ``model.module(x)`` runs in float32.
 
     Beyond torch's arguments:
 
@@ -125,12 +130,17 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"only a torch.nn.Module can be wrapped (type: {type(module)})")
-        refuse(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        require_both(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        if mixed_precision is not None:
+            check_mixed_precision(mixed_precision)
+        self.mixed_precision = mixed_precision
         self.process_group: dist.ProcessGroup | None = group_of(process_group, device_mesh)
         self.module = module
         contents = Contents(module)
         self.parameters_to_ignore = contents.ignored
         self._input_device = check_device(contents.trainable, device_ids, output_device)
+        if mixed_precision is not None:
+            wire_dtype = wire_dtype_of(mixed_precision, wire_dtype, contents.trainable)
         at_start, self.forward_sync_buffers = buffers_agree(broadcast_buffers, forward_sync_buffers)
         self._options: dict[str, Any] = {
             **bucket_caps(bucket_cap_mb, bucket_cap_mb_list),
@@ -140,6 +150,7 @@ class DistributedDataParallel(torch.nn.Module):
             "gradient_predivide_factor": gradient_predivide_factor,
             "whole_path": whole_path,
         }
+        self._mixed = self._make_mixed()
         self._reducer: _C.Reducer | None = self._make_reducer(contents, init_sync, at_start)
         # Says whether this rank is between two steps that the others make too.
         self.in_loop: Callable[[], bool] = _never
@@ -167,6 +178,13 @@ class DistributedDataParallel(torch.nn.Module):
             **self._options,
         )
 
+    def _make_mixed(self) -> MixedPrecision | None:
+        if self.mixed_precision is None:
+            return None
+        mixed = MixedPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
+        mixed.last_as_long_as(self)
+        return mixed
+
     @property
     def reducer(self) -> _C.Reducer:
         """The core. A copy of a model makes its own in its first training forward, all ranks together."""
@@ -185,12 +203,13 @@ class DistributedDataParallel(torch.nn.Module):
         state.update(
             process_group=None, _reducer=None, _places=[], _wrapped={}, _left_out=[], in_loop=_never
         )
-        del state["buckets_expected"]
+        del state["buckets_expected"], state["_mixed"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.buckets_expected = _always
+        self._mixed = self._make_mixed()
         register(self)
 
     @skipped_by_dynamo
@@ -201,17 +220,23 @@ class DistributedDataParallel(torch.nn.Module):
                 torch.Tensor, lambda t: t.to(device, non_blocking=True), (args, kwargs)
             )
         if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
+            return self._run(args, kwargs)
         reducer = self.reducer
         reducer.prepare_forward()
         if self._suspect or (self._left_out and any(p.requires_grad for p in self._left_out)):
             self._require_unchanged()
-        outputs = self.module(*args, **kwargs)
+        outputs = self._run(args, kwargs)
         for i, (owner, key, tensor, name) in enumerate(self._places):
             if owner.get(key) is not tensor:
                 self._follow_buffer(i, owner[key], name)
         reducer.watch(outputs)
         return outputs
+
+    @skipped_by_dynamo
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        if self._mixed is None:
+            return self.module(*args, **kwargs)
+        return self._mixed.run(self.module, args, kwargs)
 
     def _follow_buffer(self, i: int, now: torch.Tensor | None, name: str) -> None:
         place = self._places[i]

@@ -280,7 +280,7 @@ def test_wrong_arguments_are_refused_at_once(ranks):
         (ValueError, r"no parameter needs a gradient \(parameters: 0\)"),
         (TypeError, r"only a torch.nn.Module can be wrapped \(type: .*str"),
         (ValueError, r"one process drives one device \(device_ids: \[0, 1\]\)"),
-        (NotImplementedError, r"does not take this argument \(name: mixed_precision\)"),
+        (TypeError, r"mixed_precision lacks a field \(field: param_dtype, type: int\)"),
         (ValueError, r"bucket caps must be positive"),
         (TypeError, r""),
         (

@@ -118,7 +118,6 @@ def refused_job(rank):
     ddp = brimful.DistributedDataParallel
     parameter = small_net()[0].weight
     return [
-        raised(ddp, small_net(), mixed_precision=object()),
         raised(ddp, small_net(), delay_all_reduce_named_params=[("0.weight", parameter)]),
         raised(ddp, small_net(), param_to_hook_all_reduce=parameter),
         raised(ddp, small_net(), device_mesh=mesh),
@@ -133,7 +132,6 @@ def refused_job(rank):
 
 
 REFUSED = [
-    (NotImplementedError, "(name: mixed_precision); wrap the forward in torch.autocast"),
     (ValueError, "param_to_hook_all_reduce: none); pass both, or neither"),
     (ValueError, "(delay_all_reduce_named_params: none, "),
     (ValueError, "pass a mesh of one dimension"),
