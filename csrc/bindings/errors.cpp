@@ -57,6 +57,8 @@ void translate(std::exception_ptr pointer) {
     PyErr_SetString(PyExc_ValueError, e.what_without_backtrace());
   } catch (const c10::TypeError& e) {
     PyErr_SetString(PyExc_TypeError, e.what_without_backtrace());
+  } catch (const c10::NotImplementedError& e) {
+    PyErr_SetString(PyExc_NotImplementedError, e.what_without_backtrace());
   } catch (const c10::OutOfMemoryError& e) {
     PyErr_SetString(types.out_of_memory, e.what_without_backtrace());
   } catch (const std::system_error& e) {

@@ -52,12 +52,14 @@ void bind_reducer(py::module_& m) {
                        const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                        std::vector<std::string> names, std::vector<bool> sparse,
                        std::vector<at::Tensor> frozen, std::optional<double> bucket_cap_mb,
-                       double first_bucket_cap_mb, std::string plan, const py::object& wire_dtype,
-                       bool error_feedback, std::optional<double> gradient_predivide_factor,
-                       bool whole_path, bool broadcast_buffers, bool synchronise_at_start) {
+                       double first_bucket_cap_mb, std::vector<double> bucket_cap_mb_list,
+                       std::string plan, const py::object& wire_dtype, bool error_feedback,
+                       std::optional<double> gradient_predivide_factor, bool whole_path,
+                       bool broadcast_buffers, bool synchronise_at_start) {
              ReducerOptions options;
              options.bucket_cap_mb = bucket_cap_mb;
              options.first_bucket_cap_mb = first_bucket_cap_mb;
+             options.bucket_cap_mb_list = std::move(bucket_cap_mb_list);
              options.plan = std::move(plan);
              options.wire_dtype = dtype_of(wire_dtype);
              options.error_feedback = error_feedback;
@@ -73,9 +75,9 @@ void bind_reducer(py::module_& m) {
            }),
            py::arg("parameters"), py::arg("buffers"), py::arg("group"), py::kw_only(),
            py::arg("names"), py::arg("sparse"), py::arg("frozen"), py::arg("bucket_cap_mb"),
-           py::arg("first_bucket_cap_mb"), py::arg("plan"), py::arg("wire_dtype"),
-           py::arg("error_feedback"), py::arg("gradient_predivide_factor"), py::arg("whole_path"),
-           py::arg("broadcast_buffers"), py::arg("synchronise_at_start"))
+           py::arg("first_bucket_cap_mb"), py::arg("bucket_cap_mb_list"), py::arg("plan"),
+           py::arg("wire_dtype"), py::arg("error_feedback"), py::arg("gradient_predivide_factor"),
+           py::arg("whole_path"), py::arg("broadcast_buffers"), py::arg("synchronise_at_start"))
       .def(
           "register_comm_hook",
           [](Reducer& reducer, py::object state, py::object hook, const std::string& name) {

@@ -1,12 +1,16 @@
 #pragma once
 #include <brimful/export.h>
 
+#include <cstdint>
 #include <functional>
 
 namespace brimful {
 
-/// Reducers leave here how to let go of their process group.
-void release_at_exit(std::function<void()> release);
+/// Reducers leave here how to let go of their process group, and take it back when they die.
+BRIMFUL_API void release_at_exit(const void* owner, std::function<void()> release);
+BRIMFUL_API void forget_at_exit(const void* owner);
+/// How many are left here.
+BRIMFUL_API int64_t registered_at_exit();
 /// Called before the interpreter ends; no reducer works after it.
 BRIMFUL_API void release_groups();
 

@@ -1,10 +1,13 @@
 #include <brimful/reducer/bucket_plan.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 #include <optional>
 #include <sstream>
+#include <utility>
 
 #include "base/format.h"
 #include "base/json.h"
@@ -82,12 +85,42 @@ std::vector<int64_t> order_of(const Infos& parameters, const PlanOptions& option
   return options.order;
 }
 
+/// The cap of the bucket that fills.
+class Caps {
+ public:
+  explicit Caps(const PlanOptions& options) : options_(options) {}
+
+  int64_t of(const ParameterInfo& info) {
+    const auto& list = options_.bucket_bytes_list;
+    if (list.empty()) {
+      return any_closed_ ? options_.bucket_bytes : options_.first_bucket_bytes;
+    }
+    return list[std::min(closed_[kind_of(info)], list.size() - 1)];
+  }
+  void closed(const ParameterInfo& info) {
+    any_closed_ = true;
+    closed_[kind_of(info)] += info.sparse ? 0 : 1;
+  }
+
+ private:
+  using Kind = std::pair<c10::ScalarType, std::string>;
+  static Kind kind_of(const ParameterInfo& info) { return {info.dtype, info.device.str()}; }
+
+  const PlanOptions& options_;
+  bool any_closed_ = false;
+  std::map<Kind, size_t> closed_;
+};
+
 void require_options(const Infos& parameters, const PlanOptions& options) {
   TORCH_CHECK_VALUE(!parameters.empty(),
                     "no parameter needs a gradient (parameters: 0); nothing would ever be reduced");
   TORCH_CHECK_VALUE(options.first_bucket_bytes > 0 && options.bucket_bytes > 0,
                     "bucket caps must be positive (first_bucket_bytes: ",
                     options.first_bucket_bytes, ", bucket_bytes: ", options.bucket_bytes, ")");
+  for (const auto cap : options.bucket_bytes_list) {
+    TORCH_CHECK_VALUE(cap > 0, "bucket caps must be positive (bucket_bytes_list: ",
+                      c10::IntArrayRef(options.bucket_bytes_list), ")");
+  }
 }
 }  // namespace
 
@@ -95,7 +128,7 @@ BucketPlan plan_buckets(const Infos& parameters, const PlanOptions& options) {
   require_options(parameters, options);
   BucketPlan plan;
   std::vector<OpenBucket> open;
-  bool first = true;
+  Caps caps(options);
   const auto order = order_of(parameters, options);
   for (size_t position = 0; position < order.size(); ++position) {
     const auto i = order[position];
@@ -104,7 +137,7 @@ BucketPlan plan_buckets(const Infos& parameters, const PlanOptions& options) {
     if (fresh.sparse || fresh.direct) {
       fresh.parameters = {i};
       plan.buckets.push_back(std::move(fresh));
-      first = false;
+      caps.closed(info);
       continue;
     }
     auto target = std::find_if(open.begin(), open.end(),
@@ -115,10 +148,10 @@ BucketPlan plan_buckets(const Infos& parameters, const PlanOptions& options) {
     target->bucket.parameters.push_back(i);
     target->bytes += bytes_of(info);
     target->last = position;
-    if (target->bytes >= (first ? options.first_bucket_bytes : options.bucket_bytes)) {
+    if (target->bytes >= caps.of(info)) {
       plan.buckets.push_back(std::move(target->bucket));
       open.erase(target);
-      first = false;
+      caps.closed(info);
     }
   }
   // What is still open ends with its last parameter: the one that arrives first leaves first.

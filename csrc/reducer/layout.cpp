@@ -29,6 +29,27 @@ void share_drain_memory(const std::vector<Bucket>& buckets, std::vector<at::Tens
     rows[i] = memory.narrow(0, 0, rows[i].numel());
   }
 }
+
+/// By parameter: what its wire carries from step to step, which a new plan must not forget; undefined for nothing.
+std::vector<at::Tensor> carried_errors(const std::vector<Slot>& slots,
+                                       const std::vector<Bucket>& buckets) {
+  std::vector<at::Tensor> errors(slots.size());
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const auto& bucket = buckets[slots[i].bucket];
+    if (!bucket.wire || !bucket.wire->error().defined() || slots[i].numel == 0) {
+      continue;
+    }
+    errors[i] = bucket.wire->error();
+    if (!bucket.direct) {
+      const auto& view = slots[i].view;
+      const auto bytes = static_cast<const char*>(view.const_data_ptr()) -
+                         static_cast<const char*>(bucket.gradients.const_data_ptr());
+      errors[i] = errors[i].narrow(0, bytes / bucket.gradients.element_size(),
+                                   view.numel() * (view.is_complex() ? 2 : 1));
+    }
+  }
+  return errors;
+}
 }  // namespace
 
 void Reducer::State::let_go_of(size_t parameter) {
@@ -52,6 +73,7 @@ void Reducer::State::lay_out(BucketPlan new_plan) {
       let_go_of(i);
     }
   }
+  const auto errors = carried_errors(slots, buckets);
   slots.clear();
   buckets.clear();
   auto layout = arenas.carve(new_plan, tail->numel(), parameters);
@@ -71,6 +93,12 @@ void Reducer::State::lay_out(BucketPlan new_plan) {
       bucket.wire = std::make_unique<Wire>(row, *wire_dtype, error_feedback);
     } else if (bucket.direct) {
       drains[index] = row;
+    }
+  }
+  const auto places = carried_errors(slots, buckets);
+  for (size_t i = 0; i < errors.size(); ++i) {
+    if (errors[i].defined()) {
+      places[i].copy_(errors[i]);
     }
   }
   share_drain_memory(buckets, drains);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <thread>
+#include <unordered_map>
 
 #include "reducer/at_exit.h"
 #include "reducer/reducer_state.h"
@@ -29,7 +30,7 @@ std::string as_text(const std::vector<uint8_t>& bytes) {
 namespace {
 struct Releases {
   std::mutex mutex;
-  std::vector<std::function<void()>> all;
+  std::unordered_map<const void*, std::function<void()>> by_owner;
 };
 Releases& releases() {
   static auto* instance = new Releases;
@@ -37,17 +38,30 @@ Releases& releases() {
 }
 }  // namespace
 
-void release_at_exit(std::function<void()> release) {
+void release_at_exit(const void* owner, std::function<void()> release) {
   const std::lock_guard<std::mutex> lock(releases().mutex);
-  releases().all.push_back(std::move(release));
+  releases().by_owner[owner] = std::move(release);
+}
+
+void forget_at_exit(const void* owner) {
+  const std::lock_guard<std::mutex> lock(releases().mutex);
+  releases().by_owner.erase(owner);
+}
+
+int64_t registered_at_exit() {
+  const std::lock_guard<std::mutex> lock(releases().mutex);
+  return static_cast<int64_t>(releases().by_owner.size());
 }
 
 void release_groups() {
-  const std::lock_guard<std::mutex> lock(releases().mutex);
-  for (const auto& release : releases().all) {
-    release();
+  decltype(Releases::by_owner) all;
+  {
+    const std::lock_guard<std::mutex> lock(releases().mutex);
+    all.swap(releases().by_owner);
   }
-  releases().all.clear();
+  for (const auto& [owner, release] : all) {
+    release();  // without the lock: it may hold the last reference to a reducer, which then forgets itself
+  }
 }
 
 std::string Reducer::State::failure_key(int64_t at_step, int of_rank) const {

@@ -35,6 +35,9 @@ PlanOptions plan_options_of(const ReducerOptions& options) {
   const double cap = options.bucket_cap_mb.value_or(kDefaultCapMb);
   plan.first_bucket_bytes = static_cast<int64_t>(options.first_bucket_cap_mb * kMiB);
   plan.bucket_bytes = static_cast<int64_t>(cap * kMiB);
+  for (const auto mb : options.bucket_cap_mb_list) {
+    plan.bucket_bytes_list.push_back(static_cast<int64_t>(mb * kMiB));
+  }
   plan.own_record = options.wire_dtype.has_value();
   return plan;
 }
@@ -152,13 +155,14 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   });
   s.lay_out(std::move(plan));
   if (s.rank == 0 && s.store && !s.alone && !fixed && options.plan != "registration") {
-    s.planner = std::make_unique<Planner>(s.infos, s.plan_options,
-                                          options.plan == "auto" && !options.bucket_cap_mb);
+    const bool caps_given = options.bucket_cap_mb || !options.bucket_cap_mb_list.empty();
+    s.planner =
+        std::make_unique<Planner>(s.infos, s.plan_options, options.plan == "auto" && !caps_given);
   }
 
   std::shared_ptr<Reducer> reducer(new Reducer(std::move(state)));
   reducer->add_hooks();
-  release_at_exit([weak = std::weak_ptr<Reducer>(reducer)] {
+  release_at_exit(reducer.get(), [weak = std::weak_ptr<Reducer>(reducer)] {
     if (const auto alive = weak.lock()) {
       alive->s_->group.reset();
     }
@@ -172,6 +176,7 @@ Reducer::~Reducer() {
   if (std::uncaught_exceptions() > s_->exceptions) {
     announce_unwinding();
   }
+  forget_at_exit(this);
   for (size_t i = 0; i < s_->accumulators.size(); ++i) {
     s_->accumulators[i]->del_post_hook(s_->hook_keys[i]);
   }

@@ -20,6 +20,8 @@ class Wire {
   void encode(const at::Tensor& gradients, double scale);
   /// Carries on the error of the last encode times `carry`, then gradients = buffer * scale.
   void decode(const at::Tensor& gradients, double scale, double carry = 1);
+  /// What rounding has taken so far, element by element as the gradients; undefined without error feedback.
+  const at::Tensor& error() const { return error_; }
   /// Zeros to send, for a rank that cannot do its part.
   void clear();
 

@@ -149,6 +149,7 @@ class Reducer:
         frozen: Sequence[torch.Tensor],
         bucket_cap_mb: float | None,
         first_bucket_cap_mb: float,
+        bucket_cap_mb_list: Sequence[float],
         plan: str,
         wire_dtype: torch.dtype | None,
         error_feedback: bool,

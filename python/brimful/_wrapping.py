@@ -12,13 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 FIRST_BUCKET_CAP_MB = 1.0
 
 
-def refuse(mixed_precision: Any, delayed: Any, hooked: Any) -> None:
-    """Raises for what is not taken, with what to do instead."""
-    if mixed_precision is not None:
-        raise NotImplementedError(
-            "DistributedDataParallel does not take this argument (name: mixed_precision); wrap the "
-            "forward in torch.autocast, or pass a module in the lower precision"
-        )
+def require_both(delayed: Any, hooked: Any) -> None:
     if (delayed is None) != (hooked is None):
         raise ValueError(
             "one argument of two is missing (delay_all_reduce_named_params: "
@@ -58,15 +52,17 @@ def group_of(group: dist.ProcessGroup | None, device_mesh: Any = None) -> dist.P
     return world
 
 
-def bucket_caps(
-    cap_mb: float | None, caps_mb: Sequence[float] | None
-) -> tuple[float, float | None]:
-    """Caps of the first bucket and of the others, in MiB; None: the planner's decision."""
-    if caps_mb:
-        return float(caps_mb[0]), float(caps_mb[-1])
+def bucket_caps(cap_mb: float | None, caps_mb: Sequence[float] | None) -> dict[str, Any]:
+    """The core's options for caps, in MiB; a cap that is None is the planner's decision."""
     if cap_mb is None:
-        return FIRST_BUCKET_CAP_MB, None
-    return min(FIRST_BUCKET_CAP_MB, float(cap_mb)), float(cap_mb)
+        first, cap = FIRST_BUCKET_CAP_MB, None
+    else:
+        first, cap = min(FIRST_BUCKET_CAP_MB, float(cap_mb)), float(cap_mb)
+    return {
+        "first_bucket_cap_mb": first,
+        "bucket_cap_mb": cap,
+        "bucket_cap_mb_list": [float(mb) for mb in caps_mb or ()],
+    }
 
 
 def buffers_agree(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:

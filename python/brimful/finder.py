@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from brimful import _C, memory
+from brimful._process_end import announce_owed, is_out_of_memory, words_of
 from brimful.checkpoint import _group
-from brimful.reducer import _announce_owed, _is_out_of_memory, _words
 
 __all__ = ["find_executable_batch_size"]
 
@@ -85,11 +85,11 @@ def _try(function: Callable[..., Any], batch_size: int, args: Any, kwargs: Any) 
             raise RuntimeError("No executable batch size found, reached zero.")
         return function(batch_size, *args, **kwargs)
     except BaseException as error:
-        _announce_owed(error)
+        announce_owed(error)
         if not _ran_out(error):
-            _C._share_attempt(_group(None), _TO_DO, False, True, _words(error))
+            _C._share_attempt(_group(None), _TO_DO, False, True, words_of(error))
             raise
-        return _RanOut(_words(error))
+        return _RanOut(words_of(error))
 
 
 def _share(ended: Any) -> bool:
@@ -111,7 +111,7 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _ran_out(error: BaseException) -> bool:
-    if _is_out_of_memory(error):  # the one of another rank too
+    if is_out_of_memory(error):  # the one of another rank too
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, _C.RankFailed):
         return False

@@ -46,7 +46,7 @@ def set_limit(device: str | torch.device, bytes: int | Literal["auto"] | None) -
     ``"auto"``, for the CPU only, is ``system_limit().limit_bytes`` now, after malloc has given its free pages back: a
     container's kill becomes an error. Call it when model, optimizer and data loaders are there, and again when other
     processes have come or gone. Raises ``ValueError`` if ``bytes`` is negative or another word, and
-    ``RuntimeError`` where the system states no bound.
+    ``NotImplementedError`` where the system states no bound.
     """
     memory_set_limit(device, bytes)
 
@@ -59,7 +59,7 @@ def system_limit() -> SystemLimit:
     beyond what is in use, shared out equally among torchrun's ranks on this host (``LOCAL_WORLD_SIZE``) except under
     RLIMIT_AS; ``margin_bytes`` of it, a twentieth (64 MiB at least, a half at most), is kept for what is no tensor.
     ``source`` is "cgroup v2", "cgroup v1", "RLIMIT_AS" or "MemAvailable", ``where`` the file, ``bound_bytes`` what it
-    says. Raises ``RuntimeError`` where none can be read.
+    says. Raises ``NotImplementedError`` where none can be read.
     """
     return memory_system_limit()
 

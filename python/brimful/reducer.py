@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from brimful import _C
 from brimful._compat import skipped_by_dynamo
+from brimful._mixed_precision import MixedPrecision, check_mixed_precision, wire_dtype_of
+from brimful._process_end import is_out_of_memory, register, words_of
 from brimful._wrapping import (
     Contents,
     bucket_caps,
@@ -31,7 +24,7 @@ from brimful._wrapping import (
     check_device,
     default_group,
     group_of,
-    refuse,
+    require_both,
 )
 
 if dist.is_available():
@@ -41,9 +34,7 @@ if dist.is_available():
 
 __all__ = ["DistributedDataParallel"]
 
-_EXIT_PATIENCE_MS = 2000
 _log = logging.getLogger("brimful")
-_live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -65,8 +56,13 @@ class DistributedDataParallel(torch.nn.Module):
     - ``init_sync``: parameters (frozen ones too) and buffers begin as rank 0's. ``forward_sync_buffers``: buffers
       agree after every step that synchronises, not before a forward, so that no graph finds them changed in the
       middle; ``broadcast_buffers=False`` is ``forward_sync_buffers=False`` without buffers in ``init_sync``.
-    - ``bucket_cap_mb_list``: the first bucket's cap is its first, that of all others its last.
-    - Refused: ``mixed_precision``.
+    - ``bucket_cap_mb_list``: caps of the first, second, ... bucket (of each dtype), the last one for all that follow.
+      A gradient that is reduced where it lies (from 4 MiB) takes an entry too.
+    - ``mixed_precision``: torch's ``_MixedPrecision``. Parameters, gradients and the optimizer stay in float32, the
+      module runs in ``param_dtype`` and returns what it returns. Gradients travel in ``reduce_dtype``, else in
+      ``param_dtype``, unless ``wire_dtype`` is given. Buffers run in ``buffer_dtype`` and keep their own.
+      A function under ``torch.utils.checkpoint`` must call modules: a parameter that it reads itself is float32 when it
+      runs again. ``model.module(x)`` runs in float32.
 
     Beyond torch's arguments:
 
@@ -134,29 +130,33 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"only a torch.nn.Module can be wrapped (type: {type(module)})")
-        refuse(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        require_both(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        if mixed_precision is not None:
+            check_mixed_precision(mixed_precision)
+        self.mixed_precision = mixed_precision
         self.process_group: dist.ProcessGroup | None = group_of(process_group, device_mesh)
         self.module = module
         contents = Contents(module)
         self.parameters_to_ignore = contents.ignored
         self._input_device = check_device(contents.trainable, device_ids, output_device)
+        if mixed_precision is not None:
+            wire_dtype = wire_dtype_of(mixed_precision, wire_dtype, contents.trainable)
         at_start, self.forward_sync_buffers = buffers_agree(broadcast_buffers, forward_sync_buffers)
-        first_cap, cap = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._options: dict[str, Any] = {
-            "first_bucket_cap_mb": first_cap,
-            "bucket_cap_mb": cap,
+            **bucket_caps(bucket_cap_mb, bucket_cap_mb_list),
             "plan": plan,
             "wire_dtype": wire_dtype,
             "error_feedback": error_feedback,
             "gradient_predivide_factor": gradient_predivide_factor,
             "whole_path": whole_path,
         }
+        self._mixed = self._make_mixed()
         self._reducer: _C.Reducer | None = self._make_reducer(contents, init_sync, at_start)
         # Says whether this rank is between two steps that the others make too.
         self.in_loop: Callable[[], bool] = _never
         # Says whether the other ranks are in a step; a BatchSizer takes it over.
         self.buckets_expected: Callable[[], bool] = _always
-        self._register()
+        register(self)
 
     def _make_reducer(self, contents: Contents, synchronise: bool, buffers_too: bool) -> _C.Reducer:
         buffers = contents.buffers if buffers_too or self.forward_sync_buffers else []
@@ -178,9 +178,12 @@ class DistributedDataParallel(torch.nn.Module):
             **self._options,
         )
 
-    def _register(self) -> None:
-        _live.add(self)
-        _install_hooks()
+    def _make_mixed(self) -> MixedPrecision | None:
+        if self.mixed_precision is None:
+            return None
+        mixed = MixedPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
+        mixed.last_as_long_as(self)
+        return mixed
 
     @property
     def reducer(self) -> _C.Reducer:
@@ -200,13 +203,14 @@ class DistributedDataParallel(torch.nn.Module):
         state.update(
             process_group=None, _reducer=None, _places=[], _wrapped={}, _left_out=[], in_loop=_never
         )
-        del state["buckets_expected"]
+        del state["buckets_expected"], state["_mixed"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.buckets_expected = _always
-        self._register()
+        self._mixed = self._make_mixed()
+        register(self)
 
     @skipped_by_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,17 +220,23 @@ class DistributedDataParallel(torch.nn.Module):
                 torch.Tensor, lambda t: t.to(device, non_blocking=True), (args, kwargs)
             )
         if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
+            return self._run(args, kwargs)
         reducer = self.reducer
         reducer.prepare_forward()
         if self._suspect or (self._left_out and any(p.requires_grad for p in self._left_out)):
             self._require_unchanged()
-        outputs = self.module(*args, **kwargs)
+        outputs = self._run(args, kwargs)
         for i, (owner, key, tensor, name) in enumerate(self._places):
             if owner.get(key) is not tensor:
                 self._follow_buffer(i, owner[key], name)
         reducer.watch(outputs)
         return outputs
+
+    @skipped_by_dynamo
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        if self._mixed is None:
+            return self.module(*args, **kwargs)
+        return self._mixed.run(self.module, args, kwargs)
 
     def _follow_buffer(self, i: int, now: torch.Tensor | None, name: str) -> None:
         place = self._places[i]
@@ -256,7 +266,7 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             yield
         except BaseException as error:
-            self.reducer.end_scope_failed(_is_out_of_memory(error), _words(error))
+            self.reducer.end_scope_failed(is_out_of_memory(error), words_of(error))
             raise
         self.reducer.end_scope_ok()
 
@@ -365,7 +375,7 @@ class DistributedDataParallel(torch.nn.Module):
                 "module again, on all ranks"
             )
             if self.reducer.owes:  # in a plain loop: the other ranks are in this step
-                self.reducer.publish_failure(False, _words(error))
+                self.reducer.publish_failure(False, words_of(error))
             raise error
         self._suspect = False
 
@@ -412,110 +422,3 @@ def _as_dict(times: _C.StepTimes) -> dict[str, Any]:
         return {name: getattr(value, name) for name in dir(value) if not name.startswith("_")}
 
     return {**fields(times), "buckets": [fields(bucket) for bucket in times.buckets]}
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError))
-
-
-def _mark_told(error: BaseException) -> None:
-    """The other ranks have heard of this error: nobody is to announce it again."""
-    with suppress(AttributeError):
-        error._brimful_told = True  # type: ignore[attr-defined]
-
-
-def _was_told(error: BaseException) -> bool:
-    return isinstance(error, _C.RankFailed) or getattr(error, "_brimful_told", False)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _announce(error: BaseException | None) -> None:
-    """The process ends: whatever it owes leaves now, with the error's words."""
-    if error is not None and _was_told(error):
-        return
-    for model in list(_live):
-        reducer = model._reducer
-        if reducer is None:
-            continue
-        try:
-            if error is None and not reducer.owes:
-                if model.in_loop():  # they find the group broken, and these words
-                    reducer.publish_failure(False, "its process ended between two steps")
-                continue
-            memory = error is not None and _is_out_of_memory(error)
-            words = (
-                _words(error) if error is not None else "its process ended in the middle of a step"
-            )
-            if model.buckets_expected():
-                reducer.announce_failure(memory, words, _EXIT_PATIENCE_MS)
-            else:  # the others are elsewhere, and find the group broken when this process is gone
-                reducer.publish_failure(memory, words)
-        except Exception as unheard:
-            print(f"brimful: could not announce this rank's failure: {unheard}", file=sys.stderr)
-
-
-def _announce_owed(error: BaseException) -> None:
-    """Tell what is owed now: the others may wait for it while this rank goes on elsewhere."""
-    for model in list(_live):
-        if model._owes():
-            try:
-                model.reducer.announce_failure(_is_out_of_memory(error), _words(error), 0)
-            except Exception as unheard:
-                _log.warning("nobody heard of this rank's failure: %s", unheard)
-
-
-def _end() -> None:
-    """Before the interpreter ends: tell what is owed, then join the process groups' threads.
-
-    These may hold tensors of Python, and a thread that needs an interpreter that is gone ends the process.
-    """
-    _announce(None)
-    _C._release_groups()
-    for model in list(_live):
-        model.process_group = None
-
-
-_hooks_installed = False
-
-
-def _install_hooks() -> None:
-    global _hooks_installed
-    if _hooks_installed:
-        return
-    _hooks_installed = True
-    before: Callable[[type[BaseException], BaseException, TracebackType | None], object] = (
-        sys.excepthook
-    )
-
-    def excepthook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        before(kind, error, traceback)
-        sys.stderr.flush()
-        _announce(error)
-
-    sys.excepthook = excepthook
-    atexit.register(_end)
-    register_module_parameter_registration_hook(_suspect)
-    register_module_module_registration_hook(_suspect)
-    register_optimizer_step_pre_hook(lambda optimizer, *_: _settle_before(optimizer))
-
-
-def _suspect(module: torch.nn.Module, *_: object) -> None:
-    for model in list(_live):
-        if model._reducer is not None and id(module) in model._inside:
-            model._suspect = True
-
-
-def _settle_before(optimizer: torch.optim.Optimizer) -> None:
-    """Models that owe the others a step and share a parameter with `optimizer` tell them now."""
-    owing = [model for model in list(_live) if model._owes()]
-    if not owing:
-        return
-    stepped = {p for group in optimizer.param_groups for p in group["params"]}
-    for model in owing:
-        if not stepped.isdisjoint(model.parameters()):
-            model._settle()

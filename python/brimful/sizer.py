@@ -16,7 +16,8 @@ import torch
 
 from brimful import _C
 from brimful._modules import batch_norms
-from brimful.reducer import DistributedDataParallel, _is_out_of_memory, _mark_told, _words
+from brimful._process_end import is_out_of_memory, mark_told, words_of
+from brimful.reducer import DistributedDataParallel
 
 __all__ = ["NO_DATA", "BatchSizer"]
 
@@ -233,10 +234,10 @@ class BatchSizer:
                     raise
                 sizer._announce(error)
                 half_done = _C.HalfStepError(
-                    f"the optimizer failed in the middle of its step ({_words(error)}); parameters "
+                    f"the optimizer failed in the middle of its step ({words_of(error)}); parameters "
                     "may be half updated: load a checkpoint"
                 )
-                _mark_told(half_done)
+                mark_told(half_done)
                 raise half_done from error
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -266,7 +267,7 @@ class BatchSizer:
         try:
             outcome = self._core.step(data, loss_fn, self._model, sizes, error)
         except BaseException as told:
-            _mark_told(told)
+            mark_told(told)
             raise
         self._consumed += data is not None
         return outcome
@@ -321,12 +322,12 @@ class BatchSizer:
 
     def _fail(self, error: BaseException) -> None:
         self._announce(error)
-        _mark_told(error)
+        mark_told(error)
         raise error
 
     def _announce(self, error: BaseException) -> None:
         """Tell the other ranks, which wait in their next step; nobody does after the last one."""
-        self._tell(_is_out_of_memory(error), _words(error))
+        self._tell(is_out_of_memory(error), words_of(error))
 
     def _tell(self, out_of_memory: bool, words: str) -> None:
         if self._core.at_end or self._core.world_size == 1:

@@ -348,7 +348,7 @@ def test_wrong_arguments_are_refused_at_once(ranks):
         (ValueError, r"no parameter needs a gradient \(parameters: 0\)"),
         (TypeError, r"only a torch.nn.Module can be wrapped \(type: .*str"),
         (ValueError, r"one process drives one device \(device_ids: \[0, 1\]\)"),
-        (NotImplementedError, r"does not take this argument \(name: mixed_precision\)"),
+        (TypeError, r"mixed_precision lacks a field \(field: param_dtype, type: int\)"),
         (ValueError, r"bucket caps must be positive"),
         (TypeError, r""),
         (
@@ -370,6 +370,13 @@ def test_wrong_arguments_are_refused_at_once(ranks):
     for errors in ranks(arguments_job):
         for error, (kind, pattern) in zip(errors, expected, strict=True):
             require_words(error, kind, pattern, pattern)
+
+
+def test_what_torch_cannot_do_in_the_core_is_a_not_implemented_error():
+    batch = torch.ones(4, 3).to_mkldnn()
+    error = raised(brimful.map_batches, lambda piece: piece, batch, pieces=2)
+    assert type(error) is NotImplementedError, error
+    assert "MkldnnCPU" in str(error)
 
 
 def test_without_a_process_group_the_remedy_is_named():

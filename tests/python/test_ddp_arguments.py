@@ -1,6 +1,7 @@
 """Arguments of torch's class: taken, without effect, or refused with a remedy; and what construction makes equal."""
 
 import inspect
+import json
 
 import pytest
 import torch
@@ -86,6 +87,28 @@ def test_bucket_caps_say_how_many_buckets_there_are(ranks):
     assert ranks(caps_job, size=1) == [[1, 4, 4, 2, 1]]
 
 
+def caps_list_job(rank, caps):
+    torch.manual_seed(1)
+    sizes = [3, 40, 7, 90, 20, 11, 64, 5]  # in the order of use, as of registration
+    net = torch.nn.ModuleList(torch.nn.Linear(size, 30, bias=False) for size in sizes)
+    model = wrap(net, bucket_cap_mb=None, bucket_cap_mb_list=caps)
+    plans = [json.loads(model.plan)]
+    for _ in range(3):
+        sum(layer(torch.ones(1, layer.in_features)).sum() for layer in net).backward()
+        model.zero_grad()
+    plans.append(json.loads(model.plan))
+    weights = list(net.parameters())
+    limits = [int(mb * 2**20) for mb in caps]
+    theirs, _ = dist._compute_bucket_assignment_by_size(weights[::-1], limits)
+    return plans, [[len(sizes) - 1 - i for i in bucket] for bucket in theirs]
+
+
+@pytest.mark.parametrize("caps", [[0.02], [0.005, 0.02], [0.02, 0.001, 0.012], [1e-6, 1, 1e-6]])
+def test_a_list_of_caps_is_taken_entry_by_entry_as_in_torch(ranks, caps):
+    for plans, theirs in ranks(caps_list_job, caps, size=1):
+        assert plans == [theirs, theirs]
+
+
 def refused_job(rank):
     mesh = init_device_mesh("cpu", (1, rank.size))
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))
@@ -95,7 +118,6 @@ def refused_job(rank):
     ddp = brimful.DistributedDataParallel
     parameter = small_net()[0].weight
     return [
-        raised(ddp, small_net(), mixed_precision=object()),
         raised(ddp, small_net(), delay_all_reduce_named_params=[("0.weight", parameter)]),
         raised(ddp, small_net(), param_to_hook_all_reduce=parameter),
         raised(ddp, small_net(), device_mesh=mesh),
@@ -110,7 +132,6 @@ def refused_job(rank):
 
 
 REFUSED = [
-    (NotImplementedError, "(name: mixed_precision); wrap the forward in torch.autocast"),
     (ValueError, "param_to_hook_all_reduce: none); pass both, or neither"),
     (ValueError, "(delay_all_reduce_named_params: none, "),
     (ValueError, "pass a mesh of one dimension"),

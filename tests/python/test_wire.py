@@ -1,6 +1,7 @@
 """Gradients that travel in another dtype, or through a communication hook."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -135,6 +136,52 @@ class Fault:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_error_feedback_survives_a_repeated_step(ranks, failing):
     assert all(ranks(retry_job, failing))
+
+
+class Backwards(torch.nn.Module):
+    """The learned order of gradients is the reverse of the first plan's; a large one is reduced where it lies."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(3)
+        sizes = [3, 40, 1100, 1000, 30, 6]
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(into, out, dtype=dtype) for out, into in itertools.pairwise(sizes)
+        )
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def new_plan_job(rank, dtype):
+    """Gradients of steps with error feedback, and the plans of the first and the last step."""
+    results = []
+    for plan in ("registration", "ordered"):
+        model = brimful.DistributedDataParallel(
+            Backwards(dtype),
+            bucket_cap_mb=0.05,
+            plan=plan,
+            wire_dtype=torch.bfloat16,
+            error_feedback=True,
+        )
+        plans, gradients = [], []
+        for step in range(4):
+            x, y = classes(4, seed=10 * step + rank.index, dtype=dtype)
+            cross_entropy(model, (x, y)).backward()
+            plans.append(model.plan)
+            gradients.append(gradients_of(model))
+            model.zero_grad()
+        results.append((plans, gradients))
+    (fixed, expected), (learned, found) = results
+    assert fixed[0] == fixed[-1] == learned[0] != learned[-1]
+    return all(same_bits(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_new_plan_takes_the_carried_errors_along(ranks, dtype):
+    assert all(ranks(new_plan_job, dtype))
 
 
 def predivide_job(rank, factor):

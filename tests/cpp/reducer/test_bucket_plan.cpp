@@ -36,6 +36,35 @@ TEST_CASE("Buckets fill from the last parameter and close at their cap", "[reduc
   CHECK(indices(plan_buckets(four)) == std::vector<Indices>{{3, 2, 1, 0}});
 }
 
+TEST_CASE("With a list each bucket has its own cap, and the last one is repeated", "[reducer]") {
+  const std::vector<ParameterInfo> eight(8, floats(10));
+  PlanOptions options;
+  options.bucket_bytes_list = {80, 40, 120};
+  CHECK(indices(plan_buckets(eight, options)) ==
+        std::vector<Indices>{{7, 6}, {5}, {4, 3, 2}, {1, 0}});
+  options.bucket_bytes_list = {1, 80};
+  CHECK(indices(plan_buckets(eight, options)) ==
+        std::vector<Indices>{{7}, {6, 5}, {4, 3}, {2, 1}, {0}});
+  options.order = {0, 2, 4, 6, 1, 3, 5, 7};
+  CHECK(indices(plan_buckets(eight, options)) ==
+        std::vector<Indices>{{0}, {2, 4}, {6, 1}, {3, 5}, {7}});
+}
+
+TEST_CASE("Each dtype goes through the list of caps by itself", "[reducer]") {
+  const ParameterInfo half{20, kHalf, kCpu};
+  const ParameterInfo sparse{10, kFloat, kCpu, true};
+  PlanOptions options;
+  options.bucket_bytes_list = {40, 80};
+  CHECK(indices(plan_buckets({floats(10), half, floats(10), half, half, floats(10)}, options)) ==
+        std::vector<Indices>{{5}, {4}, {3, 1}, {2, 0}});
+  // A large one is a bucket as any other; a sparse one takes no entry, as in torch.
+  options.direct_bytes = 400;
+  CHECK(indices(plan_buckets({floats(10), floats(10), floats(100)}, options)) ==
+        std::vector<Indices>{{2}, {1, 0}});
+  CHECK(indices(plan_buckets({floats(10), floats(10), sparse}, options)) ==
+        std::vector<Indices>{{2}, {1}, {0}});
+}
+
 TEST_CASE("A bucket holds one dtype and one device", "[reducer]") {
   const auto plan = plan_buckets({{4, kFloat, kCpu, false},
                                   {4, kHalf, kCpu, false},
@@ -90,6 +119,10 @@ TEST_CASE("A plan needs parameters and positive caps", "[reducer]") {
   CHECK_THROWS_WITH(plan_buckets({}), Catch::Contains("(parameters: 0)"));
   CHECK_THROWS_AS(plan_buckets({floats(1)}, {0, 1}), c10::ValueError);
   CHECK_THROWS_WITH(plan_buckets({floats(1)}, {1, -5}), Catch::Contains("bucket_bytes: -5"));
+  PlanOptions listed;
+  listed.bucket_bytes_list = {1, 0};
+  CHECK_THROWS_WITH(plan_buckets({floats(1)}, listed),
+                    Catch::Contains("bucket_bytes_list: [1, 0]"));
 }
 
 TEST_CASE("A plan is readable, a line a bucket", "[reducer]") {

@@ -7,6 +7,8 @@
 
 #include <brimful/launch/run_ranks.h>
 
+#include "reducer/at_exit.h"
+
 using namespace brimful::test;
 using brimful::DistributedDataParallel;
 using brimful::PlanMismatch;
@@ -98,6 +100,23 @@ TEST_CASE("Gradients are the mean over ranks once backward returns", "[reducer]"
       }
       model->update(0);
     }
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("A reducer that dies leaves nothing behind", "[reducer]") {
+  const Watchdog watchdog("reducers that die");
+  Checks checks;
+  run_ranks({1}, [&](int, const Group& group) {
+    const auto before = brimful::registered_at_exit();
+    for (int i = 0; i < 50; ++i) {
+      auto reducer = Reducer::create({leaf(at::zeros({3}))}, {}, group);
+      checks.expect(brimful::registered_at_exit() == before + 1, "one is alive");
+      const std::weak_ptr<Reducer> watched = reducer;
+      reducer.reset();
+      checks.expect(watched.expired(), "nobody holds it");
+    }
+    checks.expect(brimful::registered_at_exit() == before, "all are forgotten");
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }

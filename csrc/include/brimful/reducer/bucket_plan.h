@@ -20,6 +20,9 @@ struct ParameterInfo {
 struct PlanOptions {
   int64_t first_bucket_bytes = int64_t{1} << 20;  ///< small, so that communication starts early
   int64_t bucket_bytes = int64_t{25} << 20;
+  /// In place of those two: caps of the first, second, ... bucket of each dtype and device, the last one for all that
+  /// follow, as in torch's bucket_cap_mb_list. A direct parameter takes an entry, a sparse one does not.
+  std::vector<int64_t> bucket_bytes_list = {};
   int64_t direct_bytes = int64_t{4} << 20;  ///< from here on a gradient is reduced where it lies
   bool own_record = false;                  ///< the control record has a bucket of its own
   c10::ScalarType record_dtype = c10::ScalarType::Float;  ///< of that bucket

@@ -24,6 +24,9 @@ namespace brimful {
 struct ReducerOptions {
   std::optional<double> bucket_cap_mb;  ///< of a bucket, in MiB; nothing: 25, until it is tuned
   double first_bucket_cap_mb = 1;
+  /// In place of those two, in MiB: caps of the first, second, ... bucket (of each dtype and device), the last one for
+  /// all that follow.
+  std::vector<double> bucket_cap_mb_list;
   /// "auto": in the order of the first backward's gradients, sizes tuned in the first steps where no cap is given;
   /// "ordered": the order alone; "registration": the reverse of registration, never changed; else a plan that plan()
   /// gave, never changed.

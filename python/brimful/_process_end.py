@@ -1,0 +1,143 @@
+"""Failures between steps, and the process's end: what this rank owes the others leaves before it goes elsewhere."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from brimful import _C
+
+if TYPE_CHECKING:
+    from brimful.reducer import DistributedDataParallel
+
+_EXIT_PATIENCE_MS = 2000
+_log = logging.getLogger("brimful")
+_live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def register(model: DistributedDataParallel) -> None:
+    """From now on `model` tells the others of an error that ends the process, or that leaves a step unfinished."""
+    _live.add(model)
+    _install_hooks()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def mark_told(error: BaseException) -> None:
+    """The other ranks have heard of this error: nobody is to announce it again."""
+    with suppress(AttributeError):
+        error._brimful_told = True  # type: ignore[attr-defined]
+
+
+def _was_told(error: BaseException) -> bool:
+    return isinstance(error, _C.RankFailed) or getattr(error, "_brimful_told", False)
+
+
+def words_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _announce(error: BaseException | None) -> None:
+    """The process ends: whatever it owes leaves now, with the error's words."""
+    if error is not None and _was_told(error):
+        return
+    for model in list(_live):
+        reducer = model._reducer
+        if reducer is None:
+            continue
+        try:
+            if error is None and not reducer.owes:
+                if model.in_loop():  # they find the group broken, and these words
+                    reducer.publish_failure(False, "its process ended between two steps")
+                continue
+            memory = error is not None and is_out_of_memory(error)
+            text = (
+                words_of(error)
+                if error is not None
+                else "its process ended in the middle of a step"
+            )
+            if model.buckets_expected():
+                reducer.announce_failure(memory, text, _EXIT_PATIENCE_MS)
+            else:  # the others are elsewhere, and find the group broken when this process is gone
+                reducer.publish_failure(memory, text)
+        except Exception as unheard:
+            print(f"brimful: could not announce this rank's failure: {unheard}", file=sys.stderr)
+
+
+def announce_owed(error: BaseException) -> None:
+    """Tell what is owed now: the others may wait for it while this rank goes on elsewhere."""
+    for model in list(_live):
+        if model._owes():
+            try:
+                model.reducer.announce_failure(is_out_of_memory(error), words_of(error), 0)
+            except Exception as unheard:
+                _log.warning("nobody heard of this rank's failure: %s", unheard)
+
+
+def _end() -> None:
+    """Before the interpreter ends: tell what is owed, then join the process groups' threads.
+
+    These may hold tensors of Python, and a thread that needs an interpreter that is gone ends the process.
+    """
+    _announce(None)
+    _C._release_groups()
+    for model in list(_live):
+        model.process_group = None
+
+
+_hooks_installed = False
+
+
+def _install_hooks() -> None:
+    global _hooks_installed
+    if _hooks_installed:
+        return
+    _hooks_installed = True
+    before: Callable[[type[BaseException], BaseException, TracebackType | None], object] = (
+        sys.excepthook
+    )
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        before(kind, error, traceback)
+        sys.stderr.flush()
+        _announce(error)
+
+    sys.excepthook = excepthook
+    atexit.register(_end)
+    register_module_parameter_registration_hook(_suspect)
+    register_module_module_registration_hook(_suspect)
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _settle_before(optimizer))
+
+
+def _suspect(module: torch.nn.Module, *_: object) -> None:
+    for model in list(_live):
+        if model._reducer is not None and id(module) in model._inside:
+            model._suspect = True
+
+
+def _settle_before(optimizer: torch.optim.Optimizer) -> None:
+    """Models that owe the others a step and share a parameter with `optimizer` tell them now."""
+    owing = [model for model in list(_live) if model._owes()]
+    if not owing:
+        return
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    for model in owing:
+        if not stepped.isdisjoint(model.parameters()):
+            model._settle()
