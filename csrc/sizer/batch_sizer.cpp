@@ -2,7 +2,6 @@
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/pieces.h>
-#include <brimful/step/oom.h>
 
 #include <algorithm>
 #include <cmath>
@@ -15,6 +14,12 @@
 namespace brimful {
 namespace {
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+// A release waits for the device; finer pieces do not.
+constexpr int64_t kStepsBetweenReleases = 16;
+
+int64_t largest(const std::vector<int64_t>& split) {
+  return split.empty() ? 0 : *std::max_element(split.begin(), split.end());
+}
 
 std::string join(const std::vector<int>& ranks) {
   std::string text;
@@ -22,16 +27,6 @@ std::string join(const std::vector<int>& ranks) {
     text += (text.empty() ? "" : ", ") + std::to_string(rank);
   }
   return text;
-}
-
-std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Verdict verdict) {
-  std::vector<int> ranks;
-  for (size_t rank = 0; rank < records.size(); ++rank) {
-    if (records[rank].verdict == verdict) {
-      ranks.push_back(static_cast<int>(rank));
-    }
-  }
-  return ranks;
 }
 
 struct Running {
@@ -189,6 +184,7 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
     ++steps_;
     return outcome;
   } catch (...) {
+    recorder_.end_step(false, checked_limit_);
     if (owed_) {
       group_.run_failed(FailureKind::error, describe(std::current_exception()), next_);
     }
@@ -200,7 +196,7 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
 }
 
 Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
-  const memory::PeakScope peak(options_.device);
+  std::optional<memory::PeakScope> peak(std::in_place, options_.device);
   Outcome outcome;
   const bool lockstep = options_.lockstep && group_.world_size() > 1;
   const int64_t rows = input.rows.value_or(0);
@@ -219,7 +215,14 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     owed_ = true;  // the others wait in their step
     plan = plan_of(input, work);
     outcome.pieces = plan ? plan->pieces : outcome.pieces;
+    outcome.peak_bytes = peak->peak_bytes();
+    peak.emplace(options_.device);
   }
+  bool release = false;
+  attempt.same_split = [&](const std::string& shortage) {
+    release = release_helps(shortage);
+    return release && (!released_step_ || steps_ - *released_step_ >= kStepsBetweenReleases);
+  };
   const auto watched =
       PieceWork{[&](int64_t first, int64_t end) {
                   auto piece = work.forward(first, end);
@@ -237,8 +240,12 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     attempt.retries_left = outcome.retries < options_.max_retries;
     attempt.can_split = outcome.pieces < rows;
     owed_ = false;
+    recorder_.begin_attempt();
     const auto result = group_.run(attempt, watched);
-    if (settle_attempt(result, input, outcome)) {
+    const auto attempt_peak = peak->peak_bytes();
+    recorder_.end_attempt(static_cast<int64_t>(outcome.split.size()), largest(outcome.split),
+                          attempt_peak, result.own == AttemptResult::Own::out_of_memory);
+    if (settle_attempt(result, input, outcome, attempt_peak)) {
       const double total = total_weight(result.records);
       group_.accept(total > 0 ? attempt.ref / total : 1, total > 0);
       last_total_ = total > 0 ? total : last_total_;
@@ -248,28 +255,41 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
       for (const auto& record : result.records) {
         outcome.work_ms.push_back(record.work_ms);
       }
-      outcome.peak_bytes = peak.peak_bytes();
+      outcome.peak_bytes = std::max(outcome.peak_bytes, peak->peak_bytes());
       outcome.pieces = static_cast<int64_t>(outcome.split.size());
+      recorder_.end_step(true, checked_limit_);
       return outcome;
     }
     owed_ = true;
     group_.discard();
     transaction_.restore();
     ++outcome.retries;
+    recorder_.note_retry(release);
+    if (release) {  // only now: the gradients of the attempt are gone
+      memory::release_cached(options_.device);
+      outcome.attempts.back().cache_released = true;
+      released_step_ = steps_;
+      release = false;
+    }
+    outcome.peak_bytes = std::max(outcome.peak_bytes, attempt_peak);
+    peak.emplace(options_.device);
     note_shortfall(result, plan);
   }
 }
 
-bool BatchSizer::settle_attempt(const AttemptResult& result, StepInput input, Outcome& outcome) {
+bool BatchSizer::settle_attempt(const AttemptResult& result, const StepInput& input,
+                                Outcome& outcome, int64_t peak_bytes) {
   using Own = AttemptResult::Own;
   AttemptNote note;
   note.pieces = static_cast<int64_t>(outcome.split.size());
+  note.piece_rows = largest(outcome.split);
+  note.peak_bytes = peak_bytes;
   note.buckets_left = result.buckets_left;
   note.alone = result.retry_alone;
   if (result.retry_alone) {
     note.ran_out = {group_.rank()};
     outcome.attempts.push_back(note);
-    split_finer(*input.rows, outcome);
+    refine(result, *input.rows, outcome);
     return false;
   }
   at_end_ = !result.records.empty() && nobody_continues(result.records);
@@ -278,7 +298,8 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, StepInput input, Ou
   }
   const auto verdict = worst(result.records);
   if (result.records.empty() || is_failure(verdict)) {
-    throw_failure(result, outcome);
+    outcome.attempts.push_back(note);
+    throw_failure(result, input, outcome);
   }
   if (verdict != Verdict::retry) {
     require_same_ref(result.records);
@@ -289,7 +310,7 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, StepInput input, Ou
   note.ran_out = ranks_with(result.records, Verdict::retry);
   outcome.attempts.push_back(note);
   if (result.own == Own::out_of_memory) {
-    split_finer(*input.rows, outcome);
+    refine(result, *input.rows, outcome);
   } else {
     log(LogLevel::info,
         "step " + std::to_string(steps_) + " is repeated for rank " + join(note.ran_out));
@@ -310,7 +331,14 @@ void BatchSizer::require_same_ref(const std::vector<ControlRecord>& records) {
       join(others) + "); load a state_dict of the same step on every rank");
 }
 
-void BatchSizer::split_finer(int64_t rows, Outcome& outcome) {
+void BatchSizer::refine(const AttemptResult& result, int64_t rows, Outcome& outcome) {
+  if (result.same_split) {
+    log(LogLevel::warning,
+        "rank " + std::to_string(group_.rank()) + " ran out of memory in step " +
+            std::to_string(steps_) +
+            ", but not of capacity: torch's cache is released and the step repeated as it was");
+    return;
+  }
   const auto before = static_cast<int64_t>(outcome.split.size());
   outcome.pieces = finer(rows, before);
   piece_rows_ = pieces_for(rows, outcome.pieces);
@@ -318,37 +346,6 @@ void BatchSizer::split_finer(int64_t rows, Outcome& outcome) {
   line << "rank " << group_.rank() << " ran out of memory in step " << steps_ << ": a batch of "
        << rows << " is repeated in " << outcome.pieces << " pieces instead of " << before;
   log(LogLevel::warning, line.str());
-}
-
-void BatchSizer::throw_failure(const AttemptResult& result, const Outcome& outcome) {
-  const bool too_large =
-      result.own == AttemptResult::Own::out_of_memory &&
-      (result.records.empty() || result.records[group_.rank()].verdict == Verdict::failed_memory);
-  if (too_large) {
-    std::ostringstream text;
-    text << (result.records.empty()
-                 ? "in lockstep no rank may split further by itself: memory ran out"
-                 : "no split of the batch fits")
-         << " on rank " << group_.rank() << " (device: " << options_.device
-         << ", pieces: " << outcome.split.size() << ", largest piece: "
-         << (outcome.split.empty() ? 0
-                                   : *std::max_element(outcome.split.begin(), outcome.split.end()))
-         << " rows, retries: " << outcome.retries << ", max_retries: " << options_.max_retries
-         << "); give the device more memory, use a smaller model or input, or checkpoint "
-            "activations. The last error was: "
-         << result.text;
-    throw BatchTooLarge(text.str());
-  }
-  auto failed = ranks_with(result.records, Verdict::failed_memory);
-  const bool memory = !failed.empty();
-  if (!memory) {
-    failed = ranks_with(result.records, Verdict::failed);
-  }
-  detail::throw_rank_failed(
-      failed.empty() ? -1 : failed.front(), steps_,
-      memory ? FailureKind::out_of_memory : FailureKind::error,
-      "step " + std::to_string(steps_) + " failed on " +
-          (result.records.empty() ? result.text : group_.failure_texts(result.records)));
 }
 
 std::map<std::string, double> BatchSizer::state() const {
