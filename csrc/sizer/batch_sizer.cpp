@@ -303,6 +303,7 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, const StepInput& in
   }
   if (verdict != Verdict::retry) {
     require_same_ref(result.records);
+    require_weight(result.records);
     outcome.attempts.push_back(note);
     adopt(result.records);
     return true;
@@ -329,6 +330,15 @@ void BatchSizer::require_same_ref(const std::vector<ControlRecord>& records) {
       " by different numbers, as if they had loaded different states (ranks that differ from rank "
       "0: " +
       join(others) + "); load a state_dict of the same step on every rank");
+}
+
+// Every rank has the same records: all raise, and go on with an exchange.
+void BatchSizer::require_weight(const std::vector<ControlRecord>& records) const {
+  const auto with_data = ranks_with(records, Verdict::ok);
+  TORCH_CHECK_VALUE(
+      with_data.empty() || total_weight(records) > 0, "the weights of step ", steps_,
+      " sum to 0, and a mean over nothing is no loss (ranks with data: ", join(with_data),
+      "); leave out batches in which nothing counts, on all ranks together");
 }
 
 void BatchSizer::refine(const AttemptResult& result, int64_t rows, Outcome& outcome) {

@@ -93,7 +93,8 @@ class BRIMFUL_API BatchSizer {
 
   /// Fills the gradients of one step, and returns when all ranks agree on how it ended.
   /// @throws the error of this rank's own work, RankFailed for another rank's (RankOutOfMemory if it could not split
-  /// further), BatchTooLarge if no split fits here, PlanMismatch if the ranks loaded different states; parameters, buffers and RNG are then as before the call.
+  /// further), BatchTooLarge if no split fits here, PlanMismatch if the ranks loaded different states, c10::ValueError on all ranks if no row of
+  /// any counts; parameters, buffers and RNG are then as before the call.
   /// Waits once for the device.
   Outcome step(const StepInput& input, const PieceWork& work);
   /// The same for a batch that slice_rows() can split, or an empty optional of one where this rank has no data.
@@ -154,6 +155,7 @@ class BRIMFUL_API BatchSizer {
                                   const Outcome& outcome);
   [[noreturn]] void throw_too_large(const AttemptResult& result, const StepInput& input,
                                     const Outcome& outcome);
+  void require_weight(const std::vector<ControlRecord>& records) const;
   bool release_helps(const std::string& shortage) const;
   void require_same_ref(const std::vector<ControlRecord>& records);
   void refine(const AttemptResult& result, int64_t rows, Outcome& outcome);
