@@ -242,9 +242,9 @@ class BatchSizer:
         repeats a recorded ``Outcome.split``. Gradients must be empty before the call.
 
         If another rank failed, raises ``RankFailed`` (``RankOutOfMemory`` if it could not split further); this rank's
-        own error is raised as it is, and ``BatchTooLarge`` if no split fits here: it says what was tried, what takes the
-        memory and what to try next. ``ValueError`` on all ranks if no row of any rank counts. Parameters, buffers and
-        RNG are then as before the call. Waits once for the device.
+        own error is raised as it is, and ``BatchTooLarge`` if no split fits here: it says what was tried, what takes
+        the memory and what to try next. ``ValueError`` on all ranks if no row of any rank counts. Parameters, buffers
+        and RNG are then as before the call. Waits once for the device.
         """
         data = None if batch is NO_DATA else batch
         sizes, error = None, None
