@@ -477,6 +477,7 @@ TEST_CASE("A batch that is too large has its facts in C++ too", "[sizer][too lar
   Checks checks;
   run_ranks({1}, [&](int, const Group& group) {
     Trainer trainer(group);
+    BatchSizer sizer(trainer.model);
     auto work = trainer.work(batch_of(0, 0, 2));
     work.forward = [](int64_t, int64_t) -> PieceLoss {
       TORCH_CHECK_WITH(OutOfMemoryError, false, "planted");
@@ -486,7 +487,7 @@ TEST_CASE("A batch that is too large has its facts in C++ too", "[sizer][too lar
       parameters += static_cast<int64_t>(parameter.nbytes());
     }
     try {
-      trainer.sizer.step(input_of(2), work);
+      sizer.step(input_of(2), work);
       checks.expect(false, "the step stood");
     } catch (const BatchTooLarge& error) {
       const auto& facts = error.facts();
@@ -496,9 +497,8 @@ TEST_CASE("A batch that is too large has its facts in C++ too", "[sizer][too lar
       checks.expect(bytes.at("parameters") == parameters, "parameters");
       checks.expect(bytes.count("optimizer state") == 0, "nobody knows of an optimizer");
       checks.expect(!facts.advice.empty(), "advice");
-      checks.expect(
-          to_string(trainer.sizer.report()).find("failed: 1, retries: 1") != std::string::npos,
-          "report");
+      checks.expect(to_string(sizer.report()).find("failed: 1, retries: 1") != std::string::npos,
+                    "report");
     }
   });
   CHECK(checks.failures() == std::vector<std::string>{});
