@@ -18,7 +18,8 @@ RankFailed::RankFailed(int rank, int64_t step, FailureKind kind, const std::stri
 RankOutOfMemory::RankOutOfMemory(int rank, int64_t step, const std::string& message)
     : RankFailed(rank, step, FailureKind::out_of_memory, message) {}
 
-BatchTooLarge::BatchTooLarge(const std::string& message) : c10::OutOfMemoryError(here(), message) {}
+BatchTooLarge::BatchTooLarge(const std::string& message, TooLargeFacts facts)
+    : c10::OutOfMemoryError(here(), message), facts_(std::move(facts)) {}
 
 HalfStepError::HalfStepError(const std::string& message) : c10::Error(here(), message) {}
 

@@ -17,6 +17,7 @@ struct Types {
   PyObject* half_step = nullptr;
   PyObject* plan_mismatch = nullptr;
   PyObject* out_of_memory = nullptr;  ///< torch's
+  PyObject* distributed = nullptr;    ///< torch's: a communicator is lost
 };
 Types types;
 
@@ -38,6 +39,34 @@ void set_rank_failed(PyObject* type, const RankFailed& error) {
   PyErr_SetObject(type, instance.ptr());
 }
 
+template <typename Pairs>
+py::dict as_dict(const Pairs& pairs) {
+  py::dict dict;
+  for (const auto& [name, bytes] : pairs) {
+    dict[py::str(name)] = bytes;
+  }
+  return dict;
+}
+
+void set_too_large(const BatchTooLarge& error) {
+  const auto& facts = error.facts();
+  py::object instance =
+      py::reinterpret_borrow<py::object>(types.batch_too_large)(error.what_without_backtrace());
+  const bool of_step = !facts.tried.empty();
+  py::list tried;
+  for (const auto& split : facts.tried) {
+    tried.append(py::make_tuple(split.pieces, split.piece_rows, split.peak_bytes));
+  }
+  instance.attr("rank") = of_step ? py::object(py::int_(facts.rank)) : py::none();
+  instance.attr("device") = of_step ? py::object(py::str(facts.device)) : py::none();
+  instance.attr("tried") = tried;
+  instance.attr("bytes") = as_dict(facts.bytes);
+  instance.attr("limit_bytes") = facts.limit_bytes;
+  instance.attr("held") = as_dict(facts.held);
+  instance.attr("advice") = facts.advice;
+  PyErr_SetObject(types.batch_too_large, instance.ptr());
+}
+
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) {
@@ -48,7 +77,7 @@ void translate(std::exception_ptr pointer) {
   } catch (const RankFailed& e) {
     set_rank_failed(types.rank_failed, e);
   } catch (const BatchTooLarge& e) {
-    PyErr_SetString(types.batch_too_large, e.what_without_backtrace());
+    set_too_large(e);
   } catch (const HalfStepError& e) {
     PyErr_SetString(types.half_step, e.what_without_backtrace());
   } catch (const PlanMismatch& e) {
@@ -76,7 +105,7 @@ bool is_out_of_memory(const py::error_already_set& error) {
   if (error.matches(py::handle(types.out_of_memory)) || error.matches(PyExc_MemoryError)) {
     return true;
   }
-  return error.matches(PyExc_RuntimeError) &&
+  return error.matches(PyExc_RuntimeError) && !error.matches(py::handle(types.distributed)) &&
          is_out_of_memory_message(py::str(error.value()).cast<std::string>());
 }
 }  // namespace
@@ -93,6 +122,8 @@ void throw_to_core(py::error_already_set& error) {
 void bind_errors(py::module_& m) {
   const py::object out_of_memory = py::module_::import("torch").attr("OutOfMemoryError");
   types.out_of_memory = py::object(out_of_memory).release().ptr();
+  types.distributed =
+      py::object(py::module_::import("torch.distributed").attr("DistError")).release().ptr();
   types.rank_failed = new_type(
       m, "RankFailed",
       "A rank failed the step and every rank raises: parameters, buffers and RNG are as before "
@@ -104,7 +135,12 @@ void bind_errors(py::module_& m) {
       "The rank that failed had run out of memory, and nothing was left to split or to retry.",
       py::make_tuple(py::handle(types.rank_failed), out_of_memory));
   types.batch_too_large =
-      new_type(m, "BatchTooLarge", "Raised on the rank for which no split of the batch fits.",
+      new_type(m, "BatchTooLarge",
+               "Raised on the rank for which no split of the batch fits.\n\n"
+               "Attributes: rank, device, tried (a list of (pieces, rows of the largest, peak in "
+               "bytes)), bytes (of the last peak by category), limit_bytes, held (bytes beside "
+               "tensors), advice (what to try next, in this order). Out of map_batches they are "
+               "empty.",
                py::make_tuple(out_of_memory));
   types.half_step = new_type(m, "HalfStepError",
                              "The optimizer failed in the middle of its step: parameters may be "

@@ -79,6 +79,19 @@ std::string kind_of(const py::object& row) {
   return kind.str();
 }
 
+using Tensors = std::vector<at::Tensor>;
+
+/// `tensors`: parameters, buffers, and the optimizer's state or None.
+StandingBytes standing_of(const py::object& tensors, c10::Device device) {
+  const auto [parameters, buffers, states] =
+      tensors.cast<std::tuple<Tensors, Tensors, std::optional<Tensors>>>();
+  auto standing = standing_bytes(parameters, buffers, device);
+  if (states) {
+    standing.optimizer_state = standing_bytes(*states, {}, device).parameters;
+  }
+  return standing;
+}
+
 struct Source {
   py::object batch;
   int64_t rows = 0;
@@ -89,23 +102,16 @@ class PythonSizer {
  public:
   PythonSizer(const std::vector<std::shared_ptr<Reducer>>& reducers,
               std::vector<at::Tensor> outside, std::vector<at::Tensor> buffers,
-              std::vector<c10::Device> devices,
+              const std::vector<c10::Device>& devices,
               const std::vector<std::pair<py::function, py::function>>& keepers,
-              const py::function& required_bytes, std::optional<py::function> weight_fn,
-              std::shared_ptr<Splitter> splitter, int64_t max_retries, int64_t pieces,
-              bool lockstep, bool predict, const std::string& batch_norm,
-              const std::vector<std::pair<std::string, py::object>>& batch_norms)
+              std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
+              const BatchSizerOptions& options)
       : weight_fn_(std::move(weight_fn)),
         splitter_(std::move(splitter)),
         sizer_(StepGroup({reducers.begin(), reducers.end()}, std::move(outside)),
-               Transaction(std::move(buffers), devices),
-               {max_retries, pieces, lockstep, predict, devices.at(0),
-                [required_bytes] {
-                  return call_python([&] { return required_bytes().cast<int64_t>(); });
-                },
-                batch_norm_policy(batch_norm), batch_norms_of(batch_norms)}),
-        lockstep_(lockstep),
-        predict_(predict) {
+               Transaction(std::move(buffers), devices), options),
+        lockstep_(options.lockstep),
+        predict_(options.predict) {
     for (const auto& [capture, restore] : keepers) {
       sizer_.transaction().add(keeper_of(capture, restore));
     }
@@ -192,7 +198,7 @@ class PythonSizer {
   Source last_;  ///< in lockstep: gives empty pieces to a step without data
 };
 
-std::string to_string(const Outcome& outcome) {
+std::string repr_of(const Outcome& outcome) {
   std::ostringstream out;
   out << "Outcome(loss=" << outcome.loss << ", weight=" << outcome.weight
       << ", pieces=" << outcome.pieces << ", retries=" << outcome.retries
@@ -219,9 +225,38 @@ void bind_sizer(py::module_& m) {
       .def_property_readonly("off_line", &PeakModel::off_line);
   py::class_<AttemptNote>(m, "Attempt", "One try of a step.")
       .def_readonly("pieces", &AttemptNote::pieces)
+      .def_readonly("piece_rows", &AttemptNote::piece_rows)
+      .def_readonly("peak_bytes", &AttemptNote::peak_bytes)
       .def_readonly("ran_out", &AttemptNote::ran_out)
       .def_readonly("buckets_left", &AttemptNote::buckets_left)
-      .def_readonly("alone", &AttemptNote::alone);
+      .def_readonly("alone", &AttemptNote::alone)
+      .def_readonly("cache_released", &AttemptNote::cache_released);
+  py::class_<StepNote>(m, "StepNote", "A step as a Report remembers it.")
+      .def_readonly("pieces", &StepNote::pieces)
+      .def_readonly("piece_rows", &StepNote::piece_rows)
+      .def_readonly("retries", &StepNote::retries)
+      .def_readonly("ooms", &StepNote::ooms)
+      .def_readonly("peak_bytes", &StepNote::peak_bytes)
+      .def_readonly("limit_bytes", &StepNote::limit_bytes)
+      .def_readonly("total_ms", &StepNote::total_ms)
+      .def_readonly("lost_ms", &StepNote::lost_ms)
+      .def_readonly("stood", &StepNote::stood);
+  py::class_<Report>(m, "Report", "What a BatchSizer has seen; see BatchSizer.report.")
+      .def_readonly("steps", &Report::steps)
+      .def_readonly("failed", &Report::failed)
+      .def_readonly("retries", &Report::retries)
+      .def_readonly("ooms", &Report::ooms)
+      .def_readonly("cache_releases", &Report::cache_releases)
+      .def_readonly("piece_rows", &Report::piece_rows)
+      .def_readonly("limit_bytes", &Report::limit_bytes)
+      .def_readonly("peak_bytes", &Report::peak_bytes)
+      .def_readonly("last_fill", &Report::last_fill)
+      .def_readonly("mean_fill", &Report::mean_fill)
+      .def_readonly("most_fill", &Report::most_fill)
+      .def_readonly("total_ms", &Report::total_ms)
+      .def_readonly("lost_ms", &Report::lost_ms)
+      .def_readonly("history", &Report::history)
+      .def("__str__", [](const Report& report) { return to_string(report); });
   py::class_<Outcome>(m, "Outcome", "How a step ended; see BatchSizer.step.")
       .def_readonly("loss", &Outcome::loss)
       .def_readonly("weight", &Outcome::weight)
@@ -232,7 +267,7 @@ void bind_sizer(py::module_& m) {
       .def_readonly("work_ms", &Outcome::work_ms)
       .def_readonly("last", &Outcome::last)
       .def_readonly("attempts", &Outcome::attempts)
-      .def("__repr__", &to_string);
+      .def("__repr__", &repr_of);
   py::class_<Plan>(m, "Plan", "What a step would take; see BatchSizer.plan.")
       .def_readonly("pieces", &Plan::pieces)
       .def_readonly("piece_rows", &Plan::piece_rows)
@@ -248,16 +283,38 @@ void bind_sizer(py::module_& m) {
         return out.str();
       });
   py::class_<PythonSizer>(m, "BatchSizer")
-      .def(py::init<const std::vector<std::shared_ptr<Reducer>>&, std::vector<at::Tensor>,
-                    std::vector<at::Tensor>, std::vector<c10::Device>,
-                    const std::vector<std::pair<py::function, py::function>>&, const py::function&,
-                    std::optional<py::function>, std::shared_ptr<Splitter>, int64_t, int64_t, bool,
-                    bool, const std::string&,
-                    const std::vector<std::pair<std::string, py::object>>&>(),
+      .def(py::init([](const std::vector<std::shared_ptr<Reducer>>& reducers,
+                       std::vector<at::Tensor> outside, std::vector<at::Tensor> buffers,
+                       const std::vector<c10::Device>& devices,
+                       const std::vector<std::pair<py::function, py::function>>& keepers,
+                       const py::function& required_bytes, const py::function& standing_tensors,
+                       std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
+                       int64_t max_retries, int64_t pieces, bool lockstep, bool predict,
+                       const std::string& batch_norm,
+                       const std::vector<std::pair<std::string, py::object>>& batch_norms) {
+             BatchSizerOptions options;
+             options.max_retries = max_retries;
+             options.pieces = pieces;
+             options.lockstep = lockstep;
+             options.predict = predict;
+             options.device = devices.at(0);
+             options.required_bytes = [required_bytes] {
+               return call_python([&] { return required_bytes().cast<int64_t>(); });
+             };
+             options.standing_bytes = [standing_tensors, device = devices.at(0)] {
+               return call_python([&] { return standing_of(standing_tensors(), device); });
+             };
+             options.batch_norm = batch_norm_policy(batch_norm);
+             options.batch_norms = batch_norms_of(batch_norms);
+             return std::make_unique<PythonSizer>(reducers, std::move(outside), std::move(buffers),
+                                                  devices, keepers, std::move(weight_fn),
+                                                  std::move(splitter), options);
+           }),
            py::kw_only(), py::arg("reducers"), py::arg("outside"), py::arg("buffers"),
-           py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"), py::arg("weight_fn"),
-           py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"),
-           py::arg("predict"), py::arg("batch_norm"), py::arg("batch_norms"))
+           py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"),
+           py::arg("standing_tensors"), py::arg("weight_fn"), py::arg("splitter"),
+           py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"), py::arg("predict"),
+           py::arg("batch_norm"), py::arg("batch_norms"))
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("split"), py::arg("error"))
@@ -278,6 +335,7 @@ void bind_sizer(py::module_& m) {
       .def_property_readonly("at_end", [](PythonSizer& self) { return self.sizer().at_end(); })
       .def_property_readonly("world_size",
                              [](PythonSizer& self) { return self.sizer().world_size(); })
+      .def("report", [](PythonSizer& self) { return self.sizer().report(); })
       .def("state", [](PythonSizer& self) { return self.sizer().state(); })
       .def(
           "load_state",

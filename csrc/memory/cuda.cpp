@@ -10,6 +10,21 @@ namespace brimful::memory {
 namespace {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
+
+/// Answers only where torch's allocator is in use on the current device: asking must not make a context.
+template <typename Ask>
+std::optional<int64_t> of_current_device(const Ask& ask) noexcept {
+  try {
+    if (c10::cuda::device_count() == 0 || !caching::get()->initialized()) {
+      return std::nullopt;
+    }
+    const auto index = c10::cuda::current_device();
+    return c10::cuda::hasPrimaryContext(index) ? std::optional<int64_t>(ask(index)) : std::nullopt;
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
 constexpr auto kAggregate = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
 }  // namespace
@@ -49,6 +64,22 @@ void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes) {
 void cuda_release_cached(c10::DeviceIndex index) {
   const c10::cuda::CUDAGuard guard(index);
   caching::emptyCache();
+}
+
+CudaMemory cuda_memory(c10::DeviceIndex index) {
+  const auto [free_bytes, total_bytes] = caching::get()->getMemoryInfo(index);
+  return {static_cast<int64_t>(free_bytes), static_cast<int64_t>(total_bytes)};
+}
+
+std::optional<int64_t> cuda_refusals() noexcept {
+  return of_current_device([](c10::DeviceIndex index) {
+    const auto stats = caching::getDeviceStats(index);
+    return stats.num_ooms + stats.num_alloc_retries;
+  });
+}
+
+std::optional<int64_t> cuda_free_bytes() noexcept {
+  return of_current_device([](c10::DeviceIndex index) { return cuda_memory(index).free_bytes; });
 }
 
 }  // namespace brimful::memory

@@ -22,4 +22,16 @@ void cuda_lower_watermark(c10::DeviceIndex index);
 void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes);
 void cuda_release_cached(c10::DeviceIndex index);
 
+struct CudaMemory {
+  int64_t free_bytes;
+  int64_t total_bytes;
+};
+/// As the driver has it, all processes together.
+CudaMemory cuda_memory(c10::DeviceIndex index);
+
+/// Of this thread's current device: how often torch's allocator refused, or gave its cache back to go on; the driver's
+/// free bytes. Nothing where CUDA is not in use, or answers with an error.
+std::optional<int64_t> cuda_refusals() noexcept;
+std::optional<int64_t> cuda_free_bytes() noexcept;
+
 }  // namespace brimful::memory

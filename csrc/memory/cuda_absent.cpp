@@ -35,4 +35,16 @@ void cuda_release_cached(c10::DeviceIndex index) {
   refuse(index);
 }
 
+CudaMemory cuda_memory(c10::DeviceIndex index) {
+  refuse(index);
+}
+
+std::optional<int64_t> cuda_refusals() noexcept {
+  return std::nullopt;
+}
+
+std::optional<int64_t> cuda_free_bytes() noexcept {
+  return std::nullopt;
+}
+
 }  // namespace brimful::memory

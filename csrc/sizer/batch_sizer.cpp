@@ -2,7 +2,6 @@
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/pieces.h>
-#include <brimful/step/oom.h>
 
 #include <algorithm>
 #include <cmath>
@@ -17,6 +16,12 @@
 namespace brimful {
 namespace {
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+// A release waits for the device; finer pieces do not.
+constexpr int64_t kStepsBetweenReleases = 16;
+
+int64_t largest(const std::vector<int64_t>& split) {
+  return split.empty() ? 0 : *std::max_element(split.begin(), split.end());
+}
 
 std::string join(const std::vector<int>& ranks) {
   std::string text;
@@ -26,15 +31,6 @@ std::string join(const std::vector<int>& ranks) {
   return text;
 }
 
-std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Verdict verdict) {
-  std::vector<int> ranks;
-  for (size_t rank = 0; rank < records.size(); ++rank) {
-    if (records[rank].verdict == verdict) {
-      ranks.push_back(static_cast<int>(rank));
-    }
-  }
-  return ranks;
-}
 }  // namespace
 
 BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptions options)
@@ -186,6 +182,7 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
     ++steps_;
     return outcome;
   } catch (...) {
+    recorder_.end_step(false, checked_limit_);
     if (owed_) {
       group_.run_failed(FailureKind::error, describe(std::current_exception()), next_);
     }
@@ -197,7 +194,7 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
 }
 
 Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
-  const memory::PeakScope peak(options_.device);
+  std::optional<memory::PeakScope> peak(std::in_place, options_.device);
   Outcome outcome;
   const bool lockstep = options_.lockstep && group_.world_size() > 1;
   const int64_t rows = input.rows.value_or(0);
@@ -216,10 +213,17 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     owed_ = true;  // the others wait in their step
     plan = plan_of(input, work);
     outcome.pieces = plan ? plan->pieces : outcome.pieces;
+    outcome.peak_bytes = peak->peak_bytes();
+    peak.emplace(options_.device);
   }
   owed_ = true;
   norms_.require_whole(outcome.pieces);
   int64_t next_piece = 0;
+  bool release = false;
+  attempt.same_split = [&](const std::string& shortage) {
+    release = release_helps(shortage);
+    return release && (!released_step_ || steps_ - *released_step_ >= kStepsBetweenReleases);
+  };
   const auto watched =
       PieceWork{[&](int64_t first, int64_t end) {
                   norms_.before_piece(next_piece++, std::ssize(attempt.split));
@@ -239,11 +243,15 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     attempt.can_split = outcome.pieces < rows && norms_.may_split();
     owed_ = false;
     next_piece = 0;
+    recorder_.begin_attempt();
     const auto result = [&] {
       const BatchNorms::Scope norms(norms_);
       return group_.run(attempt, watched);
     }();
-    if (settle_attempt(result, input, outcome)) {
+    const auto attempt_peak = peak->peak_bytes();
+    recorder_.end_attempt(static_cast<int64_t>(outcome.split.size()), largest(outcome.split),
+                          attempt_peak, result.own == AttemptResult::Own::out_of_memory);
+    if (settle_attempt(result, input, outcome, attempt_peak)) {
       const double total = total_weight(result.records);
       group_.accept(total > 0 ? attempt.ref / total : 1, total > 0);
       last_total_ = total > 0 ? total : last_total_;
@@ -253,28 +261,41 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
       for (const auto& record : result.records) {
         outcome.work_ms.push_back(record.work_ms);
       }
-      outcome.peak_bytes = peak.peak_bytes();
+      outcome.peak_bytes = std::max(outcome.peak_bytes, peak->peak_bytes());
       outcome.pieces = static_cast<int64_t>(outcome.split.size());
+      recorder_.end_step(true, checked_limit_);
       return outcome;
     }
     owed_ = true;
     group_.discard();
     transaction_.restore();
     ++outcome.retries;
+    recorder_.note_retry(release);
+    if (release) {  // only now: the gradients of the attempt are gone
+      memory::release_cached(options_.device);
+      outcome.attempts.back().cache_released = true;
+      released_step_ = steps_;
+      release = false;
+    }
+    outcome.peak_bytes = std::max(outcome.peak_bytes, attempt_peak);
+    peak.emplace(options_.device);
     note_shortfall(result, plan);
   }
 }
 
-bool BatchSizer::settle_attempt(const AttemptResult& result, StepInput input, Outcome& outcome) {
+bool BatchSizer::settle_attempt(const AttemptResult& result, const StepInput& input,
+                                Outcome& outcome, int64_t peak_bytes) {
   using Own = AttemptResult::Own;
   AttemptNote note;
   note.pieces = static_cast<int64_t>(outcome.split.size());
+  note.piece_rows = largest(outcome.split);
+  note.peak_bytes = peak_bytes;
   note.buckets_left = result.buckets_left;
   note.alone = result.retry_alone;
   if (result.retry_alone) {
     note.ran_out = {group_.rank()};
     outcome.attempts.push_back(note);
-    split_finer(*input.rows, outcome);
+    refine(result, *input.rows, outcome);
     return false;
   }
   at_end_ = !result.records.empty() && nobody_continues(result.records);
@@ -283,10 +304,12 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, StepInput input, Ou
   }
   const auto verdict = worst(result.records);
   if (result.records.empty() || is_failure(verdict)) {
-    throw_failure(result, outcome);
+    outcome.attempts.push_back(note);
+    throw_failure(result, input, outcome);
   }
   if (verdict != Verdict::retry) {
     require_same_ref(result.records);
+    require_weight(result.records);
     outcome.attempts.push_back(note);
     adopt(result.records);
     return true;
@@ -294,7 +317,7 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, StepInput input, Ou
   note.ran_out = ranks_with(result.records, Verdict::retry);
   outcome.attempts.push_back(note);
   if (result.own == Own::out_of_memory) {
-    split_finer(*input.rows, outcome);
+    refine(result, *input.rows, outcome);
   } else {
     log(LogLevel::info,
         "step " + std::to_string(steps_) + " is repeated for rank " + join(note.ran_out));
@@ -315,7 +338,23 @@ void BatchSizer::require_same_ref(const std::vector<ControlRecord>& records) {
       join(others) + "); load a state_dict of the same step on every rank");
 }
 
-void BatchSizer::split_finer(int64_t rows, Outcome& outcome) {
+// Every rank has the same records: all raise, and go on with an exchange.
+void BatchSizer::require_weight(const std::vector<ControlRecord>& records) const {
+  const auto with_data = ranks_with(records, Verdict::ok);
+  TORCH_CHECK_VALUE(
+      with_data.empty() || total_weight(records) > 0, "the weights of step ", steps_,
+      " sum to 0, and a mean over nothing is no loss (ranks with data: ", join(with_data),
+      "); leave out batches in which nothing counts, on all ranks together");
+}
+
+void BatchSizer::refine(const AttemptResult& result, int64_t rows, Outcome& outcome) {
+  if (result.same_split) {
+    log(LogLevel::warning,
+        "rank " + std::to_string(group_.rank()) + " ran out of memory in step " +
+            std::to_string(steps_) +
+            ", but not of capacity: torch's cache is released and the step repeated as it was");
+    return;
+  }
   const auto before = static_cast<int64_t>(outcome.split.size());
   outcome.pieces = finer(rows, before);
   piece_rows_ = pieces_for(rows, outcome.pieces);
@@ -323,38 +362,6 @@ void BatchSizer::split_finer(int64_t rows, Outcome& outcome) {
   line << "rank " << group_.rank() << " ran out of memory in step " << steps_ << ": a batch of "
        << rows << " is repeated in " << outcome.pieces << " pieces instead of " << before;
   log(LogLevel::warning, line.str());
-}
-
-void BatchSizer::throw_failure(const AttemptResult& result, const Outcome& outcome) {
-  const bool too_large =
-      result.own == AttemptResult::Own::out_of_memory &&
-      (result.records.empty() || result.records[group_.rank()].verdict == Verdict::failed_memory);
-  if (too_large) {
-    std::ostringstream text;
-    text << (result.records.empty()
-                 ? "in lockstep no rank may split further by itself: memory ran out"
-                 : "no split of the batch fits")
-         << " on rank " << group_.rank() << " (device: " << options_.device
-         << ", pieces: " << outcome.split.size() << ", largest piece: "
-         << (outcome.split.empty() ? 0
-                                   : *std::max_element(outcome.split.begin(), outcome.split.end()))
-         << " rows, retries: " << outcome.retries << ", max_retries: " << options_.max_retries
-         << (norms_.may_split() ? "" : ", batch_norm: refuse, which allows no split")
-         << "); give the device more memory, use a smaller model or input, or checkpoint "
-            "activations. The last error was: "
-         << result.text;
-    throw BatchTooLarge(text.str());
-  }
-  auto failed = ranks_with(result.records, Verdict::failed_memory);
-  const bool memory = !failed.empty();
-  if (!memory) {
-    failed = ranks_with(result.records, Verdict::failed);
-  }
-  detail::throw_rank_failed(
-      failed.empty() ? -1 : failed.front(), steps_,
-      memory ? FailureKind::out_of_memory : FailureKind::error,
-      "step " + std::to_string(steps_) + " failed on " +
-          (result.records.empty() ? result.text : group_.failure_texts(result.records)));
 }
 
 std::map<std::string, double> BatchSizer::state() const {

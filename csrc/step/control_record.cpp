@@ -52,6 +52,16 @@ Verdict worst(const std::vector<ControlRecord>& records) {
   return verdict;
 }
 
+std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Verdict verdict) {
+  std::vector<int> ranks;
+  for (size_t rank = 0; rank < records.size(); ++rank) {
+    if (records[rank].verdict == verdict) {
+      ranks.push_back(static_cast<int>(rank));
+    }
+  }
+  return ranks;
+}
+
 double total_weight(const std::vector<ControlRecord>& records) {
   double total = 0;
   for (const auto& record : records) {

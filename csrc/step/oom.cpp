@@ -1,3 +1,4 @@
+#include <brimful/error.h>
 #include <brimful/step/oom.h>
 #include <c10/util/Exception.h>
 
@@ -5,53 +6,161 @@
 #include <array>
 #include <new>
 
+#include "memory/cuda.h"
+
 namespace brimful {
 namespace {
 // What torch 2.11 to 2.15 and the libraries below it say when memory runs out outside the typed error.
-constexpr std::array<std::string_view, 14> kOutOfMemoryTexts{
+constexpr std::array<std::string_view, 8> kAllocatorTexts{
     "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUDA driver error: out of memory",
-    "CUDA ran out of memory outside PyTorch's allocator",
     "HIP out of memory",
     "XPU out of memory",
     "MPS backend out of memory",
+    "would exceed allowed memory. (out of memory)",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "CUFFT_ALLOC_FAILED",
     "std::bad_alloc",
 };
+constexpr std::array<std::string_view, 12> kOutsideTexts{
+    "CUDA error: out of memory",
+    "HIP error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUDA ran out of memory outside PyTorch's allocator",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+};
+// A handle or an engine that could not be made: for want of memory, or of a driver, or of support.
+constexpr std::array<std::string_view, 8> kUnclearTexts{
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_NOT_INITIALIZED",
+    "CUSOLVER_STATUS_NOT_INITIALIZED",
+    "CUSPARSE_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "FIND was unable to find an engine to execute this computation",
+    "GET was unable to find an engine to execute this computation",
+    "Unable to find a valid cuDNN algorithm to run convolution",
+};
+// The context is broken: every later call of the process fails too. torch appends the error's name to its words.
+constexpr std::array<std::string_view, 14> kLostTexts{
+    "NCCL",
+    "device-side assert triggered",
+    "an illegal memory access was encountered",
+    "an illegal instruction was encountered",
+    "unspecified launch failure",
+    "misaligned address",
+    "invalid program counter",
+    "operation not supported on global/shared address space",
+    "hardware stack error",
+    "the launch timed out and was terminated",
+    "uncorrectable ECC error encountered",
+    "uncorrectable NVLink error detected",
+    "cudaErrorContained",
+    "cudaErrorDeviceUninitialized",
+};
+constexpr int64_t kShortBytes = int64_t{256} << 20;  // a library's handle and workspaces
+constexpr int32_t kCudaErrorMemoryAllocation = 2;
 constexpr size_t kMaxDescription = 2000;
-}  // namespace
 
-bool is_out_of_memory_message(std::string_view message) {
-  const auto contains = [&](std::string_view text) {
-    return message.find(text) != std::string_view::npos;
-  };
-  if (contains("NCCL")) {
-    return false;
-  }
-  return std::any_of(kOutOfMemoryTexts.begin(), kOutOfMemoryTexts.end(), contains) ||
-         (contains("unable to mmap") && contains("Cannot allocate memory"));
+thread_local std::optional<int64_t> refusals_before;  // of the innermost scope
+
+bool confirms(const MemoryEvidence& evidence) {
+  return evidence.refused || (evidence.free_bytes && *evidence.free_bytes < kShortBytes);
 }
 
-bool is_out_of_memory(const std::exception_ptr& error) {
+template <typename Evidence>
+bool is_shortage(Shortage shortage, const Evidence& evidence) {
+  switch (shortage) {
+    case Shortage::allocator:
+    case Shortage::outside:
+      return true;
+    case Shortage::unclear:
+      return confirms(evidence());
+    case Shortage::none:
+    case Shortage::lost:
+      break;
+  }
+  return false;
+}
+
+template <typename Evidence>
+bool is_out_of_memory_by(const std::exception_ptr& error, const Evidence& evidence) {
   try {
     std::rethrow_exception(error);
   } catch (const c10::OutOfMemoryError&) {
     return true;
   } catch (const std::bad_alloc&) {
     return true;
+  } catch (const RankFailed&) {  // speaks of another rank's memory
+    return false;
+  } catch (const c10::DistError&) {
+    return false;
+  } catch (const c10::AcceleratorError& e) {
+    return e.get_error_code() == kCudaErrorMemoryAllocation ||
+           is_shortage(shortage_in(e.what_without_backtrace()), evidence);
   } catch (const c10::Error& e) {
-    return is_out_of_memory_message(e.what_without_backtrace());
+    return is_shortage(shortage_in(e.what_without_backtrace()), evidence);
   } catch (const std::runtime_error& e) {
-    return is_out_of_memory_message(e.what());
+    return is_shortage(shortage_in(e.what()), evidence);
   } catch (...) {
     return false;
   }
+}
+}  // namespace
+
+Shortage shortage_in(std::string_view message) {
+  const auto contains = [&](std::string_view text) {
+    return message.find(text) != std::string_view::npos;
+  };
+  const auto any = [&](const auto& texts) {
+    return std::any_of(texts.begin(), texts.end(), contains);
+  };
+  if (any(kLostTexts)) {
+    return Shortage::lost;
+  }
+  if (any(kAllocatorTexts) || (contains("unable to mmap") && contains("Cannot allocate memory"))) {
+    return Shortage::allocator;
+  }
+  return any(kOutsideTexts)   ? Shortage::outside
+         : any(kUnclearTexts) ? Shortage::unclear
+                              : Shortage::none;
+}
+
+MemoryEvidence memory_evidence() noexcept {
+  const auto refusals = memory::cuda_refusals();
+  if (!refusals) {
+    return {};
+  }
+  return {memory::cuda_free_bytes(), refusals_before && *refusals > *refusals_before};
+}
+
+EvidenceScope::EvidenceScope() noexcept : outer_(refusals_before) {
+  refusals_before = memory::cuda_refusals();
+}
+
+EvidenceScope::~EvidenceScope() {
+  refusals_before = outer_;
+}
+
+bool is_out_of_memory_message(std::string_view message) {
+  return is_shortage(shortage_in(message), memory_evidence);
+}
+
+bool is_out_of_memory_message(std::string_view message, const MemoryEvidence& evidence) {
+  return is_shortage(shortage_in(message), [&] { return evidence; });
+}
+
+bool is_out_of_memory(const std::exception_ptr& error) {
+  return is_out_of_memory_by(error, memory_evidence);
+}
+
+bool is_out_of_memory(const std::exception_ptr& error, const MemoryEvidence& evidence) {
+  return is_out_of_memory_by(error, [&] { return evidence; });
 }
 
 std::string describe(const std::exception_ptr& error) {

@@ -205,6 +205,7 @@ void StepGroup::drain(ControlRecord record, Verdict verdict) {
 AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   using Own = AttemptResult::Own;
   AttemptResult result;
+  const EvidenceScope evidence;
   for (const auto& participant : participants_) {
     participant->begin_attempt(attempt.buffer_source);
   }
@@ -253,10 +254,12 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
     leave_lockstep(result);
     return result;
   }
+  result.same_split =
+      result.own == Own::out_of_memory && attempt.same_split && attempt.same_split(result.text);
   const bool can_retry =
-      result.own == Own::late_gradient
-          ? attempt.retries_left
-          : result.own == Own::out_of_memory && attempt.can_split && attempt.retries_left;
+      attempt.retries_left &&
+      (result.own == Own::late_gradient ||
+       (result.own == Own::out_of_memory && (attempt.can_split || result.same_split)));
   if (can_retry && result.own == Own::out_of_memory && result.buckets_left == 0) {
     result.retry_alone = true;
     return result;

@@ -175,6 +175,7 @@ class BatchSizer:
             )
         self._model = model
         self._parameters = parameters
+        self._buffers = buffers
         self._optimizers = optimizers
         self._device = devices[0]
         self._consumed = 0
@@ -195,6 +196,7 @@ class BatchSizer:
             devices=devices,
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
             required_bytes=lambda: this()._required_bytes(),  # type: ignore[union-attr]
+            standing_tensors=lambda: this()._standing_tensors(),  # type: ignore[union-attr]
             weight_fn=weight_fn and (lambda batch: this()._weight_fn(batch)),  # type: ignore[union-attr,misc]
             splitter=_C.Splitter(
                 batch_dim=batch_dim,
@@ -255,8 +257,9 @@ class BatchSizer:
         repeats a recorded ``Outcome.split``. Gradients must be empty before the call.
 
         If another rank failed, raises ``RankFailed`` (``RankOutOfMemory`` if it could not split further); this rank's
-        own error is raised as it is, and ``BatchTooLarge`` if no split fits here. Parameters, buffers and RNG are then
-        as before the call. Waits once for the device.
+        own error is raised as it is, and ``BatchTooLarge`` if no split fits here: it says what was tried, what takes
+        the memory and what to try next. ``ValueError`` on all ranks if no row of any rank counts. Parameters, buffers
+        and RNG are then as before the call. Waits once for the device.
         """
         data = None if batch is NO_DATA else batch
         sizes, error = None, None
@@ -337,18 +340,36 @@ class BatchSizer:
         except _C.RankFailed as broken:
             logging.getLogger("brimful").warning("nobody heard of this rank's failure: %s", broken)
 
-    def _required_bytes(self) -> int:
-        states = [
+    def _optimizer_states(self) -> list[torch.Tensor]:
+        return [
             value
             for optimizer in self._optimizers
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)
         ]
+
+    def _required_bytes(self) -> int:
         gradients = [p for p in self._parameters if p.requires_grad]
         return sum(
-            _bytes(tensors, self._device) for tensors in (self._parameters, gradients, states)
+            _bytes(tensors, self._device)
+            for tensors in (self._parameters, gradients, self._optimizer_states())
         )
+
+    def _standing_tensors(
+        self,
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor] | None]:
+        states = self._optimizer_states() if self._optimizers else None
+        return self._parameters, self._buffers, states
+
+    def report(self) -> _C.Report:
+        """What this sizer has seen on this rank since it was made; ``print`` shows it in a few lines.
+
+        Steps, retries, out-of-memory errors, the rows of a piece that fits (0 until memory runs out), the limit, peak
+        over limit (``last_fill``, ``mean_fill``, ``most_fill``; None without a limit), milliseconds in steps and of
+        these in attempts that were repeated, and the last 64 steps (``history``). Waits for nothing.
+        """
+        return self._core.report()
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed job needs to start with the sizes found, as plain numbers.

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from models import classes, cross_entropy, same_bits, values_of, wrap
+from models import classes, cross_entropy, dropout_net, rng_states, same_bits, values_of, wrap
 from rank_processes import raised
 
 import brimful
@@ -30,7 +30,8 @@ def loss_of(value):
     return lambda model, piece: value
 
 
-# What is wrong: (the batch, the loss function, further arguments, the error's type, its message)
+# What is wrong: (the batch, the loss function, further arguments, the error's type, its message). Of the arguments
+# those in "sizer" are the sizer's.
 STEPS = {
     "no rows": (
         (torch.empty(0, 6), torch.empty(0, dtype=torch.long)),
@@ -90,6 +91,20 @@ STEPS = {
     "weight is infinite": (GOOD, with_weight(math.inf), {}, ValueError, r"\(weight: inf\)"),
     "weight is text": (GOOD, with_weight("heavy"), {}, (TypeError, ValueError), r"heavy|weight"),
     "loss_fn": (GOOD, "loss", {}, TypeError, r"loss_fn must be callable \(type: .*str"),
+    "a spec that names a missing key": (
+        dict(zip("xy", GOOD, strict=True)),
+        lambda model, piece: cross_entropy(model, (piece["x"], piece["y"])),
+        {"sizer": {"batch_dim": {"x": 0, "z": 1}}},
+        ValueError,
+        r"batch_dim names an entry that the batch lacks \(key: 'z', batch has: 'x', 'y'\); leave",
+    ),
+    "a spec that names a missing dimension": (
+        GOOD,
+        cross_entropy,
+        {"sizer": {"batch_dim": (0, 1)}},
+        ValueError,
+        r"a tensor of the batch lacks the dimension of its rows \(batch\[1\]: ",
+    ),
     "split too small": (
         GOOD,
         cross_entropy,
@@ -110,19 +125,23 @@ STEPS = {
 
 def bad_steps_job(rank, names, bad_ranks):
     """One step a case, bad on `bad_ranks`, and a good one after it."""
-    model = wrap(net())
-    before = values_of(model)
+    model = wrap(dropout_net())
     found = {}
     for name in names:
-        sizer = brimful.BatchSizer(model)
         batch, loss_fn, arguments, *_ = STEPS[name]
+        arguments = dict(arguments)
+        spec = arguments.pop("sizer", {})
+        sizer = brimful.BatchSizer(model, **spec if rank.index in bad_ranks else {})
+        before, random = values_of(model), rng_states()
         if rank.index in bad_ranks:
             found[name] = raised(sizer.step, batch, loss_fn, **arguments)
         else:
             found[name] = raised(sizer.step, GOOD, cross_entropy)
         assert same_bits(values_of(model), before), name
+        assert rng_states() == random, name
         assert all(p.grad is None for p in model.parameters()), name
-        assert sizer.step(GOOD, cross_entropy).weight == 12, name
+        good = brimful.BatchSizer(model) if spec else sizer
+        assert good.step(GOOD, cross_entropy).weight == 12, name
         model.zero_grad()
     return found
 
@@ -148,8 +167,43 @@ def test_a_bad_step_raises_on_every_rank_and_the_next_one_works(ranks, bad_ranks
                 assert error.seconds < 2, name
 
 
+def no_weight_job(rank, without):
+    """Nothing counts on any rank; the ranks in `without` have no data."""
+    model = wrap(dropout_net())
+    sizer = brimful.BatchSizer(model)
+    batch = brimful.NO_DATA if rank.index in without else GOOD
+    sizer.step(GOOD, cross_entropy)
+    model.zero_grad()
+    before, random = values_of(model), rng_states()
+    errors = []
+    for _ in range(2):
+        errors.append(raised(sizer.step, batch, with_weight(0)))
+        assert same_bits(values_of(model), before) and rng_states() == random
+        assert all(p.grad is None for p in model.parameters())
+    assert sizer.step(batch, with_weight(0 if rank.index else 3)).weight == 3  # on one rank it does
+    model.zero_grad()
+    assert sizer.step(GOOD, cross_entropy).weight == 12
+    return errors
+
+
+@pytest.mark.parametrize("without", [(), (1,)])
+def test_weights_that_sum_to_0_over_all_ranks_raise_on_all(ranks, without):
+    with_data = "0" if without else "0, 1"
+    for errors in ranks(no_weight_job, without):
+        for error in errors:
+            assert type(error) is ValueError, error
+            assert re.search(
+                rf"the weights of step 1 sum to 0, .*\(ranks with data: {with_data}\); leave out",
+                str(error),
+            ), str(error)
+
+
+def test_no_data_on_any_rank_is_no_error():
+    assert brimful.BatchSizer(net()).step(brimful.NO_DATA, cross_entropy).weight == 0
+
+
 def state_job(rank, case):
-    model = wrap(net())
+    model = wrap(dropout_net())
     optimizer = torch.optim.Adam(model.parameters())
     weights = {"weight_fn": (lambda batch: rank.weight)} if case.startswith("weight_fn") else {}
     rank.weight = 6
@@ -157,18 +211,21 @@ def state_job(rank, case):
     sizer.step(GOOD, cross_entropy)
     optimizer.step()
     optimizer.zero_grad()
-    before = values_of(model)
+    before, random = values_of(model), rng_states()
     if rank.index == 1:
         if case == "limit":
             brimful.memory.set_limit("cpu", 1000)
         elif case == "gradients":
-            next(model.module.parameters()).grad = torch.ones(12, 6)
+            next(model.module.parameters()).grad = torch.ones(16, 6)
         else:
             rank.weight = {"weight_fn nan": math.nan, "weight_fn negative": -1}.get(case, "text")
     error = raised(sizer.step, GOOD, cross_entropy)
     brimful.memory.set_limit("cpu", None)
     rank.weight = 6
-    assert same_bits(values_of(model), before)
+    assert same_bits(values_of(model), before) and rng_states() == random
+    kept = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(kept) == (case == "gradients" and rank.index == 1)
+    assert all(torch.equal(gradient, torch.ones(16, 6)) for gradient in kept)
     optimizer.zero_grad()
     assert sizer.step(GOOD, cross_entropy).weight == 12
     return error
@@ -180,12 +237,12 @@ def state_job(rank, case):
         (
             "limit",
             ValueError,
-            r"limit is below what .*\(limit: 1000 B, needed .*: 1\.\d KiB\); raise",
+            r"limit is below what .*\(limit: 1000 B, needed .*: 7\.\d KiB\); raise",
         ),
         (
             "gradients",
             ValueError,
-            r"a gradient is not empty .*\(shape: \[12, 6\]\); call .*zero_grad",
+            r"a gradient is not empty .*\(shape: \[16, 6\]\); call .*zero_grad",
         ),
         ("weight_fn nan", ValueError, r"the weight of a batch .*\(weight: nan\)"),
         ("weight_fn negative", ValueError, r"the weight of a batch .*\(weight: -1\)"),

@@ -4,7 +4,10 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace brimful {
 
@@ -33,10 +36,36 @@ class BRIMFUL_API RankOutOfMemory : public RankFailed {
   RankOutOfMemory(int rank, int64_t step, const std::string& message);
 };
 
+/// A split that was tried.
+struct TriedSplit {
+  int64_t pieces = 0;
+  int64_t piece_rows = 0;  ///< of the largest piece
+  int64_t peak_bytes = 0;  ///< of the device meanwhile
+};
+
+/// What a rank knew when no split of its batch fitted. Entries that are not known are left out.
+struct TooLargeFacts {
+  int rank = 0;
+  std::string device;
+  std::vector<TriedSplit> tried;  ///< oldest first
+  /// Of the last try's peak, by category; they sum to it: "parameters", "gradients", "optimizer state", "buffers",
+  /// "other tensors" (all of them in use before the step but for the gradients), "activations and temporaries".
+  std::vector<std::pair<std::string, int64_t>> bytes;
+  std::optional<int64_t> limit_bytes;
+  /// "this process" (what is no tensor; CUDA: torch's cache), "others", "free".
+  std::vector<std::pair<std::string, int64_t>> held;
+  std::vector<std::string> advice;  ///< what to try next, in this order
+};
+
 /// Raised on the rank for which no split of the batch fits.
 class BRIMFUL_API BatchTooLarge : public c10::OutOfMemoryError {
  public:
-  explicit BatchTooLarge(const std::string& message);
+  explicit BatchTooLarge(const std::string& message, TooLargeFacts facts = {});
+  /// Of a BatchSizer's step; empty out of map_batches.
+  const TooLargeFacts& facts() const { return facts_; }
+
+ private:
+  TooLargeFacts facts_;
 };
 
 /// The optimizer failed in the middle of its step: parameters may be half updated. Never retried.

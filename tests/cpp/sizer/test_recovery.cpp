@@ -471,3 +471,35 @@ TEST_CASE("An allocation refused anywhere in a step ends as a retry", "[sizer][f
   CHECK(checks.failures() == std::vector<std::string>{});
   CHECK(index > 30);
 }
+
+TEST_CASE("A batch that is too large has its facts in C++ too", "[sizer][too large]") {
+  const Quiet quiet;
+  Checks checks;
+  run_ranks({1}, [&](int, const Group& group) {
+    Trainer trainer(group);
+    BatchSizer sizer(trainer.model);
+    auto work = trainer.work(batch_of(0, 0, 2));
+    work.forward = [](int64_t, int64_t) -> PieceLoss {
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "planted");
+    };
+    int64_t parameters = 0;
+    for (const auto& parameter : trainer.model->parameters()) {
+      parameters += static_cast<int64_t>(parameter.nbytes());
+    }
+    try {
+      sizer.step(input_of(2), work);
+      checks.expect(false, "the step stood");
+    } catch (const BatchTooLarge& error) {
+      const auto& facts = error.facts();
+      const std::map<std::string, int64_t> bytes(facts.bytes.begin(), facts.bytes.end());
+      checks.expect(facts.rank == 0 && facts.device == "cpu", "rank or device");
+      checks.expect(facts.tried.size() == 2 && facts.tried[1].piece_rows == 1, "splits");
+      checks.expect(bytes.at("parameters") == parameters, "parameters");
+      checks.expect(bytes.count("optimizer state") == 0, "nobody knows of an optimizer");
+      checks.expect(!facts.advice.empty(), "advice");
+      checks.expect(to_string(sizer.report()).find("failed: 1, retries: 1") != std::string::npos,
+                    "report");
+    }
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}

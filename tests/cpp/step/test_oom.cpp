@@ -6,10 +6,16 @@
 
 #include <new>
 #include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
 
 using brimful::describe;
 using brimful::is_out_of_memory;
 using brimful::is_out_of_memory_message;
+using brimful::MemoryEvidence;
+using brimful::Shortage;
+using brimful::shortage_in;
 
 namespace {
 template <typename Error>
@@ -25,7 +31,132 @@ std::exception_ptr thrown_by(void (*fn)()) {
   }
   return nullptr;
 }
+
+struct Row {
+  const char* text;
+  Shortage shortage;
+};
+
+// The words of research and of torch 2.15's libraries: one row a thing that can be said.
+const std::vector<Row> kTable{
+    {"CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has", Shortage::allocator},
+    {"CUDA out of memory. Tried to allocate more than 1EB memory.", Shortage::allocator},
+    {"CUDA out of memory. Allocation was preemptively rejected because it would exceed "
+     "per_process_memory_fraction limit. Requested size: 8.00 MiB",
+     Shortage::allocator},
+    {"Allocation on device 0 would exceed allowed memory. (out of memory)", Shortage::allocator},
+    {"HIP out of memory. Tried to allocate 2.00 GiB", Shortage::allocator},
+    {"XPU out of memory. Tried to allocate 2.00 GiB", Shortage::allocator},
+    {"MPS backend out of memory (MPS allocated: 1 GB, max allowed: 2 GB).", Shortage::allocator},
+    {"[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+     "you tried to allocate 8 bytes. Error code 12 (Cannot allocate memory)",
+     Shortage::allocator},
+    {"[enforce fail at alloc_cpu.cpp:75] data. DefaultCPUAllocator: not enough memory: you tried",
+     Shortage::allocator},
+    {"std::bad_alloc", Shortage::allocator},
+    {"unable to mmap 8 bytes from file </x>: Cannot allocate memory (12)", Shortage::allocator},
+    {"CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in", Shortage::outside},
+    {"HIP error: out of memory", Shortage::outside},
+    {"CUDA driver error: out of memory", Shortage::outside},
+    {"Triton Error [CUDA]: out of memory", Shortage::outside},
+    {"cuDNN SDPA execution failed: err 2 != CUDA_SUCCESS. CUDA ran out of memory outside "
+     "PyTorch's allocator. If this workload",
+     Shortage::outside},
+    {"CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+     Shortage::outside},
+    {"cuDNN error: CUDNN_STATUS_ALLOC_FAILED", Shortage::outside},
+    {"cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", Shortage::outside},
+    {"cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", Shortage::outside},
+    {"cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling", Shortage::outside},
+    {"CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling", Shortage::outside},
+    {"cuFFT error: CUFFT_ALLOC_FAILED", Shortage::outside},
+    {"CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+     Shortage::unclear},
+    {"cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", Shortage::unclear},
+    {"cusolver error: CUSOLVER_STATUS_NOT_INITIALIZED, when calling", Shortage::unclear},
+    {"CUDA error: CUSPARSE_STATUS_NOT_INITIALIZED when calling", Shortage::unclear},
+    {"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if", Shortage::unclear},
+    {"FIND was unable to find an engine to execute this computation", Shortage::unclear},
+    {"GET was unable to find an engine to execute this computation", Shortage::unclear},
+    {"Unable to find a valid cuDNN algorithm to run convolution", Shortage::unclear},
+    {"NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'", Shortage::lost},
+    {"NCCL WARN Failed to CUDA calloc 64 bytes, CUDA out of memory", Shortage::lost},
+    {"CUDA error: device-side assert triggered", Shortage::lost},
+    {"CUDA error: an illegal memory access was encountered", Shortage::lost},
+    {"CUDA error: an illegal instruction was encountered", Shortage::lost},
+    {"CUDA error: unspecified launch failure", Shortage::lost},
+    {"CUDA error: misaligned address", Shortage::lost},
+    {"CUDA error: invalid program counter", Shortage::lost},
+    {"CUDA error: operation not supported on global/shared address space", Shortage::lost},
+    {"CUDA error: hardware stack error", Shortage::lost},
+    {"CUDA error: the launch timed out and was terminated", Shortage::lost},
+    {"CUDA error: uncorrectable ECC error encountered", Shortage::lost},
+    {"CUDA error: uncorrectable NVLink error detected during the execution", Shortage::lost},
+    // A broken context answers every library's call with an error, some of which speak of memory.
+    {"CUDA error: CUBLAS_STATUS_NOT_INITIALIZED; device-side assert triggered", Shortage::lost},
+    {"CUDA out of memory; an illegal memory access was encountered", Shortage::lost},
+    {"Storage size calculation overflowed with sizes=[9, 9]", Shortage::none},
+    {"out of resource: shared memory, Required: 8, Hardware limit: 4", Shortage::none},
+    {"unable to mmap 8 bytes: Permission denied", Shortage::none},
+    {"CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm`", Shortage::none},
+    {"CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling", Shortage::none},
+    {"cuDNN error: CUDNN_STATUS_BAD_PARAM", Shortage::none},
+    {"CUDA error: invalid device ordinal", Shortage::none},
+    {"the loss is not a scalar", Shortage::none},
+    {"", Shortage::none},
+};
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+const MemoryEvidence kUnknown{};
+const MemoryEvidence kPlenty{300 * kMiB, false};
+const MemoryEvidence kShort{200 * kMiB, false};
+const MemoryEvidence kRefused{300 * kMiB, true};
 }  // namespace
+
+TEST_CASE("What an error's words say of memory", "[step]") {
+  for (const auto& row : kTable) {
+    CAPTURE(row.text);
+    CHECK(shortage_in(row.text) == row.shortage);
+    const bool certain = row.shortage == Shortage::allocator || row.shortage == Shortage::outside;
+    const bool unclear = row.shortage == Shortage::unclear;
+    // As torch's plain error, as Python's and as no error at all: the same answer.
+    const auto typed = error_of(c10::Error({"f", "f", 0}, row.text));
+    const auto plain = error_of(std::runtime_error(row.text));
+    for (const auto& [evidence, confirmed] :
+         {std::pair(kUnknown, false), {kPlenty, false}, {kShort, true}, {kRefused, true}}) {
+      const bool expected = certain || (unclear && confirmed);
+      CHECK(is_out_of_memory_message(row.text, evidence) == expected);
+      CHECK(is_out_of_memory(typed, evidence) == expected);
+      CHECK(is_out_of_memory(plain, evidence) == expected);
+    }
+  }
+}
+
+TEST_CASE("Torch's typed errors tell more than their words", "[step]") {
+  const auto accelerator = [](int32_t code, const std::string& text) {
+    return error_of(c10::AcceleratorError({"f", "f", 0}, code, text));
+  };
+  CHECK(is_out_of_memory(accelerator(2, "any words"), kPlenty));
+  CHECK_FALSE(
+      is_out_of_memory(accelerator(710, "CUDA error: device-side assert triggered"), kShort));
+  CHECK_FALSE(is_out_of_memory(accelerator(700, "any words"), kShort));
+  CHECK_FALSE(is_out_of_memory(error_of(c10::DistBackendError({"f", "f", 0}, "CUDA out of memory")),
+                               kShort));
+  // A peer's shortage is told in a peer's words, and is not this rank's own.
+  CHECK_FALSE(is_out_of_memory(
+      error_of(brimful::RankOutOfMemory(1, 2, "failed on rank 1: CUDA out of memory")), kShort));
+  CHECK_FALSE(is_out_of_memory(
+      error_of(brimful::RankFailed(1, 2, brimful::FailureKind::error, "std::bad_alloc")), kShort));
+  CHECK(is_out_of_memory(error_of(c10::OutOfMemoryError({"f", "f", 0}, "any words")), kPlenty));
+}
+
+TEST_CASE("Without a CUDA device an unclear error is no shortage", "[step]") {
+  const brimful::EvidenceScope scope;
+  if (!brimful::memory_evidence().free_bytes) {
+    CHECK_FALSE(brimful::memory_evidence().refused);
+    CHECK_FALSE(is_out_of_memory_message("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"));
+  }
+}
 
 TEST_CASE("Memory errors are known by their type", "[step]") {
   CHECK(is_out_of_memory(thrown_by([] { TORCH_CHECK_WITH(OutOfMemoryError, false, "anything"); })));

@@ -2,7 +2,9 @@
 #include <brimful/export.h>
 #include <brimful/sizer/batch_norm.h>
 #include <brimful/sizer/peak_model.h>
+#include <brimful/sizer/report.h>
 #include <brimful/sizer/split.h>
+#include <brimful/sizer/standing_bytes.h>
 #include <brimful/step/oom.h>
 #include <brimful/step/step.h>
 #include <brimful/step/transaction.h>
@@ -28,6 +30,8 @@ struct BatchSizerOptions {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count
   /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
   std::function<int64_t()> required_bytes;
+  /// For the words of BatchTooLarge.
+  std::function<StandingBytes()> standing_bytes;
   BatchNormPolicy batch_norm = BatchNormPolicy::warn;
   /// The model's, which `batch_norm` is for: batch_norms_of() of <brimful/sizer/batch_norms.h> finds torch::nn's.
   std::vector<BatchNormModule> batch_norms;
@@ -36,9 +40,12 @@ struct BatchSizerOptions {
 /// One try of a step.
 struct AttemptNote {
   int64_t pieces = 0;
+  int64_t piece_rows = 0;    ///< of the largest piece; 0: no data
+  int64_t peak_bytes = 0;    ///< of this rank's device during the try
   std::vector<int> ran_out;  ///< ranks that ran out of memory in it, empty for the one that stands
   int64_t buckets_left = 0;  ///< of this rank, when its work ended
   bool alone = false;        ///< repeated without telling the other ranks
+  bool cache_released = false;  ///< afterwards: fragments in torch's cache were the trouble
 };
 
 struct Outcome {
@@ -93,7 +100,8 @@ class BRIMFUL_API BatchSizer {
 
   /// Fills the gradients of one step, and returns when all ranks agree on how it ended.
   /// @throws the error of this rank's own work, RankFailed for another rank's (RankOutOfMemory if it could not split
-  /// further), BatchTooLarge if no split fits here, PlanMismatch if the ranks loaded different states; parameters, buffers and RNG are then as before the call.
+  /// further), BatchTooLarge if no split fits here, PlanMismatch if the ranks loaded different states, c10::ValueError on all ranks if no row of
+  /// any counts; parameters, buffers and RNG are then as before the call.
   /// Waits once for the device.
   Outcome step(const StepInput& input, const PieceWork& work);
   /// The same for a batch that slice_rows() can split, or an empty optional of one where this rank has no data.
@@ -125,6 +133,9 @@ class BRIMFUL_API BatchSizer {
   /// Tells the other ranks that this one failed between two steps; they raise in their next one.
   void announce_failure(FailureKind kind, const std::string& text);
 
+  /// What this sizer has seen on this rank so far. Not while a step runs.
+  Report report() const { return recorder_.report(piece_rows_); }
+
   /// Grows and shrinks with evidence; to be kept in a checkpoint.
   std::map<std::string, double> state() const;
   void load_state(const std::map<std::string, double>& state);
@@ -145,10 +156,16 @@ class BRIMFUL_API BatchSizer {
   void adopt(const std::vector<ControlRecord>& records);
   void check_input(const StepInput& input);
   Outcome run(const StepInput& input, const PieceWork& work);
-  bool settle_attempt(const AttemptResult& result, StepInput input, Outcome& outcome);
-  [[noreturn]] void throw_failure(const AttemptResult& result, const Outcome& outcome);
+  bool settle_attempt(const AttemptResult& result, const StepInput& input, Outcome& outcome,
+                      int64_t peak_bytes);
+  [[noreturn]] void throw_failure(const AttemptResult& result, const StepInput& input,
+                                  const Outcome& outcome);
+  [[noreturn]] void throw_too_large(const AttemptResult& result, const StepInput& input,
+                                    const Outcome& outcome);
+  void require_weight(const std::vector<ControlRecord>& records) const;
+  bool release_helps(const std::string& shortage) const;
   void require_same_ref(const std::vector<ControlRecord>& records);
-  void split_finer(int64_t rows, Outcome& outcome);
+  void refine(const AttemptResult& result, int64_t rows, Outcome& outcome);
   struct Forecast {
     PeakModel first;   ///< of the first piece of a step, or the only one
     PeakModel second;  ///< of two: gradients are there already in the second
@@ -177,6 +194,8 @@ class BRIMFUL_API BatchSizer {
   std::optional<int64_t> checked_limit_;
   std::map<std::string, std::optional<Forecast>> forecasts_;  ///< by kind of batch
   double margin_ = 0;  ///< share of the peak that predictions were found to be short of
+  StepRecorder recorder_;
+  std::optional<int64_t> released_step_;  ///< the last one with a cache_released
   ControlRecord next_;
 };
 

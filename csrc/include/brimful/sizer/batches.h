@@ -23,6 +23,22 @@ inline PieceLoss as_piece_loss(const at::Tensor& loss, int64_t rows) {
 inline PieceLoss as_piece_loss(PieceLoss loss, int64_t /*rows*/) {
   return loss;
 }
+
+template <typename Model>
+BatchSizerOptions options_for(Model& model, BatchSizerOptions options) {
+  auto parameters = model.reducer()->parameters();
+  options.device = parameters.front().device();
+  if (!options.standing_bytes) {
+    if constexpr (requires { model.module()->parameters(); }) {
+      parameters = model.module()->parameters();
+    }
+    options.standing_bytes = [parameters, buffers = model.module()->buffers(),
+                              device = options.device] {
+      return standing_bytes(parameters, buffers, device);
+    };
+  }
+  return options;
+}
 }  // namespace detail
 
 template <typename Model>
@@ -34,7 +50,7 @@ BatchSizer::BatchSizer(Model& model, BatchSizerOptions options)
     : BatchSizer(
           StepGroup({model.reducer()}, {}),
           Transaction(model.module()->buffers(), {model.reducer()->parameters().front().device()}),
-          (options.device = model.reducer()->parameters().front().device(), std::move(options))) {}
+          detail::options_for(model, std::move(options))) {}
 
 template <typename Batch, typename LossFn>
 Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn) {

@@ -39,6 +39,8 @@ BRIMFUL_API ControlRecord decode(const RecordBytes& bytes);
 
 /// The severest verdict of all ranks.
 BRIMFUL_API Verdict worst(const std::vector<ControlRecord>& records);
+/// Ranks whose verdict it is.
+BRIMFUL_API std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Verdict verdict);
 BRIMFUL_API double total_weight(const std::vector<ControlRecord>& records);
 /// Weighted mean loss over all ranks; 0 where the total weight is 0.
 BRIMFUL_API double mean_loss(const std::vector<ControlRecord>& records);

@@ -38,6 +38,7 @@ struct AttemptResult {
   std::string text;          ///< of the error, out of memory or not
   int64_t buckets_left = 0;  ///< launched when the work ended
   bool retry_alone = false;  ///< no bucket had left: nobody else needs to know
+  bool same_split = false;   ///< Attempt::same_split said so
   std::vector<ControlRecord>
       records;  ///< by rank; empty with retry_alone, and after leaving lockstep
 };
@@ -70,6 +71,8 @@ class BRIMFUL_API StepGroup {
     bool lockstep = false;     ///< pieces of weight 0 run too; no retry alone
     bool retries_left = true;  ///< false: what would be repeated fails the step instead
     bool can_split = true;     ///< false: running out of memory now fails the step
+    /// Told the words of a shortage when its handler has ended: whether the same split may do. Optional.
+    std::function<bool(const std::string& shortage)> same_split;
   };
   /// Runs the pieces and takes part in all collectives whatever happens, then waits for them.
   /// @throws RankFailed if the process group broke

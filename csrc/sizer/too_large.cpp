@@ -1,0 +1,201 @@
+#include "sizer/too_large.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "base/format.h"
+
+namespace brimful {
+namespace {
+int64_t at_least_0(int64_t bytes) {
+  return std::max<int64_t>(0, bytes);
+}
+
+const TriedSplit& last(const Shortfall& shortfall) {
+  static const TriedSplit nothing;
+  return shortfall.tried.empty() ? nothing : shortfall.tried.back();
+}
+
+bool could_split(const Shortfall& shortfall) {
+  return last(shortfall).pieces < shortfall.rows;
+}
+
+int64_t work_bytes(const Shortfall& shortfall) {
+  return at_least_0(last(shortfall).peak_bytes - shortfall.used_bytes);
+}
+
+std::string counted(int64_t count, const std::string& what) {
+  return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
+}
+
+template <typename Pairs>
+std::string listed(const Pairs& pairs) {
+  std::string text;
+  for (const auto& [name, bytes] : pairs) {
+    text += (text.empty() ? "" : ", ") + name + " " + format_bytes(bytes);
+  }
+  return text;
+}
+
+/// What a tenth of it would not show is not worth a user's time.
+bool worth_it(int64_t bytes, const Shortfall& shortfall) {
+  return bytes > 0 && bytes >= last(shortfall).peak_bytes / 10;
+}
+
+void advise_on_splits(const Shortfall& shortfall, std::vector<std::string>& advice) {
+  if (!could_split(shortfall)) {
+    return;
+  }
+  if (!shortfall.may_split) {
+    advice.emplace_back(
+        "allow splits (batch_norm=\"warn\", \"freeze\" or \"rescale\"), or use GroupNorm");
+    return;
+  }
+  const auto finer = std::to_string(std::min(shortfall.rows, 2 * last(shortfall).pieces));
+  advice.push_back(shortfall.lockstep
+                       ? "begin with more pieces (pieces=" + finer +
+                             "): ranks in lockstep cannot split further by themselves"
+                       : "raise max_retries, or begin with more pieces (pieces=" + finer + ")");
+}
+
+void advise_on_capacity(const Shortfall& shortfall, std::vector<std::string>& advice) {
+  const auto& others = shortfall.others;
+  if (shortfall.limit_bytes) {
+    const auto beyond =
+        others.free_bytes ? std::optional(*others.free_bytes -
+                                          at_least_0(*shortfall.limit_bytes - shortfall.used_bytes))
+                          : std::nullopt;
+    if (!beyond || *beyond > 0) {
+      advice.push_back(
+          "raise the memory limit (memory.set_limit, now: " + format_bytes(*shortfall.limit_bytes) +
+          (beyond ? ", free beyond it: " + format_bytes(*beyond) : "") + ")");
+    }
+  }
+  if (shortfall.fragmented) {
+    advice.emplace_back(
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the bytes are there, in fragments");
+  }
+  if (!shortfall.limit_bytes && others.others_bytes && worth_it(*others.others_bytes, shortfall)) {
+    advice.push_back("free what others hold of this memory (" + format_bytes(*others.others_bytes) +
+                     ")");
+  }
+}
+
+void advise_on_work(const Shortfall& shortfall, std::vector<std::string>& advice) {
+  const auto bytes = work_bytes(shortfall);
+  if (!worth_it(bytes, shortfall)) {
+    return;
+  }
+  advice.push_back("checkpoint activations (torch.utils.checkpoint; activations and temporaries: " +
+                   format_bytes(bytes) + ")");
+  const bool float32 = shortfall.standing && shortfall.standing->float32 > 0;
+  if (float32 && !shortfall.autocast) {
+    advice.emplace_back("compute in bfloat16 (autocast in the loss function)");
+  }
+}
+
+void advise_on_standing(const Shortfall& shortfall, std::vector<std::string>& advice) {
+  if (!shortfall.standing) {
+    return;
+  }
+  const auto& standing = *shortfall.standing;
+  const auto state = standing.optimizer_state.value_or(0);
+  if (worth_it(standing.trainable + state, shortfall)) {
+    advice.push_back(
+        "freeze parameters that need no training (gradients: " + format_bytes(standing.trainable) +
+        ", optimizer state: " + (standing.optimizer_state ? format_bytes(state) : "not known") +
+        ")");
+    if (shortfall.world_size > 1) {
+      advice.push_back("shard the model over the " + std::to_string(shortfall.world_size) +
+                       " ranks (FSDP)");
+    }
+  }
+}
+}  // namespace
+
+std::vector<std::string> advice_for(const Shortfall& shortfall) {
+  std::vector<std::string> advice;
+  advise_on_splits(shortfall, advice);
+  advise_on_capacity(shortfall, advice);
+  const auto& standing = shortfall.standing;
+  const auto stays =
+      standing ? standing->parameters + standing->trainable + standing->optimizer_state.value_or(0)
+               : 0;
+  if (work_bytes(shortfall) >= stays) {
+    advise_on_work(shortfall, advice);
+    advise_on_standing(shortfall, advice);
+  } else {
+    advise_on_standing(shortfall, advice);
+    advise_on_work(shortfall, advice);
+  }
+  advice.emplace_back("use a smaller model or input, or a device with more memory");
+  return advice;
+}
+
+TooLargeFacts facts_of(const Shortfall& shortfall) {
+  TooLargeFacts facts;
+  facts.rank = shortfall.rank;
+  facts.device = shortfall.device.str();
+  facts.tried = shortfall.tried;
+  facts.limit_bytes = shortfall.limit_bytes;
+  facts.advice = advice_for(shortfall);
+  int64_t known = 0;
+  const auto add = [&](const char* name, int64_t bytes) {
+    facts.bytes.emplace_back(name, bytes);
+    known += bytes;
+  };
+  if (const auto& standing = shortfall.standing) {
+    add("parameters", standing->parameters);
+    add("gradients", standing->gradients);
+    if (standing->optimizer_state) {
+      add("optimizer state", *standing->optimizer_state);
+    }
+    add("buffers", standing->buffers);
+  }
+  add("other tensors", at_least_0(shortfall.used_bytes - known));
+  add("activations and temporaries", work_bytes(shortfall));
+  const auto hold = [&](const char* name, const std::optional<int64_t>& bytes) {
+    if (bytes) {
+      facts.held.emplace_back(name, *bytes);
+    }
+  };
+  hold("this process", shortfall.others.process_bytes);
+  hold("others", shortfall.others.others_bytes);
+  hold("free", shortfall.others.free_bytes);
+  return facts;
+}
+
+std::string words_for(const Shortfall& shortfall, const TooLargeFacts& facts) {
+  std::ostringstream text;
+  text << (shortfall.lockstep ? "in lockstep no rank may split further by itself: memory ran out"
+                              : "no split of the batch fits")
+       << " on rank " << shortfall.rank << " of " << shortfall.world_size
+       << " (device: " << facts.device << ", rows: " << shortfall.rows
+       << ", retries: " << at_least_0(static_cast<int64_t>(facts.tried.size()) - 1)
+       << ", max_retries: " << shortfall.max_retries
+       << (shortfall.may_split ? "" : ", batch_norm: refuse, which allows no split")
+       << ").\nTried: ";
+  for (size_t i = 0; i < facts.tried.size(); ++i) {
+    const auto& tried = facts.tried[i];
+    text << (i == 0 ? "" : "; ") << counted(tried.pieces, "piece") << " of "
+         << counted(tried.piece_rows, "row") << " (peak: " << format_bytes(tried.peak_bytes) << ")";
+  }
+  text << ".\nThe last peak: " << listed(facts.bytes);
+  if (facts.limit_bytes) {
+    text << " (limit: " << format_bytes(*facts.limit_bytes) << ")";
+  }
+  if (!facts.held.empty()) {
+    text << ".\nBeside tensors: " << listed(facts.held);
+    if (!shortfall.others.where.empty()) {
+      text << " (source: " << shortfall.others.where << ")";
+    }
+  }
+  text << ".\nTry next: ";
+  for (size_t i = 0; i < facts.advice.size(); ++i) {
+    text << (i == 0 ? "" : "; ") << i + 1 << ". " << facts.advice[i];
+  }
+  text << ".\nThe last error was: " << shortfall.last_error;
+  return text.str();
+}
+
+}  // namespace brimful

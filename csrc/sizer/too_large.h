@@ -1,0 +1,40 @@
+#pragma once
+#include <brimful/error.h>
+#include <brimful/export.h>
+#include <brimful/sizer/standing_bytes.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "memory/others.h"
+
+/// The error when no split of a batch fits: what it says, as functions on plain data.
+namespace brimful {
+
+struct Shortfall {
+  int rank = 0;
+  int world_size = 1;
+  c10::Device device = c10::Device(c10::DeviceType::CPU);
+  int64_t rows = 0;
+  int64_t max_retries = 0;
+  bool lockstep = false;
+  bool may_split = true;  ///< batch_norm: refuse allows none
+  std::vector<TriedSplit> tried;          ///< the last one is that which failed the step
+  std::optional<StandingBytes> standing;  ///< nothing: nobody can say
+  int64_t used_bytes = 0;                 ///< with the work's tensors gone, gradients still there
+  std::optional<int64_t> limit_bytes;
+  memory::HeldByOthers others;
+  bool autocast = false;    ///< on around the step
+  bool fragmented = false;  ///< the last refusal was for want of one piece
+  std::string last_error;
+};
+
+/// Only what may help here, the cheapest that frees much first.
+BRIMFUL_API std::vector<std::string> advice_for(const Shortfall& shortfall);
+BRIMFUL_API TooLargeFacts facts_of(const Shortfall& shortfall);
+BRIMFUL_API std::string words_for(const Shortfall& shortfall, const TooLargeFacts& facts);
+
+}  // namespace brimful

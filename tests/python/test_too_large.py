@@ -1,0 +1,163 @@
+"""When not even one row fits: the error says where, what was tried, what takes the memory, and what to try next."""
+
+import pytest
+import torch
+from models import classes, cross_entropy, dropout_net, rng_states, same_bits, values_of, wrap
+from rank_processes import raised
+
+import brimful
+
+pytestmark = pytest.mark.usefixtures("no_limit")
+ROWS = 4
+
+
+class Widening(torch.nn.Module):
+    """Its work takes much more than it is: 160 KB a row, beside parameters of 8 KB."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(40, 40)
+        self.register_buffer("scale", torch.ones(100))
+
+    def forward(self, x):
+        return self.inner(x.unsqueeze(1).expand(-1, 1000, -1)) * self.scale[0]
+
+
+def square(model, piece):
+    return model(piece).square().mean()
+
+
+def used():
+    return brimful.memory.stats("cpu").used_bytes
+
+
+def bytes_of(tensors):
+    return sum(t.nbytes for t in tensors)
+
+
+def trained(optimizer_type):
+    """A model that has made a step, so that its optimizer has state."""
+    model = Widening()
+    optimizer = optimizer_type(model.parameters())
+    sizer = brimful.BatchSizer(model, optimizer)
+    sizer.step(torch.randn(ROWS, 40), square)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, sizer
+
+
+def test_the_error_has_the_facts_in_its_words_and_as_attributes():
+    model, optimizer, sizer = trained(torch.optim.Adam)
+    batch = torch.randn(ROWS, 40)
+    before = used()
+    brimful.memory.set_limit("cpu", before + 400_000)
+    error = raised(sizer.step, batch, square)
+    assert type(error) is brimful.BatchTooLarge
+    assert error.rank == 0 and error.device == "cpu"
+    assert error.limit_bytes == before + 400_000
+    assert [(pieces, rows) for pieces, rows, _ in error.tried] == [(1, 4), (2, 2), (4, 1)]
+    assert all(before <= peak <= before + 400_000 for *_, peak in error.tried)
+
+    state = [v for s in optimizer.state.values() for v in s.values()]
+    assert error.bytes["parameters"] == bytes_of(model.parameters())
+    assert error.bytes["gradients"] == 0
+    assert error.bytes["optimizer state"] == bytes_of(state) > 2 * error.bytes["parameters"]
+    assert error.bytes["buffers"] == 400
+    assert error.bytes["other tensors"] == before - bytes_of(
+        [*model.parameters(), *model.buffers(), *state]
+    )
+    assert error.bytes["activations and temporaries"] >= 160_000
+    assert sum(error.bytes.values()) == error.tried[-1][2]
+    assert error.held["this process"] > 1 << 20 and error.held["free"] > 0
+
+    words = str(error)
+    assert words.startswith(
+        "no split of the batch fits on rank 0 of 1 (device: cpu, rows: 4, retries: 2, max_retries: 8)"
+    )
+    assert "4 pieces of 1 row (peak: " in words and "buffers 400 B" in words
+    assert "CPU out of memory. Tried to allocate" in words
+    for number, advice in enumerate(error.advice, 1):
+        assert f"{number}. {advice}" in words
+    assert [a.split(" (")[0] for a in error.advice][:3] == [
+        "raise the memory limit",
+        "checkpoint activations",
+        "compute in bfloat16",
+    ]
+
+
+def test_gradients_that_were_there_when_memory_ran_out_are_counted():
+    model, _, sizer = trained(torch.optim.SGD)
+    sizes = iter([1, 3000])  # rows of the model's inner batch, by piece: the second does not fit
+
+    def uneven(model, piece):
+        return model.inner(torch.zeros(next(sizes), 40)).square().mean()
+
+    sizer = brimful.BatchSizer(model, max_retries=0)
+    brimful.memory.set_limit("cpu", used() + 100_000)
+    error = raised(sizer.step, torch.randn(2, 40), uneven, split=[1, 1])
+    assert type(error) is brimful.BatchTooLarge
+    assert error.bytes["gradients"] == error.bytes["parameters"] == bytes_of(model.parameters())
+    assert sum(error.bytes.values()) == error.tried[-1][2]
+    assert "optimizer state" not in error.bytes  # no optimizer was given: nobody can say
+
+
+def test_advice_depends_on_the_configuration():
+    model, _, _ = trained(torch.optim.SGD)
+    brimful.memory.set_limit("cpu", used() + 150_000)
+    hopeless = torch.randn(2 * ROWS, 40)
+    few = raised(brimful.BatchSizer(model, max_retries=1).step, hopeless, square)
+    assert few.advice[0] == "raise max_retries, or begin with more pieces (pieces=4)"
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = raised(brimful.BatchSizer(model).step, hopeless, square)
+    assert not any("bfloat16" in advice for advice in narrow.advice)
+    assert not any("shard" in advice or "max_retries" in advice for advice in narrow.advice)
+
+
+def test_every_attempt_of_a_step_has_its_rows_and_peak():
+    model, _, sizer = trained(torch.optim.SGD)
+    start = used()
+    whole = sizer.step(torch.randn(ROWS, 40), square)
+    model.zero_grad()
+    (only,) = whole.attempts
+    assert only.piece_rows == ROWS and only.peak_bytes == whole.peak_bytes
+    brimful.memory.set_limit("cpu", start + (whole.peak_bytes - start) // 2 + 20_000)
+    split = sizer.step(torch.randn(ROWS - 1, 40), square)
+    first, second = split.attempts
+    assert (first.pieces, first.piece_rows) == (1, 3)
+    assert (second.pieces, second.piece_rows) == (2, 2)
+    assert split.peak_bytes == max(first.peak_bytes, second.peak_bytes)
+    assert start < first.peak_bytes < whole.peak_bytes
+
+
+def rank_job(rank):
+    model = wrap(dropout_net())
+    before, random = values_of(model), rng_states()
+
+    def loss(model, piece):
+        if rank.index == 1:
+            torch.empty(1 << 28)
+        return cross_entropy(model, piece)
+
+    brimful.memory.set_limit("cpu", used() + (1 << 20))
+    error = raised(brimful.BatchSizer(model).step, classes(3, seed=rank.index), loss)
+    brimful.memory.set_limit("cpu", None)
+    assert same_bits(values_of(model), before) and rng_states() == random
+    if rank.index == 1:
+        return str(error), error.rank, error.tried, error.advice
+    assert type(error) is brimful.RankOutOfMemory and error.rank == 1
+    return str(error)
+
+
+def test_the_rank_that_ran_out_says_so_and_the_others_name_it(ranks):
+    healthy, (words, rank, tried, advice) = ranks(rank_job)
+    assert words.startswith("no split of the batch fits on rank 1 of 2 (device: cpu, rows: 3, ")
+    assert rank == 1 and [rows for _, rows, _ in tried] == [3, 2, 1]
+    assert "failed on rank 1: out of memory: CPU out of memory. Tried" in healthy
+    assert advice[-1] == "use a smaller model or input, or a device with more memory"
+
+
+def test_out_of_map_batches_the_facts_are_empty():
+    brimful.memory.set_limit("cpu", used() + 1000)
+    error = raised(brimful.map_batches, lambda piece: torch.empty(1 << 20), torch.zeros(2, 1))
+    assert type(error) is brimful.BatchTooLarge
+    assert error.rank is None and error.tried == [] and error.advice == []
