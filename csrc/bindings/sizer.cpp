@@ -1,5 +1,7 @@
+#include <brimful/reducer/foreign.h>
 #include <brimful/reducer/reducer.h>
 #include <brimful/sizer/batch_sizer.h>
+#include <brimful/sizer/grad_scaler.h>
 #include <brimful/sizer/peak_model.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -64,6 +66,14 @@ Transaction::Keeper keeper_of(py::function capture, py::function restore) {
           [kept] { call_python([&] { kept->restore(kept->state); }); }};
 }
 
+std::vector<std::shared_ptr<Participant>> participants_of(
+    const std::vector<std::shared_ptr<Reducer>>& reducers,
+    const std::vector<std::shared_ptr<ForeignReducer>>& foreign) {
+  std::vector<std::shared_ptr<Participant>> all(reducers.begin(), reducers.end());
+  all.insert(all.end(), foreign.begin(), foreign.end());
+  return all;
+}
+
 /// Shapes and dtypes of one row: batches of one kind need memory by the same law.
 std::string kind_of(const py::object& row) {
   std::ostringstream kind;
@@ -85,21 +95,27 @@ struct Source {
 /// BatchSizer with batches and losses of Python.
 class PythonSizer {
  public:
+  /// The scale and the growth tracker of torch's scaler.
+  using ScalerTensors = std::pair<at::Tensor, at::Tensor>;
+
   PythonSizer(const std::vector<std::shared_ptr<Reducer>>& reducers,
+              const std::vector<std::shared_ptr<ForeignReducer>>& foreign,
               std::vector<at::Tensor> outside, std::vector<at::Tensor> buffers,
               std::vector<c10::Device> devices,
               const std::vector<std::pair<py::function, py::function>>& keepers,
               const py::function& required_bytes, std::optional<py::function> weight_fn,
               std::shared_ptr<Splitter> splitter, int64_t max_retries, int64_t pieces,
-              bool lockstep, bool predict)
-      : weight_fn_(std::move(weight_fn)),
+              bool lockstep, bool predict, const std::optional<ScalerTensors>& scaler)
+      : scaler_(scaler ? std::make_unique<GradScaler>(scaler->first, scaler->second) : nullptr),
+        weight_fn_(std::move(weight_fn)),
         splitter_(std::move(splitter)),
-        sizer_(StepGroup({reducers.begin(), reducers.end()}, std::move(outside)),
+        sizer_(StepGroup(participants_of(reducers, foreign), std::move(outside)),
                Transaction(std::move(buffers), devices),
                {max_retries, pieces, lockstep, predict, devices.at(0),
                 [required_bytes] {
                   return call_python([&] { return required_bytes().cast<int64_t>(); });
-                }}),
+                },
+                scaler_.get()}),
         lockstep_(lockstep),
         predict_(predict) {
     for (const auto& [capture, restore] : keepers) {
@@ -109,8 +125,9 @@ class PythonSizer {
 
   Outcome step(const std::optional<py::object>& batch, const py::object& loss_fn,
                const py::object& model, std::optional<std::vector<int64_t>> split,
-               const std::optional<py::object>& error) {
+               const std::optional<py::object>& error, bool accumulate) {
     StepInput input = input_of(batch);
+    input.accumulate = accumulate;
     if (error) {
       input.error = as_exception(*error);
     }
@@ -126,8 +143,9 @@ class PythonSizer {
   }
 
   std::optional<Plan> plan(const py::object& batch, const py::object& loss_fn,
-                           const py::object& model) {
-    const auto input = input_of(batch, true);
+                           const py::object& model, bool accumulate) {
+    auto input = input_of(batch, true);
+    input.accumulate = accumulate;
     const Source source{batch, input.rows.value_or(0)};
     const auto work = work_of(source, loss_fn, model);
     const py::gil_scoped_release no_gil;
@@ -180,6 +198,7 @@ class PythonSizer {
     return input;
   }
 
+  std::unique_ptr<GradScaler> scaler_;
   std::optional<py::function> weight_fn_;
   std::shared_ptr<Splitter> splitter_;
   BatchSizer sizer_;
@@ -233,6 +252,7 @@ void bind_sizer(py::module_& m) {
       .def_readonly("pieces", &Plan::pieces)
       .def_readonly("piece_rows", &Plan::piece_rows)
       .def_readonly("used_bytes", &Plan::used_bytes)
+      .def_readonly("kept_bytes", &Plan::kept_bytes)
       .def_readonly("peak_bytes", &Plan::peak_bytes)
       .def_readonly("limit_bytes", &Plan::limit_bytes)
       .def("__repr__", [](const Plan& plan) {
@@ -244,18 +264,20 @@ void bind_sizer(py::module_& m) {
         return out.str();
       });
   py::class_<PythonSizer>(m, "BatchSizer")
-      .def(py::init<const std::vector<std::shared_ptr<Reducer>>&, std::vector<at::Tensor>,
+      .def(py::init<const std::vector<std::shared_ptr<Reducer>>&,
+                    const std::vector<std::shared_ptr<ForeignReducer>>&, std::vector<at::Tensor>,
                     std::vector<at::Tensor>, std::vector<c10::Device>,
                     const std::vector<std::pair<py::function, py::function>>&, const py::function&,
                     std::optional<py::function>, std::shared_ptr<Splitter>, int64_t, int64_t, bool,
-                    bool>(),
-           py::kw_only(), py::arg("reducers"), py::arg("outside"), py::arg("buffers"),
-           py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"), py::arg("weight_fn"),
-           py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"),
-           py::arg("predict"))
-      .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"))
+                    bool, const std::optional<PythonSizer::ScalerTensors>&>(),
+           py::kw_only(), py::arg("reducers"), py::arg("foreign"), py::arg("outside"),
+           py::arg("buffers"), py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"),
+           py::arg("weight_fn"), py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"),
+           py::arg("lockstep"), py::arg("predict"), py::arg("scaler"))
+      .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
+           py::arg("accumulate"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
-           py::arg("split"), py::arg("error"))
+           py::arg("split"), py::arg("error"), py::arg("accumulate"))
       .def("begin_loop", &PythonSizer::begin_loop, py::arg("first"))
       .def("announce_next", &PythonSizer::announce_next, py::arg("next"))
       .def(

@@ -93,6 +93,14 @@ void StepGroup::require_empty_gradients() {
   std::for_each(outside_.begin(), outside_.end(), require_empty);
 }
 
+void StepGroup::keep_gradients() {
+  auto all = outside_;
+  for (const auto& participant : participants_) {
+    all.insert(all.end(), participant->parameters().begin(), participant->parameters().end());
+  }
+  kept_.take(all);
+}
+
 void StepGroup::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {
   own_ = record;
   own_loss_sum_ = loss_sum;
@@ -161,6 +169,7 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
   }
   record.work_ms =
       std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - started).count();
+  record.ref = attempt.mark ? attempt.mark() : record.ref;
   set_record(record, loss_sum);
   complete();
 }
@@ -317,6 +326,7 @@ void StepGroup::accept(double scale, bool keep_unused) {
       gradient.mul_(scale);
     }
   }
+  kept_.add();
 }
 
 void StepGroup::discard() {

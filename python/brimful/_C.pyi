@@ -194,6 +194,18 @@ class Reducer:
     @property
     def buckets(self) -> int: ...
 
+class ForeignReducer:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        side_group: ProcessGroup,
+        reduce: Callable[[int], object],
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
 class Attempt:
     @property
     def pieces(self) -> int: ...
@@ -232,6 +244,8 @@ class Plan:
     @property
     def used_bytes(self) -> int: ...
     @property
+    def kept_bytes(self) -> int: ...
+    @property
     def peak_bytes(self) -> int: ...
     @property
     def limit_bytes(self) -> int | None: ...
@@ -260,6 +274,7 @@ class BatchSizer:
         self,
         *,
         reducers: Sequence[Reducer],
+        foreign: Sequence[ForeignReducer],
         outside: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
         devices: Sequence[torch.device],
@@ -271,9 +286,14 @@ class BatchSizer:
         pieces: int,
         lockstep: bool,
         predict: bool,
+        scaler: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None: ...
     def plan(
-        self, batch: object, loss_fn: Callable[[Any, Any], Any], model: object
+        self,
+        batch: object,
+        loss_fn: Callable[[Any, Any], Any],
+        model: object,
+        accumulate: bool,
     ) -> Plan | None: ...
     def step(
         self,
@@ -282,6 +302,7 @@ class BatchSizer:
         model: object,
         split: Sequence[int] | None,
         error: Exception | None,
+        accumulate: bool,
     ) -> Outcome: ...
     def begin_loop(self, first: object | None) -> bool: ...
     def announce_next(self, next: object | None) -> None: ...

@@ -15,6 +15,8 @@
 
 namespace brimful {
 
+class GradScaler;  // <brimful/sizer/grad_scaler.h>
+
 struct BatchSizerOptions {
   int64_t max_retries = 8;  ///< repeats of one step, alone or agreed
   int64_t pieces = 1;       ///< of the first batch
@@ -26,6 +28,9 @@ struct BatchSizerOptions {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count
   /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
   std::function<int64_t()> required_bytes;
+  /// Scales the seed of every backward; unscale, clip, step and update are the caller's. Its state is restored when a step
+  /// is repeated. Must outlive the sizer, and be alike on all ranks.
+  GradScaler* scaler = nullptr;
 };
 
 /// One try of a step.
@@ -54,6 +59,7 @@ struct Plan {
   int64_t pieces = 1;
   int64_t piece_rows = 0;  ///< of the largest piece
   int64_t used_bytes = 0;  ///< in use already
+  int64_t kept_bytes = 0;  ///< of that, the gradients that an accumulating step adds to
   int64_t peak_bytes = 0;  ///< predicted, of forward and backward, what is in use already included
   std::optional<int64_t> limit_bytes;
 };
@@ -63,8 +69,14 @@ struct StepInput {
   std::optional<int64_t> rows;                ///< nothing: this rank has no data
   std::optional<double> weight;               ///< known beforehand; default: rows
   std::optional<std::vector<int64_t>> split;  ///< rows per piece to begin with
+  bool accumulate = false;  ///< add to the gradients that there are, on all ranks alike
   std::string kind;  ///< batches of one kind differ in their rows only (shape of a row, dtype)
   std::exception_ptr error;  ///< what is wrong with the batch: fails the step on all ranks
+};
+
+struct StepOptions {
+  /// Add to the gradients that there are; else they must be empty. Keeps a copy of them during the step.
+  bool accumulate = false;
 };
 
 template <typename Loader>
@@ -86,13 +98,14 @@ class BRIMFUL_API BatchSizer {
 
   /// Fills the gradients of one step, and returns when all ranks agree on how it ended.
   /// @throws the error of this rank's own work, RankFailed for another rank's (RankOutOfMemory if it could not split
-  /// further), BatchTooLarge if no split fits here, PlanMismatch if the ranks loaded different states; parameters, buffers and RNG are then as before the call.
+  /// further), BatchTooLarge if no split fits here, PlanMismatch if the ranks loaded different states, or do not agree on
+  /// `accumulate`; parameters, buffers, RNG, the scaler and gradients to add to are then as before the call.
   /// Waits once for the device.
   Outcome step(const StepInput& input, const PieceWork& work);
   /// The same for a batch that slice_rows() can split, or an empty optional of one where this rank has no data.
   /// `loss_fn(piece)` returns the mean loss, or a PieceLoss.
   template <typename Batch, typename LossFn>
-  Outcome step(const Batch& batch, const LossFn& loss_fn);
+  Outcome step(const Batch& batch, const LossFn& loss_fn, StepOptions options = {});
   /// Pieces and peak that `predict` would choose; runs a few rows forward and backward twice where it has not seen a batch
   /// of this kind, and leaves buffers and RNG as they were. Concerns this rank only.
   /// @throws c10::ValueError for a bad batch; nothing where the memory follows no law that it knows
@@ -137,10 +150,11 @@ class BRIMFUL_API BatchSizer {
   int64_t wanted_pieces(const StepInput& input) const;
   void adopt(const std::vector<ControlRecord>& records);
   void check_input(const StepInput& input);
+  void check_limit();
   Outcome run(const StepInput& input, const PieceWork& work);
   bool settle_attempt(const AttemptResult& result, StepInput input, Outcome& outcome);
   [[noreturn]] void throw_failure(const AttemptResult& result, const Outcome& outcome);
-  void require_same_ref(const std::vector<ControlRecord>& records);
+  void require_same_mark(const std::vector<ControlRecord>& records);
   void split_finer(int64_t rows, Outcome& outcome);
   struct Forecast {
     PeakModel first;   ///< of the first piece of a step, or the only one
@@ -167,6 +181,7 @@ class BRIMFUL_API BatchSizer {
   bool at_end_ = false;
   bool own_weights_ = false;  ///< the loss function gives weights that are not known beforehand
   std::optional<int64_t> checked_limit_;
+  int64_t checked_kept_ = 0;  ///< bytes of gradients that the limit was compared with, too
   std::map<std::string, std::optional<Forecast>> forecasts_;  ///< by kind of batch
   double margin_ = 0;  ///< share of the peak that predictions were found to be short of
   ControlRecord next_;
