@@ -137,7 +137,8 @@ std::vector<ControlRecord> ForeignReducer::finish() {
   if (worst(records) >= Verdict::retry) {
     return records;
   }
-  const memory::UnlimitedEverywhere unlimited;
+  const memory::Unlimited unlimited;  // no way back from here
+  const memory::UnlimitedEverywhere in_the_groups_threads;
   try {
     s.reduce(s.buffer_source);
   } catch (...) {

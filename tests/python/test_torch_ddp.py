@@ -1,5 +1,6 @@
 """torch's own DistributedDataParallel under a BatchSizer."""
 
+import contextlib
 import copy
 
 import pytest
@@ -138,6 +139,39 @@ def test_memory_that_runs_out_anywhere_is_repeated(ranks, point):
     assert losses == their_losses
     assert splits == [[8]] * STEPS  # the rank that did not run out goes on as it was
     assert their_splits == [[11], *[[6, 5]] * (STEPS - 1)]
+
+
+def _refused_allocations(rank, count):
+    model = TorchDDP(dropout_net(), bucket_cap_mb=0.0005)
+    sizer = brimful.BatchSizer(model)
+    batch = classes(8, seed=rank.index)
+    initial = copy.deepcopy(model.module.state_dict())
+
+    def one_step(split):
+        model.module.load_state_dict(initial)
+        model.zero_grad()
+        seed(rank.index)
+        outcome = sizer.step(batch, noisy_cross_entropy, split=split)
+        return outcome, gradients_of(model), values_of(model), rng_states()
+
+    one_step([8])
+    retried = 0
+    for index in range(count):
+        with contextlib.ExitStack() as stack:
+            fault = stack.enter_context(brimful._C._FaultAt(index)) if rank.index == 1 else None
+            outcome, *faulty = one_step([8])
+        retried += outcome.retries
+        assert fault is None or fault.fired or outcome.retries == 0, index
+        clean = one_step(outcome.split)[1:]
+        assert same_bits(faulty[0], clean[0]) and same_bits(faulty[1], clean[1]), index
+        assert faulty[2] == clean[2], index
+    return retried, gradients_of(model)
+
+
+def test_any_allocation_of_a_step_may_be_refused(ranks):
+    (none, gradients), (retried, others) = ranks(_refused_allocations, 60)
+    assert none == 0 and retried > 40
+    assert same_bits(gradients, others)
 
 
 def heavy_cross_entropy(model, piece):
