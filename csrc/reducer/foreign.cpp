@@ -73,7 +73,6 @@ const std::vector<at::Tensor>& ForeignReducer::parameters() const {
 
 void ForeignReducer::begin_attempt(int buffer_source) {
   s_->buffer_source = buffer_source;
-  s_->own_words.clear();
 }
 
 void ForeignReducer::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {
@@ -91,6 +90,7 @@ std::vector<ControlRecord> ForeignReducer::exchange_all(const ControlRecord& rec
   std::copy(encoded.begin(), encoded.end(), own.begin());
   std::copy_n(s.own_words.begin(), std::min(s.own_words.size(), kWords - 1),
               own.begin() + kRecordBytes);
+  s.own_words.clear();
   for (size_t i = 0; i < s.parameters.size(); ++i) {
     own[kRecordBytes + kWords + i] = s.parameters[i].grad().defined() ? 1 : 0;
   }
@@ -122,7 +122,6 @@ std::vector<ControlRecord> ForeignReducer::exchange_all(const ControlRecord& rec
 }
 
 std::vector<ControlRecord> ForeignReducer::exchange(const ControlRecord& record) {
-  s_->own_words.clear();
   return exchange_all(record, "their first batches");
 }
 

@@ -259,6 +259,8 @@ def _error(rank, kind):
             raise kind("planted")
         return loss
 
+    bad = raised(sizer.step, classes(8) if rank.index == 0 else None, cross_entropy)
+    assert "the batch is None" in str(bad)
     error = raised(sizer.step, classes(8), loss_fn)
     assert same_bits(values_of(model), before)
     assert all(p.grad is None for p in model.parameters())
@@ -272,7 +274,7 @@ def test_a_rank_that_fails_is_heard_of(ranks, kind):
     told, own = ranks(_error, kind)
     memory = kind is torch.OutOfMemoryError
     assert told[0] is (brimful.RankOutOfMemory if memory else brimful.RankFailed)
-    assert "step 0 failed on rank 1: " in told[1] and "planted" in told[1]
+    assert "failed on rank 1: " in told[1] and "planted" in told[1]
     assert own[0] is (brimful.BatchTooLarge if memory else ValueError)
     assert max(told[2], own[2]) < 2
     assert same_bits(told[3], own[3])
