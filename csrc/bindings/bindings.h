@@ -7,6 +7,7 @@ namespace py = pybind11;
 
 void bind_amp(py::module_& m);
 void bind_errors(py::module_& m);
+void bind_foreign(py::module_& m);
 void bind_launch(py::module_& m);
 void bind_memory(py::module_& m);
 void bind_batch(py::module_& m);

@@ -6,6 +6,7 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_memory(m);
   brimful::bind_batch(m);
   brimful::bind_reducer(m);
+  brimful::bind_foreign(m);
   brimful::bind_sizer(m);
   brimful::bind_amp(m);
   brimful::bind_inference(m);

@@ -1,5 +1,7 @@
+#include <brimful/reducer/foreign.h>
 #include <brimful/reducer/reducer.h>
 #include <brimful/sizer/batch_sizer.h>
+#include <brimful/sizer/grad_scaler.h>
 #include <brimful/sizer/peak_model.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -66,6 +68,14 @@ void run_backward(const at::Tensor& loss, const at::Tensor& gradient) {
   }
 }
 
+std::vector<std::shared_ptr<Participant>> participants_of(
+    const std::vector<std::shared_ptr<Reducer>>& reducers,
+    const std::vector<std::shared_ptr<ForeignReducer>>& foreign) {
+  std::vector<std::shared_ptr<Participant>> all(reducers.begin(), reducers.end());
+  all.insert(all.end(), foreign.begin(), foreign.end());
+  return all;
+}
+
 /// Shapes and dtypes of one row: batches of one kind need memory by the same law.
 std::string kind_of(const py::object& row) {
   std::ostringstream kind;
@@ -100,16 +110,21 @@ struct Source {
 /// BatchSizer with batches and losses of Python.
 class PythonSizer {
  public:
+  /// The scale and the growth tracker of torch's scaler.
+  using ScalerTensors = std::pair<at::Tensor, at::Tensor>;
+
   PythonSizer(const std::vector<std::shared_ptr<Reducer>>& reducers,
+              const std::vector<std::shared_ptr<ForeignReducer>>& foreign,
               std::vector<at::Tensor> outside, std::vector<at::Tensor> buffers,
               const std::vector<c10::Device>& devices,
               const std::vector<std::pair<py::function, py::function>>& keepers,
               std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
-              const BatchSizerOptions& options)
-      : weight_fn_(std::move(weight_fn)),
+              const std::optional<ScalerTensors>& scaler, BatchSizerOptions options)
+      : scaler_(scaler ? std::make_unique<GradScaler>(scaler->first, scaler->second) : nullptr),
+        weight_fn_(std::move(weight_fn)),
         splitter_(std::move(splitter)),
-        sizer_(StepGroup({reducers.begin(), reducers.end()}, std::move(outside)),
-               Transaction(std::move(buffers), devices), options),
+        sizer_(StepGroup(participants_of(reducers, foreign), std::move(outside)),
+               Transaction(std::move(buffers), devices), with_scaler(options, scaler_.get())),
         lockstep_(options.lockstep),
         predict_(options.predict) {
     for (const auto& [capture, restore] : keepers) {
@@ -119,8 +134,9 @@ class PythonSizer {
 
   Outcome step(const std::optional<py::object>& batch, const py::object& loss_fn,
                const py::object& model, std::optional<std::vector<int64_t>> split,
-               const std::optional<py::object>& error) {
+               const std::optional<py::object>& error, bool accumulate) {
     StepInput input = input_of(batch);
+    input.accumulate = accumulate;
     if (error) {
       input.error = as_exception(*error);
     }
@@ -136,8 +152,9 @@ class PythonSizer {
   }
 
   std::optional<Plan> plan(const py::object& batch, const py::object& loss_fn,
-                           const py::object& model) {
-    const auto input = input_of(batch, true);
+                           const py::object& model, bool accumulate) {
+    auto input = input_of(batch, true);
+    input.accumulate = accumulate;
     const Source source{batch, input.rows.value_or(0)};
     const auto work = work_of(source, loss_fn, model);
     const py::gil_scoped_release no_gil;
@@ -157,6 +174,11 @@ class PythonSizer {
   BatchSizer& sizer() { return sizer_; }
 
  private:
+  static BatchSizerOptions with_scaler(BatchSizerOptions options, GradScaler* scaler) {
+    options.scaler = scaler;
+    return options;
+  }
+
   PieceWork work_of(const Source& source, const py::object& loss_fn,
                     const py::object& model) const {
     const auto forward = [&](int64_t begin, int64_t end) {
@@ -190,6 +212,7 @@ class PythonSizer {
     return input;
   }
 
+  std::unique_ptr<GradScaler> scaler_;
   std::optional<py::function> weight_fn_;
   std::shared_ptr<Splitter> splitter_;
   BatchSizer sizer_;
@@ -272,6 +295,7 @@ void bind_sizer(py::module_& m) {
       .def_readonly("pieces", &Plan::pieces)
       .def_readonly("piece_rows", &Plan::piece_rows)
       .def_readonly("used_bytes", &Plan::used_bytes)
+      .def_readonly("kept_bytes", &Plan::kept_bytes)
       .def_readonly("peak_bytes", &Plan::peak_bytes)
       .def_readonly("limit_bytes", &Plan::limit_bytes)
       .def("__repr__", [](const Plan& plan) {
@@ -284,6 +308,7 @@ void bind_sizer(py::module_& m) {
       });
   py::class_<PythonSizer>(m, "BatchSizer")
       .def(py::init([](const std::vector<std::shared_ptr<Reducer>>& reducers,
+                       const std::vector<std::shared_ptr<ForeignReducer>>& foreign,
                        std::vector<at::Tensor> outside, std::vector<at::Tensor> buffers,
                        const std::vector<c10::Device>& devices,
                        const std::vector<std::pair<py::function, py::function>>& keepers,
@@ -291,7 +316,8 @@ void bind_sizer(py::module_& m) {
                        std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
                        int64_t max_retries, int64_t pieces, bool lockstep, bool predict,
                        const std::string& batch_norm,
-                       const std::vector<std::pair<std::string, py::object>>& batch_norms) {
+                       const std::vector<std::pair<std::string, py::object>>& batch_norms,
+                       const std::optional<PythonSizer::ScalerTensors>& scaler) {
              BatchSizerOptions options;
              options.max_retries = max_retries;
              options.pieces = pieces;
@@ -306,18 +332,19 @@ void bind_sizer(py::module_& m) {
              };
              options.batch_norm = batch_norm_policy(batch_norm);
              options.batch_norms = batch_norms_of(batch_norms);
-             return std::make_unique<PythonSizer>(reducers, std::move(outside), std::move(buffers),
-                                                  devices, keepers, std::move(weight_fn),
-                                                  std::move(splitter), options);
+             return std::make_unique<PythonSizer>(
+                 reducers, foreign, std::move(outside), std::move(buffers), devices, keepers,
+                 std::move(weight_fn), std::move(splitter), scaler, std::move(options));
            }),
-           py::kw_only(), py::arg("reducers"), py::arg("outside"), py::arg("buffers"),
-           py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"),
+           py::kw_only(), py::arg("reducers"), py::arg("foreign"), py::arg("outside"),
+           py::arg("buffers"), py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"),
            py::arg("standing_tensors"), py::arg("weight_fn"), py::arg("splitter"),
            py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"), py::arg("predict"),
-           py::arg("batch_norm"), py::arg("batch_norms"))
-      .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"))
+           py::arg("batch_norm"), py::arg("batch_norms"), py::arg("scaler"))
+      .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
+           py::arg("accumulate"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
-           py::arg("split"), py::arg("error"))
+           py::arg("split"), py::arg("error"), py::arg("accumulate"))
       .def("begin_loop", &PythonSizer::begin_loop, py::arg("first"))
       .def("announce_next", &PythonSizer::announce_next, py::arg("next"))
       .def(
@@ -339,9 +366,8 @@ void bind_sizer(py::module_& m) {
       .def("state", [](PythonSizer& self) { return self.sizer().state(); })
       .def(
           "load_state",
-          [](PythonSizer& self, const std::map<std::string, double>& state) {
-            self.sizer().load_state(state);
-          },
+          [](PythonSizer& self,
+             const std::map<std::string, double>& state) { self.sizer().load_state(state); },
           py::arg("state"));
 }
 

@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "base/format.h"
+#include "sizer/loss_scale.h"
 #include "sizer/one_call.h"
 
 namespace brimful {
@@ -44,6 +45,10 @@ BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptio
                     "max_retries must not be negative (max_retries: ", options_.max_retries, ")");
   TORCH_CHECK_VALUE(options_.pieces >= 1,
                     "a batch has at least one piece (pieces: ", options_.pieces, ")");
+  if (options_.scaler != nullptr && options_.scaler->enabled()) {
+    const auto [scale, growth_tracker] = options_.scaler->tensors(options_.device);
+    transaction_.add(keeper_of({scale, growth_tracker}));
+  }
 }
 
 double BatchSizer::own_weight(const StepInput& input) const {
@@ -130,9 +135,20 @@ void BatchSizer::check_input(const StepInput& input) {
         "split does not cover the batch (sum of split: ", sum, ", rows: ", input.rows.value_or(0),
         ")");
   }
+  check_limit();
+  if (!input.accumulate) {
+    group_.require_empty_gradients();
+  }
+}
+
+void BatchSizer::check_limit() {
   const auto limit = memory::stats(options_.device).limit_bytes;
-  if (limit && limit != checked_limit_ && options_.required_bytes) {
-    const auto required = options_.required_bytes();
+  const auto kept = group_.kept().bytes();
+  if (limit == checked_limit_ && kept <= checked_kept_) {
+    return;
+  }
+  if (limit && options_.required_bytes) {
+    const auto required = options_.required_bytes() + kept;
     TORCH_CHECK_VALUE(
         *limit >= required,
         "the memory limit is below what parameters, gradients and optimizer state take (limit: ",
@@ -140,14 +156,18 @@ void BatchSizer::check_input(const StepInput& input) {
         "); raise it or shard the model");
   }
   checked_limit_ = limit;
-  group_.require_empty_gradients();
+  checked_kept_ = kept;
 }
 
 Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
   const OneCall::Entered entered(*calls_under_way_, "step");
   ++calls_;
   std::exception_ptr bad_input;
+  const KeptGradients::Scope kept(group_.kept());
   try {
+    if (input.accumulate) {
+      group_.keep_gradients();  // first: a step that fails may empty the buckets
+    }
     check_input(input);
     transaction_.capture();
   } catch (...) {
@@ -171,7 +191,8 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
         record_for(Next::unknown, input).next_pieces;  // as if the next batch were like this one
   }
   if (bad_input) {
-    at_end_ = nobody_continues(group_.run_failed(FailureKind::error, describe(bad_input), next_));
+    const auto kind = is_out_of_memory(bad_input) ? FailureKind::out_of_memory : FailureKind::error;
+    at_end_ = nobody_continues(group_.run_failed(kind, describe(bad_input), next_));
     next_ = {};
     std::rethrow_exception(bad_input);
   }
@@ -205,6 +226,11 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
   attempt.ref = std::isfinite(announced_total_) && announced_total_ > 0 ? announced_total_
                 : last_total_ > 0                                       ? last_total_
                                                                         : 1;
+  std::optional<ValueOnHost> scale;
+  if (options_.scaler != nullptr && options_.scaler->enabled() && group_.world_size() > 1) {
+    scale.emplace(options_.scaler->tensors(options_.device).first);
+  }
+  attempt.mark = [&] { return mark_of(attempt.ref, scale ? scale->get() : 1, input.accumulate); };
   attempt.record = next_;
   attempt.record.verdict = input.rows ? Verdict::ok : Verdict::no_data;
   std::optional<Plan> plan;
@@ -231,7 +257,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
                   own_weights_ = own_weights_ || piece.weight != static_cast<double>(end - first);
                   return piece;
                 },
-                work.backward};
+                scaled_backward(work.backward, options_.scaler)};
   while (true) {
     if (input.split && outcome.pieces == static_cast<int64_t>(input.split->size())) {
       attempt.split = *input.split;
@@ -308,7 +334,7 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, const StepInput& in
     throw_failure(result, input, outcome);
   }
   if (verdict != Verdict::retry) {
-    require_same_ref(result.records);
+    require_same_mark(result.records);
     require_weight(result.records);
     outcome.attempts.push_back(note);
     adopt(result.records);
@@ -323,19 +349,6 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, const StepInput& in
         "step " + std::to_string(steps_) + " is repeated for rank " + join(note.ran_out));
   }
   return false;
-}
-
-void BatchSizer::require_same_ref(const std::vector<ControlRecord>& records) {
-  const auto others = ranks_with_another_ref(records);
-  if (others.empty()) {
-    return;
-  }
-  last_total_ = 0;  // on every rank: the next step works
-  throw PlanMismatch(
-      "the ranks divided the losses of step " + std::to_string(steps_) +
-      " by different numbers, as if they had loaded different states (ranks that differ from rank "
-      "0: " +
-      join(others) + "); load a state_dict of the same step on every rank");
 }
 
 // Every rank has the same records: all raise, and go on with an exchange.

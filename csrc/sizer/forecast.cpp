@@ -80,6 +80,7 @@ std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork&
   const auto now = memory::stats(options_.device);
   Plan plan;
   plan.used_bytes = now.used_bytes;
+  plan.kept_bytes = group_.kept().bytes();
   plan.limit_bytes = now.limit_bytes;
   const auto with_margin = [&](int64_t bytes) {
     return static_cast<int64_t>(static_cast<double>(bytes) * (1 + margin_)) + kSlackBytes;
@@ -104,6 +105,10 @@ std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork&
 
 std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& work) {
   const OneCall::Entered entered(*calls_under_way_, "plan");
+  const KeptGradients::Scope kept(group_.kept());
+  if (input.accumulate) {
+    group_.keep_gradients();
+  }
   check_input(input);
   TORCH_CHECK_VALUE(input.rows, "there is nothing to plan without a batch (rows: none)");
   transaction_.capture();

@@ -68,6 +68,17 @@ GradScaler::GradScaler(GradScalerOptions options) : options_(options) {
   check(options_);
 }
 
+GradScaler::GradScaler(at::Tensor scale, at::Tensor growth_tracker)
+    : scale_(std::move(scale)), growth_tracker_(std::move(growth_tracker)) {}
+
+std::pair<at::Tensor, at::Tensor> GradScaler::tensors(c10::Device device) {
+  if (options_.enabled && !scale_.defined()) {
+    scale_ = at::full({}, options_.init_scale, on(device, at::kFloat));
+    growth_tracker_ = at::full({}, first_tracker_, on(device, at::kInt));
+  }
+  return {scale_, growth_tracker_};
+}
+
 void GradScaler::require_scale(const char* call) const {
   TORCH_CHECK(scale_.defined(), call, " came before the first scale(); scale the loss first");
 }
@@ -76,10 +87,7 @@ at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   if (!options_.enabled) {
     return outputs;
   }
-  if (!scale_.defined()) {
-    scale_ = at::full({}, options_.init_scale, on(outputs.device(), at::kFloat));
-    growth_tracker_ = at::full({}, first_tracker_, on(outputs.device(), at::kInt));
-  }
+  tensors(outputs.device());
   return outputs * scale_.to(outputs.device(), /*non_blocking=*/true);
 }
 

@@ -204,6 +204,18 @@ class Reducer:
     @property
     def buckets(self) -> int: ...
 
+class ForeignReducer:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        side_group: ProcessGroup,
+        reduce: Callable[[int], object],
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
 class Attempt:
     @property
     def pieces(self) -> int: ...
@@ -298,6 +310,8 @@ class Plan:
     @property
     def used_bytes(self) -> int: ...
     @property
+    def kept_bytes(self) -> int: ...
+    @property
     def peak_bytes(self) -> int: ...
     @property
     def limit_bytes(self) -> int | None: ...
@@ -326,6 +340,7 @@ class BatchSizer:
         self,
         *,
         reducers: Sequence[Reducer],
+        foreign: Sequence[ForeignReducer],
         outside: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
         devices: Sequence[torch.device],
@@ -342,9 +357,14 @@ class BatchSizer:
         predict: bool,
         batch_norm: str,
         batch_norms: Sequence[tuple[str, torch.nn.Module]],
+        scaler: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None: ...
     def plan(
-        self, batch: object, loss_fn: Callable[[Any, Any], Any], model: object
+        self,
+        batch: object,
+        loss_fn: Callable[[Any, Any], Any],
+        model: object,
+        accumulate: bool,
     ) -> Plan | None: ...
     def step(
         self,
@@ -353,6 +373,7 @@ class BatchSizer:
         model: object,
         split: Sequence[int] | None,
         error: Exception | None,
+        accumulate: bool,
     ) -> Outcome: ...
     def begin_loop(self, first: object | None) -> bool: ...
     def announce_next(self, next: object | None) -> None: ...

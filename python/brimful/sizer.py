@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from brimful import _C
+from brimful import _C, _torch_ddp
 from brimful._modules import batch_norms
 from brimful._process_end import is_out_of_memory, mark_told, words_of
 from brimful.reducer import DistributedDataParallel
@@ -61,13 +61,28 @@ def _modules(model: Any) -> list[torch.nn.Module]:
             raise TypeError(
                 f"model must be a module or a sequence of modules (type: {type(module)})"
             )
-        for child in module.modules():
-            if isinstance(child, torch.nn.parallel.DistributedDataParallel):
+        for name, parameter in module.named_parameters():
+            if type(parameter.data).__name__ == "DTensor":
                 raise TypeError(
-                    "torch's DistributedDataParallel hangs the other ranks when one retries; "
-                    "wrap the module in brimful.DistributedDataParallel instead"
+                    "DTensor parameters have collectives in forward and backward, which a rank that "
+                    f"retries leaves unmatched (parameter: {name}); a BatchSizer takes whole replicas: "
+                    "wrap the module in brimful.DistributedDataParallel instead of FSDP2 or tensor "
+                    "parallelism, or split batches by hand, alike on all ranks"
                 )
     return modules
+
+
+def _scaler_tensors(scaler: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What the scaler's methods change in place; made here if nothing was scaled yet."""
+    if scaler is None:
+        return None
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler (type: {type(scaler)})")
+    if not scaler.is_enabled():
+        return None
+    with _C._Unlimited():
+        scaler.scale(torch.zeros((), device=device))
+    return scaler._scale, scaler._growth_tracker  # type: ignore[return-value]
 
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
@@ -132,6 +147,17 @@ class BatchSizer:
 
     Call it from one thread at a time: a step within a step, or a call while another thread is in one, raises
     ``ValueError`` and changes nothing.
+
+    ``scaler`` (a ``torch.amp.GradScaler``) scales the step's gradients: ``loss_fn`` returns a loss that is not scaled,
+    which is ``Outcome.loss`` too. Afterwards call ``scaler.unscale_(optimizer)`` to clip, ``scaler.step(optimizer)``
+    and ``scaler.update()`` as ever. All ranks must have the same scale (``PlanMismatch``), and keep it: they find the
+    same inf in the reduced gradients.
+
+    ``model`` may hold torch's own ``DistributedDataParallel``. Constructing the sizer is then a collective. When each
+    rank has all its gradients, the ranks agree over a gloo group of their own, and torch's class reduces after that: a
+    shortage anywhere in forward and backward is repeated, but nothing is reduced during backward, and hooks on
+    parameters run once more, on zeros. What fails inside torch's reduction (a communication hook, say) cannot be
+    repeated: that rank raises ``RankFailed``, and the others do when their group's timeout is over.
     """
 
     def __init__(
@@ -148,17 +174,16 @@ class BatchSizer:
         lockstep: bool | None = None,
         predict: bool = False,
         batch_norm: str = "warn",
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         modules = _modules(model)
-        wrapped = [
-            child
-            for m in modules
-            for child in m.modules()
-            if isinstance(child, DistributedDataParallel)
-        ]
+        children = list(dict.fromkeys(child for m in modules for child in m.modules()))
+        wrapped = [child for child in children if isinstance(child, DistributedDataParallel)]
+        foreign = [child for child in children if isinstance(child, _torch_ddp.TorchDDP)]
         parameters = list(dict.fromkeys(p for m in modules for p in m.parameters()))
         optimizers = _optimizers(optimizer)
         reduced = {p for w in wrapped for p in w.parameters()}
+        reduced |= {p for f in foreign for p in _torch_ddp.trainable(f)}
         asked = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         outside = [
             p for p in dict.fromkeys([*parameters, *asked]) if p.requires_grad and p not in reduced
@@ -170,14 +195,19 @@ class BatchSizer:
         buffers = list(dict.fromkeys(b for m in modules for b in m.buffers()))
         devices = list(dict.fromkeys(p.device for p in parameters if p.requires_grad))
         if lockstep is None:
-            lockstep = any(
-                isinstance(c, torch.nn.SyncBatchNorm) for m in modules for c in m.modules()
+            lockstep = any(isinstance(child, torch.nn.SyncBatchNorm) for child in children)
+        if lockstep and foreign:
+            raise ValueError(
+                "ranks that use torch's DistributedDataParallel cannot keep collectives inside the model in "
+                "step (lockstep: True); wrap the module in brimful.DistributedDataParallel"
             )
         self._model = model
         self._parameters = parameters
         self._buffers = buffers
         self._optimizers = optimizers
         self._device = devices[0]
+        self._foreign = foreign
+        scaler_tensors = _scaler_tensors(scaler, devices[0])
         self._consumed = 0
         for name, function in (
             ("weight_fn", weight_fn),
@@ -190,7 +220,8 @@ class BatchSizer:
         # The core is no container to the garbage collector: what it holds must not lead back to it.
         this = weakref.ref(self)
         self._core = _C.BatchSizer(
-            reducers=[w.reducer for w in dict.fromkeys(wrapped)],
+            reducers=[w.reducer for w in wrapped],
+            foreign=[_torch_ddp.participant(f) for f in foreign],
             outside=outside,
             buffers=buffers,
             devices=devices,
@@ -209,6 +240,7 @@ class BatchSizer:
             predict=predict,
             batch_norm=batch_norm,
             batch_norms=batch_norms(modules),
+            scaler=scaler_tensors,
         )
         self._loops = 0  # that have not come to their end
         for module in wrapped:
@@ -245,7 +277,12 @@ class BatchSizer:
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def step(
-        self, batch: Any, loss_fn: Callable[[Any, Any], Any], *, split: Sequence[int] | None = None
+        self,
+        batch: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        *,
+        split: Sequence[int] | None = None,
+        accumulate: bool = False,
     ) -> _C.Outcome:
         """Fill the gradients of one step; all ranks return, or raise, together.
 
@@ -256,10 +293,14 @@ class BatchSizer:
         else, such as strings, ``None`` and 0-dim tensors, is in every piece. ``split`` (rows per piece)
         repeats a recorded ``Outcome.split``. Gradients must be empty before the call.
 
+        ``accumulate`` adds the step's gradients to those that there are, on all ranks alike: for several batches before
+        one ``optimizer.step()``. While the step runs there is one copy more of the gradients.
+
         If another rank failed, raises ``RankFailed`` (``RankOutOfMemory`` if it could not split further); this rank's
         own error is raised as it is, and ``BatchTooLarge`` if no split fits here: it says what was tried, what takes
-        the memory and what to try next. ``ValueError`` on all ranks if no row of any rank counts. Parameters, buffers
-        and RNG are then as before the call. Waits once for the device.
+        the memory and what to try next; ``PlanMismatch`` if the ranks' states, scales or ``accumulate`` differ;
+        ``ValueError`` on all ranks if no row of any rank counts. Parameters, buffers, RNG, the scaler and gradients to
+        add to are then as before the call. Waits once for the device.
         """
         data = None if batch is NO_DATA else batch
         sizes, error = None, None
@@ -268,22 +309,30 @@ class BatchSizer:
         except Exception as caught:  # must fail the step, not this call: the other ranks wait
             error = caught
         try:
-            outcome = self._core.step(data, loss_fn, self._model, sizes, error)
+            outcome = self._core.step(
+                data, self._local(loss_fn), self._model, sizes, error, bool(accumulate)
+            )
         except BaseException as told:
             mark_told(told)
             raise
         self._consumed += data is not None
         return outcome
 
-    def plan(self, batch: Any, loss_fn: Callable[[Any, Any], Any]) -> _C.Plan | None:
+    def _local(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return _torch_ddp.local(loss_fn, self._foreign) if self._foreign else loss_fn
+
+    def plan(
+        self, batch: Any, loss_fn: Callable[[Any, Any], Any], *, accumulate: bool = False
+    ) -> _C.Plan | None:
         """The pieces and the peak of a step with this batch on this rank, as ``predict`` would choose them.
 
-        Runs a few rows where it has not seen a batch of this shape; parameters, buffers and RNG stay as they are and
-        gradients must be empty. The peak is that of forward and backward, in bytes, of the CPU. None where memory
-        follows no law that is known, or the batch has fewer than three rows.
+        Runs a few rows where it has not seen a batch of this shape; parameters, buffers and RNG stay as they are.
+        Gradients must be empty, unless the step is to ``accumulate``: what it keeps of them is ``kept_bytes``. The peak
+        is that of forward and backward, in bytes, of the CPU. None where memory follows no law that is known, or the
+        batch has fewer than three rows.
         """
         _checked(batch, loss_fn, None)
-        return self._core.plan(batch, loss_fn, self._model)
+        return self._core.plan(batch, self._local(loss_fn), self._model, bool(accumulate))
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch | _NoData]:
         """Yield the loader's batches, then ``NO_DATA`` while other ranks have some.

@@ -207,37 +207,41 @@ TEST_CASE("float16 gradients and factors that make no sense are refused", "[size
   CHECK_THROWS_WITH(GradScaler(options), Catch::Contains("(growth_interval: 0)"));
 }
 
-TEST_CASE("under a sizer the seed is scaled: the loss stays, the gradient is the same", "[sizer]") {
+TEST_CASE("a sizer scales the seed: the loss stays, the gradient is the same", "[sizer]") {
   const auto train = [](GradScaler* scaler, bool fault) {
     auto net = std::make_shared<Net>(false);
     const Quiet quiet;
-    BatchSizer sizer(StepGroup({}, net->parameters()), Transaction({}, {}));
+    BatchSizerOptions options;
+    options.scaler = scaler;
+    BatchSizer sizer(StepGroup({}, net->parameters()), Transaction({}, {}), options);
     const auto batch = batch_of(0, 0, 12);
+    std::vector<double> scales;
     const auto forward = [&](int64_t begin, int64_t end) {
       const Autocast guard(at::kCPU);
       net->fault->current_piece = begin == 0 ? 0 : net->fault->current_piece + 1;
+      if (scaler != nullptr) {
+        scales.push_back(scaler->scale_factor());
+        if (net->fault->armed && begin == 0) {
+          scaler->update(2);  // a repeated step must not see it
+        }
+      }
       const auto out = net->forward(slice_rows(batch.data, begin, end));
       return PieceLoss{at::mse_loss(out.to(at::kFloat), slice_rows(batch.target, begin, end)),
                        static_cast<double>(end - begin)};
-    };
-    const auto backward = [&](const at::Tensor& loss, const at::Tensor& seed) {
-      loss.backward(scaler != nullptr ? scaler->scale(seed) : seed);
     };
     net->fault->armed = fault;
     net->fault->at = Fault::At::forward;
     net->fault->piece = 1;
     net->fault->kind = Fault::Kind::out_of_memory;
     const auto outcome =
-        sizer.step(input_of(12, std::vector<int64_t>{6, 6}), PieceWork{forward, backward});
+        sizer.step(input_of(12, std::vector<int64_t>{6, 6}), PieceWork{forward, run_backward});
     torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.5));
     if (scaler != nullptr) {
+      CHECK(scales.back() == 65536);
+      CHECK(net->gradients()[0].abs().max().item<float>() > 100);
       scaler->unscale(optimizer);
     }
-    std::vector<at::Tensor> gradients;
-    for (const auto& p : net->parameters()) {
-      gradients.push_back(p.grad().clone());
-    }
-    return std::make_pair(outcome, gradients);
+    return std::make_pair(outcome, copies(net->gradients()));
   };
   const bool fault = GENERATE(false, true);
   GradScaler scaler;
@@ -248,4 +252,42 @@ TEST_CASE("under a sizer the seed is scaled: the loss stays, the gradient is the
   CHECK(outcome.loss == plain.loss);
   CHECK(expected.front().abs().sum().item<float>() > 0);
   CHECK(same_bits(gradients, expected));  // a power of two changes no bit
+}
+
+TEST_CASE("ranks leave out the same step, and another scale is found on all", "[sizer]") {
+  const Watchdog watchdog("a scaler on two ranks");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    GradScaler scaler(small());
+    BatchSizerOptions options;
+    options.scaler = &scaler;
+    Trainer trainer(group, std::make_shared<Net>(false), options);
+    torch::optim::SGD optimizer(trainer.model->parameters(), torch::optim::SGDOptions(0.5));
+    const auto step = [&](const std::optional<Batch>& batch) {
+      trainer.fill(batch);
+      scaler.unscale(optimizer);
+      const bool stepped = scaler.step(optimizer);
+      scaler.update();
+      trainer.model->update(0);
+      return stepped;
+    };
+    const auto some = batch_of(rank, 0, 4);
+    checks.expect(step(rank == 0 ? std::optional(some) : std::nullopt), "a rank without data");
+    auto bad = some;
+    bad.data = rank == 1 ? some.data / 0 : some.data;
+    checks.expect(!step(bad), "inf on rank 1");
+    checks.expect(scaler.scale_factor() == 512, "the scale after inf");
+    checks.expect(step(some), "behind it");
+    const auto state = scaler.state();
+    if (rank == 1) {
+      scaler.update(1024);
+    }
+    const auto caught = catching([&] { trainer.fill(some); });
+    checks.expect(caught.type == Type::value_error &&
+                      caught.text.find("different scales") != std::string::npos,
+                  caught.text);
+    scaler.load_state(state);
+    checks.expect(step(some), "with the same scale again");
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
 }

@@ -19,6 +19,8 @@
 
 namespace brimful {
 
+class GradScaler;  // <brimful/sizer/grad_scaler.h>
+
 struct BatchSizerOptions {
   int64_t max_retries = 8;  ///< repeats of one step, alone or agreed
   int64_t pieces = 1;       ///< of the first batch
@@ -35,6 +37,9 @@ struct BatchSizerOptions {
   BatchNormPolicy batch_norm = BatchNormPolicy::warn;
   /// The model's, which `batch_norm` is for: batch_norms_of() of <brimful/sizer/batch_norms.h> finds torch::nn's.
   std::vector<BatchNormModule> batch_norms;
+  /// Scales the seed of every backward; unscale, clip, step and update are the caller's. Its state is restored when a step
+  /// is repeated. Must outlive the sizer, and be alike on all ranks.
+  GradScaler* scaler = nullptr;
 };
 
 /// One try of a step.
@@ -66,6 +71,7 @@ struct Plan {
   int64_t pieces = 1;
   int64_t piece_rows = 0;  ///< of the largest piece
   int64_t used_bytes = 0;  ///< in use already
+  int64_t kept_bytes = 0;  ///< of that, the gradients that an accumulating step adds to
   int64_t peak_bytes = 0;  ///< predicted, of forward and backward, what is in use already included
   std::optional<int64_t> limit_bytes;
 };
@@ -75,8 +81,14 @@ struct StepInput {
   std::optional<int64_t> rows;                ///< nothing: this rank has no data
   std::optional<double> weight;               ///< known beforehand; default: rows
   std::optional<std::vector<int64_t>> split;  ///< rows per piece to begin with
+  bool accumulate = false;  ///< add to the gradients that there are, on all ranks alike
   std::string kind;  ///< batches of one kind differ in their rows only (shape of a row, dtype)
   std::exception_ptr error;  ///< what is wrong with the batch: fails the step on all ranks
+};
+
+struct StepOptions {
+  /// Add to the gradients that there are; else they must be empty. Keeps a copy of them during the step.
+  bool accumulate = false;
 };
 
 template <typename Loader>
@@ -100,14 +112,15 @@ class BRIMFUL_API BatchSizer {
 
   /// Fills the gradients of one step, and returns when all ranks agree on how it ended.
   /// @throws the error of this rank's own work, RankFailed for another rank's (RankOutOfMemory if it could not split
-  /// further), BatchTooLarge if no split fits here, PlanMismatch if the ranks loaded different states, c10::ValueError on all ranks if no row of
-  /// any counts; parameters, buffers and RNG are then as before the call.
+  /// further), BatchTooLarge if no split fits here, PlanMismatch if the ranks loaded different states, or do not agree on
+  /// `accumulate`, c10::ValueError on all ranks if no row of any counts; parameters, buffers, RNG, the scaler and gradients
+  /// to add to are then as before the call.
   /// Waits once for the device.
   Outcome step(const StepInput& input, const PieceWork& work);
   /// The same for a batch that slice_rows() can split, or an empty optional of one where this rank has no data.
   /// `loss_fn(piece)` returns the mean loss, or a PieceLoss.
   template <typename Batch, typename LossFn>
-  Outcome step(const Batch& batch, const LossFn& loss_fn);
+  Outcome step(const Batch& batch, const LossFn& loss_fn, StepOptions options = {});
   /// Pieces and peak that `predict` would choose; runs a few rows forward and backward twice where it has not seen a batch
   /// of this kind, and leaves buffers and RNG as they were. Concerns this rank only.
   /// @throws c10::ValueError for a bad batch; nothing where the memory follows no law that it knows
@@ -155,6 +168,7 @@ class BRIMFUL_API BatchSizer {
   int64_t wanted_pieces(const StepInput& input) const;
   void adopt(const std::vector<ControlRecord>& records);
   void check_input(const StepInput& input);
+  void check_limit();
   Outcome run(const StepInput& input, const PieceWork& work);
   bool settle_attempt(const AttemptResult& result, const StepInput& input, Outcome& outcome,
                       int64_t peak_bytes);
@@ -164,7 +178,7 @@ class BRIMFUL_API BatchSizer {
                                     const Outcome& outcome);
   void require_weight(const std::vector<ControlRecord>& records) const;
   bool release_helps(const std::string& shortage) const;
-  void require_same_ref(const std::vector<ControlRecord>& records);
+  void require_same_mark(const std::vector<ControlRecord>& records);
   void refine(const AttemptResult& result, int64_t rows, Outcome& outcome);
   struct Forecast {
     PeakModel first;   ///< of the first piece of a step, or the only one
@@ -192,6 +206,7 @@ class BRIMFUL_API BatchSizer {
   bool at_end_ = false;
   bool own_weights_ = false;  ///< the loss function gives weights that are not known beforehand
   std::optional<int64_t> checked_limit_;
+  int64_t checked_kept_ = 0;  ///< bytes of gradients that the limit was compared with, too
   std::map<std::string, std::optional<Forecast>> forecasts_;  ///< by kind of batch
   double margin_ = 0;  ///< share of the peak that predictions were found to be short of
   StepRecorder recorder_;

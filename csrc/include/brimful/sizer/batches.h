@@ -53,10 +53,10 @@ BatchSizer::BatchSizer(Model& model, BatchSizerOptions options)
           detail::options_for(model, std::move(options))) {}
 
 template <typename Batch, typename LossFn>
-Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn) {
+Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn, StepOptions options) {
   if constexpr (detail::IsOptional<Batch>::value) {
     if (batch) {
-      return step(*batch, loss_fn);
+      return step(*batch, loss_fn, options);
     }
     PieceWork none;
     none.forward = [](int64_t, int64_t) -> PieceLoss {
@@ -64,7 +64,9 @@ Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn) {
           false,
           "a rank without data cannot take part in the model's own collectives (lockstep: true)");
     };
-    return step(StepInput{}, none);
+    StepInput input;
+    input.accumulate = options.accumulate;
+    return step(input, none);
   } else {
     PieceWork work;
     work.forward = [&](int64_t begin, int64_t end) {
@@ -73,7 +75,9 @@ Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn) {
     work.backward = [](const at::Tensor& loss, const at::Tensor& gradient) {
       loss.backward(gradient);
     };
-    return step(input_of(batch), work);
+    auto input = input_of(batch);
+    input.accumulate = options.accumulate;
+    return step(input, work);
   }
 }
 

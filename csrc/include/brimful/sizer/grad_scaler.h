@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace brimful {
@@ -25,14 +26,14 @@ struct GradScalerOptions {
 ///     scaler.step(optimizer);
 ///     scaler.update();
 ///
-/// With a BatchSizer scale the seed of backward, so that Outcome::loss stays what it is:
-/// PieceWork{forward, [&](auto& loss, auto& seed) { loss.backward(scaler.scale(seed)); }}.
-/// Reduced gradients are the same on all ranks, and so is the scale. Not thread-safe. Only step, scale_factor and state
-/// wait for the device.
+/// A BatchSizer scales by itself (BatchSizerOptions::scaler): leave scale() out. Reduced gradients are the same on all
+/// ranks, and so is the scale. Not thread-safe. Only step, scale_factor and state wait for the device.
 class BRIMFUL_API GradScaler {
  public:
   /// @throws c10::ValueError unless init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval > 0
   explicit GradScaler(GradScalerOptions options = {});
+  /// Scales by another scaler's tensors (0-dim: float32 and int32), and leaves it to that one to change them.
+  GradScaler(at::Tensor scale, at::Tensor growth_tracker);
   GradScaler(const GradScaler&) = delete;
   GradScaler& operator=(const GradScaler&) = delete;
 
@@ -59,6 +60,10 @@ class BRIMFUL_API GradScaler {
   void unscale_gradients(const void* optimizer, const std::vector<at::Tensor>& parameters);
   bool step_if_finite(const void* optimizer, const std::vector<at::Tensor>& parameters,
                       const std::function<void()>& step);
+
+  /// The scale and the growth tracker, which change in place; made on `device` if nothing made them before. Undefined
+  /// where scaling is not enabled.
+  std::pair<at::Tensor, at::Tensor> tensors(c10::Device device);
 
   /// 1 where scaling is not enabled.
   double scale_factor() const;

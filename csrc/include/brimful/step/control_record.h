@@ -23,7 +23,8 @@ struct ControlRecord {
   double loss_sum = 0;       ///< sum over pieces of mean loss times weight
   double next_weight =
       std::numeric_limits<double>::quiet_NaN();  ///< of the next step; NaN: not known
-  uint32_t ref = 0;  ///< fingerprint() of what this rank divided its losses by
+  uint32_t ref =
+      0;  ///< what the ranks must have alike, such as the number that they divide losses by
   /// From the step's begin until its last bucket left, by the host's clock, without waiting for others; 0 of a rank that
   /// did not finish its pieces.
   float work_ms = 0;

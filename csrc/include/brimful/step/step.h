@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
 #include <brimful/step/control_record.h>
+#include <brimful/step/kept_gradients.h>
 #include <brimful/step/participant.h>
 
 #include <exception>
@@ -73,6 +74,8 @@ class BRIMFUL_API StepGroup {
     bool can_split = true;     ///< false: running out of memory now fails the step
     /// Told the words of a shortage when its handler has ended: whether the same split may do. Optional.
     std::function<bool(const std::string& shortage)> same_split;
+    /// For ControlRecord::ref, asked for when the pieces have run; nothing: fingerprint(ref).
+    std::function<uint32_t()> mark;
   };
   /// Runs the pieces and takes part in all collectives whatever happens, then waits for them.
   /// @throws RankFailed if the process group broke
@@ -83,6 +86,10 @@ class BRIMFUL_API StepGroup {
   /// Takes part in a step that has failed here before it began.
   std::vector<ControlRecord> run_failed(FailureKind kind, const std::string& text,
                                         const ControlRecord& record);
+
+  /// Sets gradients of earlier steps aside, for accept() to add to the new ones; as KeptGradients::take().
+  void keep_gradients();
+  KeptGradients& kept() { return kept_; }
 
   void accept(double scale, bool keep_unused);
   void discard();
@@ -104,6 +111,7 @@ class BRIMFUL_API StepGroup {
 
   std::vector<std::shared_ptr<Participant>> participants_;
   std::vector<at::Tensor> outside_;
+  KeptGradients kept_;
   ControlRecord own_;  ///< the record of a group without participants
   at::Tensor own_loss_sum_;
 };

@@ -1,0 +1,28 @@
+#include <brimful/reducer/foreign.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "bindings/callbacks.h"
+
+namespace brimful {
+
+void bind_foreign(py::module_& m) {
+  py::class_<ForeignReducer, std::shared_ptr<ForeignReducer>>(
+      m, "ForeignReducer", "Somebody else's reducer as a part of a BatchSizer's step.")
+      .def(py::init([](std::vector<at::Tensor> parameters,
+                       const c10::intrusive_ptr<c10d::ProcessGroup>& side_group,
+                       py::function reduce) {
+             const std::shared_ptr<py::function> kept(new py::function(std::move(reduce)),
+                                                      [](py::function* function) {
+                                                        const py::gil_scoped_acquire gil;
+                                                        delete function;
+                                                      });
+             return ForeignReducer::create(std::move(parameters), side_group, [kept](int source) {
+               call_python([&] { (*kept)(source); });
+             });
+           }),
+           py::arg("parameters"), py::arg("side_group"), py::arg("reduce"))
+      .def_property_readonly("rank", &ForeignReducer::rank)
+      .def_property_readonly("world_size", &ForeignReducer::world_size);
+}
+
+}  // namespace brimful

@@ -1,0 +1,73 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <brimful/export.h>
+#include <brimful/step/participant.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace c10d {
+class ProcessGroup;  // <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+}
+
+namespace brimful {
+
+/// Makes somebody else's reducer (torch's DistributedDataParallel) part of a step. The pieces run without it; when a rank
+/// has all its gradients, or has failed, all ranks exchange their records over a group of its own, and reduce only if none
+/// has failed. So a shortage anywhere in forward or backward is repeated like any other, at the price that nothing is
+/// reduced during backward. Not thread-safe.
+class BRIMFUL_API ForeignReducer final : public Participant {
+ public:
+  /// Makes the gradients of its parameters the mean over the ranks, and gives all ranks the buffers of rank `source`.
+  /// Called on all ranks or on none; allocations on the CPU are not refused meanwhile.
+  using Reduce = std::function<void(int source)>;
+
+  /// `side_group`: a group for tensors on the CPU with the same ranks, which nobody else uses.
+  static std::shared_ptr<ForeignReducer> create(
+      std::vector<at::Tensor> parameters, const c10::intrusive_ptr<c10d::ProcessGroup>& side_group,
+      Reduce reduce);
+  ~ForeignReducer() override;
+  ForeignReducer(const ForeignReducer&) = delete;
+  ForeignReducer& operator=(const ForeignReducer&) = delete;
+
+  int rank() const override;
+  int world_size() const override;
+  int64_t step() const override;
+  const std::vector<at::Tensor>& parameters() const override;
+  std::vector<ControlRecord> exchange(const ControlRecord& record) override;
+  void begin_attempt(int buffer_source) override;
+  void begin_piece(bool /*last*/) override {}
+  void backward_began(int /*graph_task*/) override {}
+  void set_record(const ControlRecord& record, const at::Tensor& loss_sum) override;
+  /// Never: who runs out behind the last gradient repeats, which costs no other rank anything.
+  bool gradients_complete() const override { return false; }
+  void complete(Part /*part*/) override {}
+  void drain(Part /*part*/) override {}
+  /// The exchange, and the reduction if it is due.
+  /// @throws RankFailed if either fails; the ranks that are in it then wait until their group's timeout
+  std::vector<ControlRecord> finish() override;
+  void accept(double scale, bool keep_unused) override;
+  void discard() override;
+  int64_t launched() const override { return 0; }
+  int64_t buckets() const override { return 0; }
+  bool late_gradient() const override { return false; }
+  void set_order(Participant* /*before*/, Participant* /*after*/) override {}
+  bool early_left() const override { return true; }
+  void advance() override {}
+  void publish_failure(FailureKind kind, const std::string& text) override;
+  std::string read_failure(int rank, int64_t patience_ms) override;
+  void abandon(FailureKind kind, const std::string& text) override;
+  std::optional<PeerFailure> failed_peer() override { return std::nullopt; }
+
+ private:
+  struct State;
+  explicit ForeignReducer(std::unique_ptr<State> state);
+  std::vector<ControlRecord> exchange_all(const ControlRecord& record, const std::string& what);
+
+  std::unique_ptr<State> s_;
+};
+
+}  // namespace brimful

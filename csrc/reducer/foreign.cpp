@@ -1,0 +1,193 @@
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <brimful/log.h>
+#include <brimful/memory/stats.h>
+#include <brimful/reducer/foreign.h>
+#include <brimful/step/oom.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "reducer/agree.h"
+#include "reducer/at_exit.h"
+
+namespace brimful {
+namespace {
+constexpr size_t kWords = 1024;  // bytes of an error's text that the others are told
+}
+
+struct ForeignReducer::State {
+  std::vector<at::Tensor> parameters;
+  Group group;
+  Reduce reduce;
+  int rank = 0;
+  int world_size = 1;
+  int64_t step = 0;
+  int buffer_source = 0;
+  ControlRecord record;
+  at::Tensor loss_sum;
+  std::string own_words;
+  std::vector<std::string> words;     ///< by rank, of the last exchange
+  std::vector<uint8_t> used_by_rank;  ///< by parameter: a rank had a gradient
+};
+
+ForeignReducer::ForeignReducer(std::unique_ptr<State> state) : s_(std::move(state)) {}
+ForeignReducer::~ForeignReducer() = default;
+
+std::shared_ptr<ForeignReducer> ForeignReducer::create(std::vector<at::Tensor> parameters,
+                                                       const Group& side_group, Reduce reduce) {
+  TORCH_CHECK_VALUE(side_group,
+                    "ranks agree over a group of their own (side_group: null); make one with gloo");
+  auto state = std::make_unique<State>();
+  state->parameters = std::move(parameters);
+  state->group = side_group;
+  state->reduce = std::move(reduce);
+  state->rank = side_group->getRank();
+  state->world_size = side_group->getSize();
+  std::shared_ptr<ForeignReducer> reducer(new ForeignReducer(std::move(state)));
+  release_at_exit([weak = std::weak_ptr<ForeignReducer>(reducer)] {
+    if (const auto alive = weak.lock()) {
+      alive->s_->group.reset();
+      alive->s_->reduce = nullptr;
+    }
+  });
+  return reducer;
+}
+
+int ForeignReducer::rank() const {
+  return s_->rank;
+}
+
+int ForeignReducer::world_size() const {
+  return s_->world_size;
+}
+
+int64_t ForeignReducer::step() const {
+  return s_->step;
+}
+
+const std::vector<at::Tensor>& ForeignReducer::parameters() const {
+  return s_->parameters;
+}
+
+void ForeignReducer::begin_attempt(int buffer_source) {
+  s_->buffer_source = buffer_source;
+}
+
+void ForeignReducer::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {
+  s_->record = record;
+  s_->loss_sum = loss_sum;
+}
+
+// A rank's record, its words, and a byte for each parameter: has it a gradient?
+std::vector<ControlRecord> ForeignReducer::exchange_all(const ControlRecord& record,
+                                                        const std::string& what) {
+  auto& s = *s_;
+  const memory::Unlimited unlimited;
+  std::vector<uint8_t> own(kRecordBytes + kWords + s.parameters.size());
+  const auto encoded = encode(record);
+  std::copy(encoded.begin(), encoded.end(), own.begin());
+  std::copy_n(s.own_words.begin(), std::min(s.own_words.size(), kWords - 1),
+              own.begin() + kRecordBytes);
+  s.own_words.clear();
+  for (size_t i = 0; i < s.parameters.size(); ++i) {
+    own[kRecordBytes + kWords + i] = s.parameters[i].grad().defined() ? 1 : 0;
+  }
+  std::vector<std::vector<uint8_t>> all;
+  try {
+    TORCH_CHECK(s.group, "the process groups have been released: the interpreter is ending");
+    all = exchange_bytes(s.group, c10::Device(c10::DeviceType::CPU), own);
+  } catch (...) {
+    detail::throw_rank_failed(
+        -1, s.step, FailureKind::error,
+        "the ranks could not agree on " + what + " (rank " + std::to_string(s.rank) +
+            "); a rank left its loop, died or hangs: look at the others' output, and start the "
+            "job again. The group said: " +
+            describe(std::current_exception()));
+  }
+  std::vector<ControlRecord> records;
+  s.words.clear();
+  s.used_by_rank.assign(s.parameters.size(), 0);
+  for (const auto& bytes : all) {
+    RecordBytes theirs{};
+    std::memcpy(theirs.data(), bytes.data(), theirs.size());
+    records.push_back(decode(theirs));
+    s.words.emplace_back(reinterpret_cast<const char*>(bytes.data() + kRecordBytes));
+    for (size_t i = 0; i < s.parameters.size(); ++i) {
+      s.used_by_rank[i] |= bytes[kRecordBytes + kWords + i];
+    }
+  }
+  return records;
+}
+
+std::vector<ControlRecord> ForeignReducer::exchange(const ControlRecord& record) {
+  return exchange_all(record, "their first batches");
+}
+
+std::vector<ControlRecord> ForeignReducer::finish() {
+  auto& s = *s_;
+  auto record = s.record;
+  if (const auto loss_sum = std::exchange(s.loss_sum, {}); loss_sum.defined()) {
+    record.loss_sum = loss_sum.item<double>();
+  }
+  const auto records = exchange_all(record, "step " + std::to_string(s.step));
+  ++s.step;
+  if (worst(records) >= Verdict::retry) {
+    return records;
+  }
+  const memory::Unlimited unlimited;  // no way back from here
+  const memory::UnlimitedEverywhere in_the_groups_threads;
+  try {
+    s.reduce(s.buffer_source);
+  } catch (...) {
+    const auto error = std::current_exception();
+    detail::throw_rank_failed(
+        -1, s.step - 1, is_out_of_memory(error) ? FailureKind::out_of_memory : FailureKind::error,
+        "the gradients of step " + std::to_string(s.step - 1) +
+            " could not be reduced by the module's own DistributedDataParallel (rank " +
+            std::to_string(s.rank) +
+            "), which cannot be repeated: the other ranks wait in it until its group's timeout. "
+            "Start the job again, or wrap the module in brimful.DistributedDataParallel. The "
+            "error was: " +
+            describe(error));
+  }
+  return records;
+}
+
+void ForeignReducer::accept(double scale, bool keep_unused) {
+  auto& s = *s_;
+  const double factor = scale * s.world_size;  // it made the mean of what must be the sum
+  for (size_t i = 0; i < s.parameters.size(); ++i) {
+    auto& gradient = s.parameters[i].mutable_grad();
+    if (keep_unused && s.used_by_rank[i] == 0) {
+      gradient.reset();
+    } else if (gradient.defined() && factor != 1) {
+      (gradient.is_sparse() ? gradient._values() : gradient).mul_(factor);
+    }
+  }
+}
+
+void ForeignReducer::discard() {
+  for (const auto& parameter : s_->parameters) {
+    parameter.mutable_grad().reset();
+  }
+}
+
+void ForeignReducer::publish_failure(FailureKind kind, const std::string& text) {
+  s_->own_words = (kind == FailureKind::out_of_memory ? "out of memory: " : "") + text;
+}
+
+std::string ForeignReducer::read_failure(int rank, int64_t /*patience_ms*/) {
+  return s_->words.empty() ? "" : s_->words[rank];
+}
+
+void ForeignReducer::abandon(FailureKind /*kind*/, const std::string& /*text*/) {
+  try {
+    s_->group->abort();
+  } catch (const std::exception& e) {
+    log(LogLevel::warning, std::string("could not abort the side group: ") + e.what());
+  }
+}
+
+}  // namespace brimful

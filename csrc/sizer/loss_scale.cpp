@@ -1,0 +1,73 @@
+#include "sizer/loss_scale.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <brimful/memory/stats.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <memory>
+#include <utility>
+
+namespace brimful {
+namespace {
+constexpr uint32_t kAccumulates = 1;
+}
+
+ValueOnHost::ValueOnHost(const at::Tensor& value) {
+  const memory::Unlimited unlimited;
+  if (value.is_cpu()) {
+    copy_ = value.detach().clone();
+    return;
+  }
+  copy_ = at::empty({}, at::TensorOptions().dtype(value.scalar_type()).pinned_memory(true));
+  copy_.copy_(value.detach(), /*non_blocking=*/true);
+  arrived_.emplace(value.device().type());
+  arrived_->record(c10::impl::VirtualGuardImpl(value.device().type()).getStream(value.device()));
+}
+
+double ValueOnHost::get() {
+  if (arrived_) {
+    arrived_->synchronize();
+  }
+  return *copy_.const_data_ptr<float>();
+}
+
+Transaction::Keeper keeper_of(std::vector<at::Tensor> scaler_tensors) {
+  struct Kept {
+    std::vector<at::Tensor> tensors;
+    std::vector<at::Tensor> copies;
+  };
+  auto kept = std::make_shared<Kept>();
+  kept->tensors = std::move(scaler_tensors);
+  for (const auto& tensor : kept->tensors) {
+    kept->copies.push_back(at::empty_like(tensor));
+  }
+  const auto copy = [](const std::vector<at::Tensor>& from, std::vector<at::Tensor>& to) {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < from.size(); ++i) {
+      to[i].copy_(from[i]);
+    }
+  };
+  return {[kept, copy] { copy(kept->tensors, kept->copies); },
+          [kept, copy] { copy(kept->copies, kept->tensors); }};
+}
+
+decltype(PieceWork::backward) scaled_backward(decltype(PieceWork::backward) backward,
+                                              GradScaler* scaler) {
+  if (scaler == nullptr || !scaler->enabled()) {
+    return backward;
+  }
+  return [backward = std::move(backward), scaler](const at::Tensor& loss, const at::Tensor& seed) {
+    backward(loss, scaler->scale(seed));
+  };
+}
+
+uint32_t mark_of(double ref, double loss_scale, bool accumulate) {
+  return fingerprint(ref / loss_scale) ^ (accumulate ? kAccumulates : 0);
+}
+
+bool differ_in_accumulate(uint32_t mark, uint32_t other) {
+  return (mark ^ other) == kAccumulates;
+}
+
+}  // namespace brimful
