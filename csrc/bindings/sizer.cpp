@@ -89,17 +89,15 @@ class PythonSizer {
               std::vector<at::Tensor> outside, std::vector<at::Tensor> buffers,
               std::vector<c10::Device> devices,
               const std::vector<std::pair<py::function, py::function>>& keepers,
-              const py::function& required_bytes, std::optional<py::function> weight_fn,
-              std::shared_ptr<Splitter> splitter, int64_t max_retries, int64_t pieces,
-              bool lockstep, bool predict)
+              const py::function& required_bytes, const py::function& optimizer_bytes,
+              std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
+              int64_t max_retries, int64_t pieces, bool lockstep, bool predict)
       : weight_fn_(std::move(weight_fn)),
         splitter_(std::move(splitter)),
         sizer_(StepGroup({reducers.begin(), reducers.end()}, std::move(outside)),
                Transaction(std::move(buffers), devices),
-               {max_retries, pieces, lockstep, predict, devices.at(0),
-                [required_bytes] {
-                  return call_python([&] { return required_bytes().cast<int64_t>(); });
-                }}),
+               {max_retries, pieces, lockstep, predict, devices.at(0), bytes_of(required_bytes),
+                bytes_of(optimizer_bytes)}),
         lockstep_(lockstep),
         predict_(predict) {
     for (const auto& [capture, restore] : keepers) {
@@ -147,6 +145,10 @@ class PythonSizer {
   BatchSizer& sizer() { return sizer_; }
 
  private:
+  static std::function<int64_t()> bytes_of(const py::function& function) {
+    return [function] { return call_python([&] { return function().cast<int64_t>(); }); };
+  }
+
   PieceWork work_of(const Source& source, const py::object& loss_fn,
                     const py::object& model) const {
     const auto forward = [&](int64_t begin, int64_t end) {
@@ -247,12 +249,12 @@ void bind_sizer(py::module_& m) {
       .def(py::init<const std::vector<std::shared_ptr<Reducer>>&, std::vector<at::Tensor>,
                     std::vector<at::Tensor>, std::vector<c10::Device>,
                     const std::vector<std::pair<py::function, py::function>>&, const py::function&,
-                    std::optional<py::function>, std::shared_ptr<Splitter>, int64_t, int64_t, bool,
-                    bool>(),
+                    const py::function&, std::optional<py::function>, std::shared_ptr<Splitter>,
+                    int64_t, int64_t, bool, bool>(),
            py::kw_only(), py::arg("reducers"), py::arg("outside"), py::arg("buffers"),
-           py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"), py::arg("weight_fn"),
-           py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"),
-           py::arg("predict"))
+           py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"),
+           py::arg("optimizer_bytes"), py::arg("weight_fn"), py::arg("splitter"),
+           py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"), py::arg("predict"))
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("split"), py::arg("error"))

@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "base/format.h"
+#include "sizer/optimizer_room.h"
 
 namespace brimful {
 namespace {
@@ -157,6 +158,9 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
   try {
     check_input(input);
     transaction_.capture();
+    if (checked_limit_ && options_.optimizer_bytes) {
+      require_room_for_optimizer(options_.device, options_.optimizer_bytes());
+    }
   } catch (...) {
     bad_input = std::current_exception();
   }
@@ -178,7 +182,8 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
         record_for(Next::unknown, input).next_pieces;  // as if the next batch were like this one
   }
   if (bad_input) {
-    at_end_ = nobody_continues(group_.run_failed(FailureKind::error, describe(bad_input), next_));
+    const auto kind = is_out_of_memory(bad_input) ? FailureKind::out_of_memory : FailureKind::error;
+    at_end_ = nobody_continues(group_.run_failed(kind, describe(bad_input), next_));
     next_ = {};
     std::rethrow_exception(bad_input);
   }
@@ -201,6 +206,7 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
 
 Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
   const memory::PeakScope peak(options_.device);
+  used_before_ = memory::stats(options_.device).used_bytes;
   Outcome outcome;
   const bool lockstep = options_.lockstep && group_.world_size() > 1;
   const int64_t rows = input.rows.value_or(0);
@@ -219,6 +225,9 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     owed_ = true;  // the others wait in their step
     plan = plan_of(input, work);
     outcome.pieces = plan ? plan->pieces : outcome.pieces;
+  }
+  if (!plan && !lockstep && !input.split && piece_rows_ > 0) {
+    outcome.pieces = history_.coarser(rows, outcome.pieces, room(), steps_);
   }
   const auto watched =
       PieceWork{[&](int64_t first, int64_t end) {
@@ -250,6 +259,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
       }
       outcome.peak_bytes = peak.peak_bytes();
       outcome.pieces = static_cast<int64_t>(outcome.split.size());
+      note_peak(input, outcome);
       return outcome;
     }
     owed_ = true;
@@ -312,7 +322,8 @@ void BatchSizer::require_same_ref(const std::vector<ControlRecord>& records) {
 
 void BatchSizer::split_finer(int64_t rows, Outcome& outcome) {
   const auto before = static_cast<int64_t>(outcome.split.size());
-  outcome.pieces = finer(rows, before);
+  history_.note_failure(pieces_for(rows, before), room(), steps_);
+  outcome.pieces = history_.finer(rows, before, room());
   piece_rows_ = pieces_for(rows, outcome.pieces);
   std::ostringstream line;
   line << "rank " << group_.rank() << " ran out of memory in step " << steps_ << ": a batch of "

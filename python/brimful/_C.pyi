@@ -265,6 +265,7 @@ class BatchSizer:
         devices: Sequence[torch.device],
         keepers: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]],
         required_bytes: Callable[[], int],
+        optimizer_bytes: Callable[[], int],
         weight_fn: Callable[[Any], float] | None,
         splitter: Splitter,
         max_retries: int,

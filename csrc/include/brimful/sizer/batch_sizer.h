@@ -1,6 +1,7 @@
 #pragma once
 #include <brimful/export.h>
 #include <brimful/sizer/peak_model.h>
+#include <brimful/sizer/piece_history.h>
 #include <brimful/sizer/split.h>
 #include <brimful/step/oom.h>
 #include <brimful/step/step.h>
@@ -26,6 +27,9 @@ struct BatchSizerOptions {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count
   /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
   std::function<int64_t()> required_bytes;
+  /// Bytes that the optimizer's step will take beyond what is in use at a step's start, with gradients that are not there
+  /// yet. A step whose optimizer would not fit fails before it begins.
+  std::function<int64_t()> optimizer_bytes;
 };
 
 /// One try of a step.
@@ -142,6 +146,8 @@ class BRIMFUL_API BatchSizer {
   [[noreturn]] void throw_failure(const AttemptResult& result, const Outcome& outcome);
   void require_same_ref(const std::vector<ControlRecord>& records);
   void split_finer(int64_t rows, Outcome& outcome);
+  PieceHistory::Room room() const;
+  void note_peak(const StepInput& input, const Outcome& outcome);
   struct Forecast {
     PeakModel first;   ///< of the first piece of a step, or the only one
     PeakModel second;  ///< of two: gradients are there already in the second
@@ -168,7 +174,9 @@ class BRIMFUL_API BatchSizer {
   bool own_weights_ = false;  ///< the loss function gives weights that are not known beforehand
   std::optional<int64_t> checked_limit_;
   std::map<std::string, std::optional<Forecast>> forecasts_;  ///< by kind of batch
-  double margin_ = 0;  ///< share of the peak that predictions were found to be short of
+  PieceHistory history_;
+  int64_t used_before_ = 0;  ///< bytes in use when the step began
+  double margin_ = 0;        ///< share of the peak that predictions were found to be short of
   ControlRecord next_;
 };
 
