@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.sizer import models
+from benchmarks.sizer import mem_tracker, models
 
 IDS = ("sizer.predict_worst", "sizer.size_short")
 TRACED = (2, 3, 16)
@@ -25,7 +25,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def measure(quick: bool) -> Iterator[common.Figure]:
     """Yields the worst error, and by how many rows the size that is found falls short."""
-    errors: dict[str, dict[str, float]] = {"ours": {}, "line": {}, "log-log": {}}
+    errors: dict[str, dict[str, float]] = {
+        who: {} for who in ("ours", "line", "log-log", "MemTracker")
+    }
+    refused: dict[str, str] = {}  # what MemTracker could not take
     short: dict[str, float] = {}
     factors = QUICK_FACTORS if quick else FACTORS
     for name, case in models.CASES.items():
@@ -42,8 +45,12 @@ def measure(quick: bool) -> Iterator[common.Figure]:
                 told = {
                     "ours": math.inf if model is None else model.peak_bytes(rows),
                     "line": peaks[8] + (peaks[16] - peaks[8]) / 8 * (rows - 8),
-                    "log-log": _log_log(peaks, rows),
+                    "log-log": log_log(peaks, rows),
                 }
+                try:
+                    told["MemTracker"] = mem_tracker.peak_bytes(case, rows, make)
+                except Exception as error:
+                    refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 for who, bytes in told.items():
                     errors[who][f"{name}, {optimizer}, {rows} rows"] = bytes / real - 1
             if model is not None:
@@ -57,11 +64,12 @@ def measure(quick: bool) -> Iterator[common.Figure]:
         models=len(models.CASES),
         worst={who: max(found.items(), key=lambda e: abs(e[1])) for who, found in errors.items()},
         lowest=min(errors["ours"].items(), key=lambda e: e[1]),
+        mem_tracker_refused=refused,
     )
     print("\nsizer.predict_worst: error of the predicted peak")
     for who, found in errors.items():
         values = sorted(found.values())
-        print(f"  {who:8s} from {values[0]:+.2%} to {values[-1]:+.2%}")
+        print(f"  {who:10s} from {values[0]:+.2%} to {values[-1]:+.2%}")
     worst = max(abs(error) for error in errors["ours"].values())
     rounds = len(errors["ours"])
     yield _exact("sizer.predict_worst", worst, rounds, conditions)
@@ -114,7 +122,7 @@ def _peak(step: Callable[[int], None], rows: int) -> int:
     return scope.peak_bytes - before
 
 
-def _log_log(peaks: dict[int, int], rows: int) -> float:
+def log_log(peaks: dict[int, int], rows: int) -> float:
     """A straight line through the logarithms, by least squares."""
     xs = [math.log(x) for x in peaks]
     ys = [math.log(y) for y in peaks.values()]

@@ -102,6 +102,10 @@ StandingBytes standing_of(const py::object& tensors, c10::Device device) {
   return standing;
 }
 
+std::function<int64_t()> bytes_of(const py::function& function) {
+  return [function] { return call_python([&] { return function().cast<int64_t>(); }); };
+}
+
 struct Source {
   py::object batch;
   int64_t rows = 0;
@@ -313,9 +317,9 @@ void bind_sizer(py::module_& m) {
                        const std::vector<c10::Device>& devices,
                        const std::vector<std::pair<py::function, py::function>>& keepers,
                        const py::function& required_bytes, const py::function& standing_tensors,
-                       std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
-                       int64_t max_retries, int64_t pieces, bool lockstep, bool predict,
-                       const std::string& batch_norm,
+                       const py::function& optimizer_bytes, std::optional<py::function> weight_fn,
+                       std::shared_ptr<Splitter> splitter, int64_t max_retries, int64_t pieces,
+                       bool lockstep, bool predict, const std::string& batch_norm,
                        const std::vector<std::pair<std::string, py::object>>& batch_norms,
                        const std::optional<PythonSizer::ScalerTensors>& scaler) {
              BatchSizerOptions options;
@@ -324,9 +328,8 @@ void bind_sizer(py::module_& m) {
              options.lockstep = lockstep;
              options.predict = predict;
              options.device = devices.at(0);
-             options.required_bytes = [required_bytes] {
-               return call_python([&] { return required_bytes().cast<int64_t>(); });
-             };
+             options.required_bytes = bytes_of(required_bytes);
+             options.optimizer_bytes = bytes_of(optimizer_bytes);
              options.standing_bytes = [standing_tensors, device = devices.at(0)] {
                return call_python([&] { return standing_of(standing_tensors(), device); });
              };
@@ -338,9 +341,9 @@ void bind_sizer(py::module_& m) {
            }),
            py::kw_only(), py::arg("reducers"), py::arg("foreign"), py::arg("outside"),
            py::arg("buffers"), py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"),
-           py::arg("standing_tensors"), py::arg("weight_fn"), py::arg("splitter"),
-           py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"), py::arg("predict"),
-           py::arg("batch_norm"), py::arg("batch_norms"), py::arg("scaler"))
+           py::arg("standing_tensors"), py::arg("optimizer_bytes"), py::arg("weight_fn"),
+           py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"),
+           py::arg("predict"), py::arg("batch_norm"), py::arg("batch_norms"), py::arg("scaler"))
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("accumulate"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),

@@ -13,6 +13,7 @@
 #include "base/format.h"
 #include "sizer/loss_scale.h"
 #include "sizer/one_call.h"
+#include "sizer/optimizer_room.h"
 
 namespace brimful {
 namespace {
@@ -170,6 +171,9 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
     }
     check_input(input);
     transaction_.capture();
+    if (checked_limit_ && options_.optimizer_bytes) {
+      require_room_for_optimizer(options_.device, options_.optimizer_bytes());
+    }
   } catch (...) {
     bad_input = std::current_exception();
   }
@@ -216,6 +220,7 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
 
 Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
   std::optional<memory::PeakScope> peak(std::in_place, options_.device);
+  used_before_ = memory::stats(options_.device).used_bytes;
   Outcome outcome;
   const bool lockstep = options_.lockstep && group_.world_size() > 1;
   const int64_t rows = input.rows.value_or(0);
@@ -241,6 +246,9 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     outcome.pieces = plan ? plan->pieces : outcome.pieces;
     outcome.peak_bytes = peak->peak_bytes();
     peak.emplace(options_.device);
+  }
+  if (!plan && !lockstep && !input.split && piece_rows_ > 0) {
+    outcome.pieces = history_.coarser(rows, outcome.pieces, room(), steps_);
   }
   owed_ = true;
   norms_.require_whole(outcome.pieces);
@@ -289,6 +297,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
       }
       outcome.peak_bytes = std::max(outcome.peak_bytes, peak->peak_bytes());
       outcome.pieces = static_cast<int64_t>(outcome.split.size());
+      note_peak(input, outcome);
       recorder_.end_step(true, checked_limit_);
       return outcome;
     }
@@ -369,7 +378,8 @@ void BatchSizer::refine(const AttemptResult& result, int64_t rows, Outcome& outc
     return;
   }
   const auto before = static_cast<int64_t>(outcome.split.size());
-  outcome.pieces = finer(rows, before);
+  history_.note_failure(pieces_for(rows, before), room(), steps_);
+  outcome.pieces = history_.finer(rows, before, room());
   piece_rows_ = pieces_for(rows, outcome.pieces);
   std::ostringstream line;
   line << "rank " << group_.rank() << " ran out of memory in step " << steps_ << ": a batch of "

@@ -349,6 +349,7 @@ class BatchSizer:
         standing_tensors: Callable[
             [], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor] | None]
         ],
+        optimizer_bytes: Callable[[], int],
         weight_fn: Callable[[Any], float] | None,
         splitter: Splitter,
         max_retries: int,

@@ -16,6 +16,7 @@ import torch
 
 from brimful import _C, _torch_ddp
 from brimful._modules import batch_norms
+from brimful._optimizer_bytes import step_bytes
 from brimful._process_end import is_out_of_memory, mark_told, words_of
 from brimful.reducer import DistributedDataParallel
 
@@ -135,6 +136,9 @@ class BatchSizer:
     backward twice, with nothing left of it but what it allocated. ``loss_fn`` is called for that too. Without
     ``predict`` pieces are only refined when memory runs out.
 
+    Pieces grow again where there is room for what larger ones were seen to take, or must take at most. Under a limit of
+    the CPU's memory a step whose optimizer would run out raises ``BatchTooLarge`` before it begins.
+
     A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on the split, and is
     reproducible with the same split. ``batch_norm`` says what to do about that: ``"warn"`` logs one warning that names
     the modules, at the first step that is split; with ``"freeze"`` only the first piece of a step updates running
@@ -209,6 +213,11 @@ class BatchSizer:
         self._foreign = foreign
         scaler_tensors = _scaler_tensors(scaler, devices[0])
         self._consumed = 0
+        # Of gradients that a step allocates; those that other ranks share lie in buckets.
+        alone = [p for w in wrapped if w.reducer.world_size == 1 for p in w.parameters()]
+        fresh = [*outside, *(p for p in alone if p.requires_grad)]
+        self._gradient_bytes = _bytes(dict.fromkeys(fresh), self._device)
+        self._step_bytes: dict[torch.optim.Optimizer, tuple[tuple[int, int], tuple[int, int]]] = {}
         for name, function in (
             ("weight_fn", weight_fn),
             ("size_fn", size_fn),
@@ -228,6 +237,7 @@ class BatchSizer:
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
             required_bytes=lambda: this()._required_bytes(),  # type: ignore[union-attr]
             standing_tensors=lambda: this()._standing_tensors(),  # type: ignore[union-attr]
+            optimizer_bytes=lambda: this()._optimizer_bytes(),  # type: ignore[union-attr]
             weight_fn=weight_fn and (lambda batch: this()._weight_fn(batch)),  # type: ignore[union-attr,misc]
             splitter=_C.Splitter(
                 batch_dim=batch_dim,
@@ -266,10 +276,11 @@ class BatchSizer:
                 sizer = this()
                 if sizer is None:
                     raise
-                sizer._announce(error)
+                half = f"the optimizer failed in the middle of its step ({words_of(error)})"
+                # No shortage to the others: nobody can go on without a checkpoint.
+                sizer._tell(False, half)
                 half_done = _C.HalfStepError(
-                    f"the optimizer failed in the middle of its step ({words_of(error)}); parameters "
-                    "may be half updated: load a checkpoint"
+                    f"{half}; parameters may be half updated: load a checkpoint"
                 )
                 mark_told(half_done)
                 raise half_done from error
@@ -419,6 +430,21 @@ class BatchSizer:
         these in attempts that were repeated, and the last 64 steps (``history``). Waits for nothing.
         """
         return self._core.report()
+
+    def _optimizer_bytes(self) -> int:
+        """What a step's gradients and the optimizer's step will take beyond what is in use without them (CPU)."""
+        if self._device.type != "cpu" or not self._optimizers:
+            return 0
+        kept = most = 0
+        for optimizer in self._optimizers:
+            made = len(optimizer.state), sum(len(g["params"]) for g in optimizer.param_groups)
+            known = self._step_bytes.get(optimizer)
+            if known is None or known[0] != made:
+                known = self._step_bytes[optimizer] = made, step_bytes(optimizer) or (0, 0)
+            of_state, peak = known[1]
+            most = max(most, kept + peak)
+            kept += of_state
+        return most + self._gradient_bytes
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed job needs to start with the sizes found, as plain numbers.

@@ -29,6 +29,16 @@ from benchmarks.reducer import (  # noqa: E402
     steps,
     unused,
 )
+from benchmarks.sizer import (  # noqa: E402
+    bench as sizer_bench,
+    models,
+    overhead,
+    peers,
+    regrow,
+    sweep,
+    sweep_ranks,
+    trials,
+)
 
 FIELDS = {"id", "value", "low", "high", "unit", "peer", "rounds", "quick", "torch", "cpu"}
 FIELDS |= {"conditions"}
@@ -195,6 +205,10 @@ class TestIds:
     def test_every_reducer_benchmark_is_listed_and_no_other(self):
         listed = [name for name in common.load_ids() if name.startswith("reducer.")]
         assert sorted(REDUCER_IDS) == sorted(listed)
+
+    def test_every_sizer_benchmark_is_listed_and_no_other(self):
+        measured = [figure_id for module in sizer_bench.MODULES for figure_id in module.IDS]
+        assert sorted(measured) == sorted(n for n in common.load_ids() if n.startswith("sizer."))
 
     def test_every_id_belongs_to_a_subsystem_with_benchmarks(self):
         for name in common.load_ids():
@@ -672,3 +686,101 @@ class TestRanks:
         with pytest.raises(ranks.RanksFailed, match="rank 1: ValueError: planted on 1"):
             ranks.run_ranks(2, fail_on_rank_1, stall_s=60)
         assert time.monotonic() - began < 30
+
+
+@pytest.fixture
+def small_sizer(monkeypatch, no_limit):
+    """Makes the sizer's benchmarks small enough for a test."""
+    mlp = models.CASES["MLP"]
+    few = {"MLP": dataclasses.replace(mlp, rows=600), "conv + BN": models.CASES["conv + BN"]}
+    monkeypatch.setattr(models, "CASES", few)
+    monkeypatch.setattr(regrow, "MODELS", ("MLP",))
+    monkeypatch.setattr(sweep_ranks, "QUICK_MODELS", ("MLP",))
+    monkeypatch.setattr(sweep_ranks, "QUICK_FAULTS", 2)
+
+
+def result(**changed):
+    clean = trials.Result(split=[2, 2], fired=True, values=[torch.ones(2)], rng=(1,))
+    return dataclasses.replace(clean, **changed)
+
+
+class TestSizerFigures:
+    def test_no_fault_ends_badly(self, small_sizer):
+        (figure,) = sweep.measure(quick=True)
+        common.check_figure(figure, common.load_ids())
+        assert (figure.value, figure.conditions["bad"]) == (0, [])
+        assert figure.conditions["models"]["conv + BN"]["retried"] >= 3
+        assert figure.rounds == figure.conditions["faults"] >= 2 * 2 * sweep.QUICK_FAULTS
+
+    def test_no_fault_on_either_rank_ends_badly(self, small_sizer):
+        (figure,) = sweep_ranks.measure(quick=True)
+        assert (figure.value, figure.reason) == (0, None)
+        assert figure.conditions["bad"] == [] and figure.conditions["faults"] == 2 * 2 * 3
+
+    @pytest.mark.parametrize(
+        "change, words",
+        [
+            ({"rng": (2,)}, "random numbers differ"),
+            ({"values": [torch.tensor([1.0, -0.0])]}, "parameters, buffers or optimizer state"),
+            ({"held_bytes": 8}, "8 bytes more in use after the step"),
+            ({"left_bytes": 64}, "64 bytes left over"),
+        ],
+    )
+    def test_what_a_fault_leaves_behind_is_named(self, change, words):
+        clean = result(values=[torch.tensor([1.0, 0.0])])
+        assert result(values=[torch.tensor([1.0, 0.0])]).differs_from(clean) is None
+        changed = {"values": [torch.tensor([1.0, 0.0])], **change}
+        assert words in result(**changed).differs_from(clean)
+
+    def test_a_fault_in_the_optimizer_must_be_a_half_step(self):
+        assert sweep.judge_optimizer(result(half_step=True), result()) is None
+        assert "no HalfStepError" in sweep.judge_optimizer(result(), result())
+        assert "no HalfStepError" in sweep.judge_optimizer(
+            result(half_step=True, fired=False), result()
+        )
+        assert "left over" in sweep.judge_optimizer(result(half_step=True, left_bytes=1), result())
+
+    def test_indices_are_spread_from_end_to_end(self):
+        assert trials.indices(5, None) == trials.indices(5, 9) == [0, 1, 2, 3, 4]
+        assert trials.indices(101, 3) == [0, 50, 100]
+
+    def test_regrown_batches_are_measured_against_the_oracle(self, small_sizer):
+        (figure,) = regrow.measure(quick=True)
+        assert figure.value > 0.2 and figure.peer == regrow.ORACLE
+        found = figure.conditions["models"]["MLP"]
+        assert found[regrow.WITHOUT]["retries"] == [0, 1, 0]
+        assert found[regrow.WITH]["retries"] == [0, 0, 0]
+        assert found[regrow.WITHOUT]["steps_to_whole"] == 0
+        before, cut, restored = found[regrow.ORACLE]
+        assert before == restored == 1 and cut > 1
+
+    def test_a_second_retry_or_a_batch_that_stays_split_is_no_figure(self):
+        good = {"most_retries_of_a_cut": 1, "steps_to_whole": 3}
+        entry = {regrow.WITH: good, regrow.WITHOUT: good}
+        assert regrow._broken({"MLP": entry}) is None
+        twice = {**entry, regrow.WITHOUT: {**good, "most_retries_of_a_cut": 2}}
+        assert "2 retries under one budget" in regrow._broken({"MLP": twice})
+        split = {**entry, regrow.WITH: {**good, "steps_to_whole": None}}
+        assert "not whole again" in regrow._broken({"MLP": split})
+
+    def test_overhead_is_that_of_the_worse_model(self):
+        totals = {"cnn": (1000, 1002), "encoder": (2000, 2010)}
+        profiles = {}
+        for model, (hand, sizer) in totals.items():
+            profiles[model, overhead.HAND] = f"summary: {hand}\n"
+            profiles[model, overhead.SIZER] = f"summary: {sizer}\n"
+        figure = overhead.evaluate(profiles, 2, {})
+        common.check_figure(figure, common.load_ids())
+        assert figure.value == pytest.approx(0.005)
+        assert figure.conditions["cnn"]["step_instructions"] == {"hand": 500, "sizer": 501}
+
+    def test_peers_find_a_size_and_accelerate_is_asked_for(self, small_sizer, monkeypatch):
+        monkeypatch.setitem(sys.modules, "accelerate", None)
+        (figure,) = peers.measure(quick=True)
+        found = figure.conditions["models"]["MLP"]
+        assert found[peers.OURS]["ooms"] == 0
+        assert found["predict=False"]["restarts"] == found[peers.HALVING]["restarts"] >= 1
+        for way in (peers.OURS, "predict=False", peers.HALVING, "log-log fit", "MemTracker"):
+            assert found[way]["gradient_error"] < 1e-5
+            assert 0 < found[way]["budget_used"] <= 1
+        assert "pip install accelerate" in found["accelerate"]["reason"]

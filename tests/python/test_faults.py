@@ -373,6 +373,7 @@ def test_an_error_inside_the_optimizer_is_told_in_the_next_step_and_never_repeat
     assert "the optimizer failed in the middle of its step" in str(failed)
     assert log == [0, 1]
     assert type(healthy) is brimful.RankFailed and healthy.rank == 1
+    assert "the optimizer failed in the middle of its step" in str(healthy)
     assert healthy.seconds < 2 * SOON_S
 
 

@@ -2,6 +2,7 @@
 #include <brimful/export.h>
 #include <brimful/sizer/batch_norm.h>
 #include <brimful/sizer/peak_model.h>
+#include <brimful/sizer/piece_history.h>
 #include <brimful/sizer/report.h>
 #include <brimful/sizer/split.h>
 #include <brimful/sizer/standing_bytes.h>
@@ -40,6 +41,9 @@ struct BatchSizerOptions {
   /// Scales the seed of every backward; unscale, clip, step and update are the caller's. Its state is restored when a step
   /// is repeated. Must outlive the sizer, and be alike on all ranks.
   GradScaler* scaler = nullptr;
+  /// Bytes that the optimizer's step will take beyond what is in use at a step's start, with gradients that are not there
+  /// yet. A step whose optimizer would not fit fails before it begins.
+  std::function<int64_t()> optimizer_bytes;
 };
 
 /// One try of a step.
@@ -180,6 +184,8 @@ class BRIMFUL_API BatchSizer {
   bool release_helps(const std::string& shortage) const;
   void require_same_mark(const std::vector<ControlRecord>& records);
   void refine(const AttemptResult& result, int64_t rows, Outcome& outcome);
+  PieceHistory::Room room() const;
+  void note_peak(const StepInput& input, const Outcome& outcome);
   struct Forecast {
     PeakModel first;   ///< of the first piece of a step, or the only one
     PeakModel second;  ///< of two: gradients are there already in the second
@@ -208,9 +214,11 @@ class BRIMFUL_API BatchSizer {
   std::optional<int64_t> checked_limit_;
   int64_t checked_kept_ = 0;  ///< bytes of gradients that the limit was compared with, too
   std::map<std::string, std::optional<Forecast>> forecasts_;  ///< by kind of batch
-  double margin_ = 0;  ///< share of the peak that predictions were found to be short of
   StepRecorder recorder_;
   std::optional<int64_t> released_step_;  ///< the last one with a cache_released
+  PieceHistory history_;
+  int64_t used_before_ = 0;  ///< bytes in use when the step began
+  double margin_ = 0;        ///< share of the peak that predictions were found to be short of
   ControlRecord next_;
 };
 

@@ -1,0 +1,46 @@
+#pragma once
+#include <brimful/export.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+
+namespace brimful {
+
+/// What steps in pieces of several sizes were seen to take, and the number of pieces that follows from it. A peak is
+/// convex in the rows of a piece and not below 0 at none: a chord between two seen sizes, and the proportion behind the
+/// largest one, are never too small. Plain data; not thread-safe.
+class BRIMFUL_API PieceHistory {
+ public:
+  /// Bytes that a step may take over what is in use before it; nothing where there is no limit.
+  using Room = std::optional<int64_t>;
+
+  /// A step whose largest of `pieces` pieces had `piece_rows` rows took `bytes` over what was in use before it.
+  void note(int64_t piece_rows, int64_t pieces, int64_t bytes);
+  /// Memory ran out in such a step. Pieces of that size are tried again when there is more room, or after a number of
+  /// steps that doubles with each failure.
+  void note_failure(int64_t piece_rows, Room room, int64_t step);
+
+  /// The fewest pieces, `pieces` at most, that are known to fit.
+  int64_t coarser(int64_t rows, int64_t pieces, Room room, int64_t step) const;
+  /// The number of pieces to try after `pieces` ran out of memory: what fits by a margin where their need is known (up
+  /// to four times as many, of two rows at least), else twice as many; at most one row each.
+  int64_t finer(int64_t rows, int64_t pieces, Room room) const;
+
+ private:
+  using Peaks = std::map<int64_t, int64_t>;  ///< by rows of the largest piece
+  struct Failure {
+    int64_t piece_rows = 0;
+    Room room;
+    int64_t until_step = 0;
+  };
+  std::optional<int64_t> need(int64_t piece_rows, int64_t pieces) const;
+  bool is_blocked(int64_t piece_rows, Room room, int64_t step) const;
+
+  Peaks whole_;    ///< of steps in one piece
+  Peaks several_;  ///< gradients are there already in the second piece
+  std::optional<Failure> failure_;
+  int64_t wait_steps_ = 0;
+};
+
+}  // namespace brimful

@@ -1,0 +1,25 @@
+// What the sizer learns from its steps about the rows that fit.
+#include <brimful/memory/stats.h>
+#include <brimful/sizer/batch_sizer.h>
+
+#include <algorithm>
+
+namespace brimful {
+
+PieceHistory::Room BatchSizer::room() const {
+  const auto limit = memory::stats(options_.device).limit_bytes;
+  return limit ? PieceHistory::Room(*limit - used_before_) : std::nullopt;
+}
+
+void BatchSizer::note_peak(const StepInput& input, const Outcome& outcome) {
+  if (outcome.retries > 0 || outcome.split.empty()) {
+    return;  // the peak is that of what was repeated, too
+  }
+  const auto most = *std::max_element(outcome.split.begin(), outcome.split.end());
+  history_.note(most, outcome.pieces, outcome.peak_bytes - used_before_);
+  if (piece_rows_ > 0 && !input.split) {
+    piece_rows_ = std::max(piece_rows_, most);
+  }
+}
+
+}  // namespace brimful

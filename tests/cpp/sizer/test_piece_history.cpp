@@ -1,0 +1,99 @@
+#include "support/catch.h"
+
+#include <brimful/sizer/piece_history.h>
+
+#include <optional>
+
+using brimful::PieceHistory;
+
+namespace {
+constexpr int64_t kMb = 1'000'000;
+
+/// 3 MB whatever the rows, and 1 MB a row; gradients of 1 MB more where there are several pieces.
+int64_t need(int64_t rows, int64_t pieces) {
+  return (3 + rows + (pieces > 1 ? 1 : 0)) * kMb;
+}
+
+struct Seen {
+  PieceHistory history;
+  void run(int64_t rows, int64_t pieces) {
+    const auto piece_rows = (rows + pieces - 1) / pieces;
+    history.note(piece_rows, pieces, need(piece_rows, pieces));
+  }
+};
+}  // namespace
+
+TEST_CASE("Nothing is known to fit at first", "[sizer]") {
+  const PieceHistory history;
+  CHECK(history.coarser(100, 4, 1000 * kMb, 0) == 4);
+  CHECK(history.coarser(100, 4, std::nullopt, 0) == 4);
+  CHECK(history.finer(100, 4, 10 * kMb) == 8);
+}
+
+TEST_CASE("A size that was seen comes back when there is room for it again", "[sizer]") {
+  Seen seen;
+  seen.run(100, 1);
+  seen.run(100, 4);
+  CHECK(seen.history.coarser(100, 4, need(100, 1), 0) == 1);
+  CHECK(seen.history.coarser(100, 4, need(100, 1) - 1, 0) > 1);
+}
+
+TEST_CASE("Pieces grow no further than their need, in proportion, has room", "[sizer]") {
+  Seen seen;
+  seen.run(100, 10);                                       // 14 MB for pieces of 10 rows
+  CHECK(seen.history.coarser(100, 10, 27 * kMb, 0) == 6);  // 17 rows: 23.8 MB; 20 rows: 28 MB
+  seen.run(100, 6);                                        // 21 MB for 17 rows
+  CHECK(seen.history.coarser(100, 6, 27 * kMb, 0) == 5);   // 20 rows: 24.7 MB
+  CHECK(seen.history.coarser(100, 6, std::nullopt, 0) == 1);
+}
+
+TEST_CASE("No size is taken to fit that does not, whatever was seen", "[sizer]") {
+  for (int64_t smallest = 2; smallest <= 50; ++smallest) {
+    for (int64_t largest = smallest; largest <= 50; ++largest) {
+      Seen seen;
+      seen.run(smallest * 2, 2);
+      seen.run(largest * 2, 2);
+      for (int64_t room = 5 * kMb; room < 130 * kMb; room += 7 * kMb) {
+        const auto pieces = seen.history.coarser(120, 60, room, 0);
+        CHECK((pieces == 60 || need((120 + pieces - 1) / pieces, pieces) <= room));
+      }
+    }
+  }
+}
+
+TEST_CASE("A size that failed waits longer each time, or for more room", "[sizer]") {
+  Seen seen;
+  seen.run(100, 1);
+  seen.run(100, 2);
+  const auto room = 200 * kMb;  // something else took it
+  const auto next_try = [&](int64_t from) {
+    auto step = from;
+    while (seen.history.coarser(100, 2, room, step) == 2) {
+      ++step;
+    }
+    return step;
+  };
+  seen.history.note_failure(100, room, 0);
+  const auto second = next_try(0);
+  CHECK(second == 16);
+  CHECK(seen.history.coarser(100, 2, room + 1, 0) == 1);
+  seen.history.note_failure(100, room, second);
+  CHECK(next_try(second) == second + 32);
+  seen.history.note_failure(50, 40 * kMb, 100);  // of another size: a new drop
+  CHECK(seen.history.coarser(100, 2, room, 100) == 1);
+}
+
+TEST_CASE("One refinement is enough where the need is known and rows are most of it", "[sizer]") {
+  Seen seen;
+  seen.run(100, 1);
+  for (int64_t room = 31 * kMb; room < need(100, 1); room += 3 * kMb) {
+    const auto pieces = seen.history.finer(100, 1, room);
+    CHECK(need((100 + pieces - 1) / pieces, pieces) <= room);
+  }
+  CHECK(seen.history.finer(100, 1, 200 * kMb) == 2);  // memory ran out although there was room
+  CHECK(seen.history.finer(100, 1, -kMb) == 2);
+  CHECK(seen.history.finer(100, 1, kMb) == 2);  // a passing shortage
+  CHECK(seen.history.finer(3, 3, kMb) == 3);
+  seen.run(8, 2);
+  CHECK(seen.history.finer(8, 2, 3 * kMb) == 4);  // pieces of one row are left to the second try
+}
