@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from benchmarks import common
-from benchmarks.sizer import predict, steady
+from benchmarks.sizer import predict, ragged, steady
 
 
 def figures(quick: bool, only: Sequence[str] = (), **_: object) -> Iterator[common.Figure]:
     """Measures each figure, or those named in `only`, and yields it when it is ready."""
     torch.set_num_threads(1)
-    for module in (predict, steady):
+    for module in (predict, steady, ragged):
         if not only or not set(only).isdisjoint(module.IDS):
             for figure in module.measure(quick):
                 if not only or figure.id in only:

@@ -65,16 +65,16 @@ Transaction::Keeper keeper_of(py::function capture, py::function restore) {
 }
 
 /// Shapes and dtypes of one row: batches of one kind need memory by the same law.
-std::string kind_of(const py::object& row) {
-  std::ostringstream kind;
-  for_each_tensor(row, [&](const at::Tensor& tensor) {
-    kind << tensor.scalar_type();
-    if (tensor.layout() == at::kStrided && !tensor.is_nested()) {
-      kind << tensor.sizes();
-    }
-    kind << ";";
-  });
-  return kind.str();
+RowKind kind_of(const py::object& row) {
+  RowKind kind;
+  for_each_tensor(row, [&](const at::Tensor& tensor) { kind.add(tensor, std::nullopt); });
+  return kind;
+}
+
+Holdings as_holdings(const py::dict& bytes) {
+  const auto get = [&](const char* name) { return bytes[name].cast<int64_t>(); };
+  return {get("parameters"), get("gradients"), get("optimizer_state"), get("buffers"),
+          get("optimizer_step")};
 }
 
 struct Source {
@@ -89,9 +89,9 @@ class PythonSizer {
               std::vector<at::Tensor> outside, std::vector<at::Tensor> buffers,
               std::vector<c10::Device> devices,
               const std::vector<std::pair<py::function, py::function>>& keepers,
-              const py::function& required_bytes, std::optional<py::function> weight_fn,
-              std::shared_ptr<Splitter> splitter, int64_t max_retries, int64_t pieces,
-              bool lockstep, bool predict)
+              const py::function& required_bytes, const py::function& holdings,
+              std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
+              int64_t max_retries, int64_t pieces, bool lockstep, bool predict)
       : weight_fn_(std::move(weight_fn)),
         splitter_(std::move(splitter)),
         sizer_(StepGroup({reducers.begin(), reducers.end()}, std::move(outside)),
@@ -99,9 +99,9 @@ class PythonSizer {
                {max_retries, pieces, lockstep, predict, devices.at(0),
                 [required_bytes] {
                   return call_python([&] { return required_bytes().cast<int64_t>(); });
-                }}),
-        lockstep_(lockstep),
-        predict_(predict) {
+                },
+                [holdings] { return call_python([&] { return as_holdings(holdings()); }); }}),
+        lockstep_(lockstep) {
     for (const auto& [capture, restore] : keepers) {
       sizer_.transaction().add(keeper_of(capture, restore));
     }
@@ -168,7 +168,7 @@ class PythonSizer {
     }
     try {  // what is wrong here must fail the step, not this call: the other ranks wait
       input.rows = splitter_->rows_of(*batch);
-      if ((predict_ || forecast) && *input.rows > 0) {
+      if ((forecast || sizer_.predicts()) && *input.rows > 0) {
         input.kind = kind_of(splitter_->slice(*batch, *input.rows, 0, 1));
       }
       if (weight_fn_) {
@@ -184,7 +184,6 @@ class PythonSizer {
   std::shared_ptr<Splitter> splitter_;
   BatchSizer sizer_;
   bool lockstep_;
-  bool predict_;
   Source last_;  ///< in lockstep: gives empty pieces to a step without data
 };
 
@@ -235,24 +234,34 @@ void bind_sizer(py::module_& m) {
       .def_readonly("used_bytes", &Plan::used_bytes)
       .def_readonly("peak_bytes", &Plan::peak_bytes)
       .def_readonly("limit_bytes", &Plan::limit_bytes)
+      .def_readonly("parameter_bytes", &Plan::parameter_bytes)
+      .def_readonly("gradient_bytes", &Plan::gradient_bytes)
+      .def_readonly("optimizer_bytes", &Plan::optimizer_bytes)
+      .def_readonly("buffer_bytes", &Plan::buffer_bytes)
+      .def_readonly("activation_bytes", &Plan::activation_bytes)
       .def("__repr__", [](const Plan& plan) {
         std::ostringstream out;
         out << "Plan(pieces=" << plan.pieces << ", piece_rows=" << plan.piece_rows
             << ", peak=" << format_bytes(plan.peak_bytes)
             << ", used=" << format_bytes(plan.used_bytes)
-            << ", limit=" << (plan.limit_bytes ? format_bytes(*plan.limit_bytes) : "None") << ")";
+            << ", limit=" << (plan.limit_bytes ? format_bytes(*plan.limit_bytes) : "None")
+            << ", parameters=" << format_bytes(plan.parameter_bytes)
+            << ", gradients=" << format_bytes(plan.gradient_bytes)
+            << ", optimizer=" << format_bytes(plan.optimizer_bytes)
+            << ", buffers=" << format_bytes(plan.buffer_bytes)
+            << ", activations=" << format_bytes(plan.activation_bytes) << ")";
         return out.str();
       });
   py::class_<PythonSizer>(m, "BatchSizer")
       .def(py::init<const std::vector<std::shared_ptr<Reducer>>&, std::vector<at::Tensor>,
                     std::vector<at::Tensor>, std::vector<c10::Device>,
                     const std::vector<std::pair<py::function, py::function>>&, const py::function&,
-                    std::optional<py::function>, std::shared_ptr<Splitter>, int64_t, int64_t, bool,
-                    bool>(),
+                    const py::function&, std::optional<py::function>, std::shared_ptr<Splitter>,
+                    int64_t, int64_t, bool, bool>(),
            py::kw_only(), py::arg("reducers"), py::arg("outside"), py::arg("buffers"),
-           py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"), py::arg("weight_fn"),
-           py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"),
-           py::arg("predict"))
+           py::arg("devices"), py::arg("keepers"), py::arg("required_bytes"), py::arg("holdings"),
+           py::arg("weight_fn"), py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"),
+           py::arg("lockstep"), py::arg("predict"))
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("split"), py::arg("error"))

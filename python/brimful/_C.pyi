@@ -235,6 +235,16 @@ class Plan:
     def peak_bytes(self) -> int: ...
     @property
     def limit_bytes(self) -> int | None: ...
+    @property
+    def parameter_bytes(self) -> int: ...
+    @property
+    def gradient_bytes(self) -> int: ...
+    @property
+    def optimizer_bytes(self) -> int: ...
+    @property
+    def buffer_bytes(self) -> int: ...
+    @property
+    def activation_bytes(self) -> int: ...
 
 class PeakModel:
     @staticmethod
@@ -265,6 +275,7 @@ class BatchSizer:
         devices: Sequence[torch.device],
         keepers: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]],
         required_bytes: Callable[[], int],
+        holdings: Callable[[], dict[str, int]],
         weight_fn: Callable[[Any], float] | None,
         splitter: Splitter,
         max_retries: int,

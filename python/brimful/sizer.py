@@ -103,10 +103,11 @@ class BatchSizer:
 
     ``model`` is what ``loss_fn`` gets: a module, a ``DistributedDataParallel``, or a sequence of them for several
     wrapped modules in one step. ``optimizer`` (one, or a sequence) is only looked at: you call its ``step`` and
-    ``zero_grad`` yourself. ``weight_fn(batch)`` gives a batch's weight beforehand where it is not its number of rows,
-    such as its number of tokens. ``pieces`` is the split of the first batch; from then on a split is refined when
-    memory runs out. ``lockstep`` (by default true if the model has SyncBatchNorm) makes all ranks run the same number
-    of pieces, which collectives inside the model need; no rank can retry then.
+    ``zero_grad`` yourself.
+    ``weight_fn(batch)`` gives a batch's weight beforehand where it is not its number of rows, such as its number of
+    tokens. ``pieces`` is the split of the first batch; from then on a split is refined when memory runs out.
+    ``lockstep`` (by default true if the model has SyncBatchNorm) makes all ranks run the same number of pieces, which
+    collectives inside the model need; no rank can retry then.
 
     ``batch_dim`` says where a batch's rows lie: an int for all its tensors, ``None`` for what every piece gets whole,
     or entries that mirror the batch, in a sequence of the same length or in a dict by key, field or index (dimension 0
@@ -115,8 +116,9 @@ class BatchSizer:
 
     ``predict`` chooses the pieces by the memory that they will need, where the CPU has a limit: at the first batch of a
     shape, two, three and sixteen of its rows (more where a library rounds allocations up) are run forward and
-    backward twice, with nothing left of it but what it allocated. ``loss_fn`` is called for that too. Without
-    ``predict`` pieces are only refined when memory runs out.
+    backward twice, with nothing left of it but what it allocated. ``loss_fn`` is called for that too. Of shapes that
+    differ in one length, such as a sequence's, only a few are run. Without ``predict`` pieces are only refined when
+    memory runs out.
 
     Not thread-safe. A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on
     the split, and is reproducible with the same split.
@@ -164,6 +166,7 @@ class BatchSizer:
         self._parameters = parameters
         self._optimizers = optimizers
         self._device = devices[0]
+        self._buffers = buffers
         self._consumed = 0
         for name, function in (
             ("weight_fn", weight_fn),
@@ -182,6 +185,7 @@ class BatchSizer:
             devices=devices,
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
             required_bytes=lambda: this()._required_bytes(),  # type: ignore[union-attr]
+            holdings=lambda: this()._holdings(),  # type: ignore[union-attr]
             weight_fn=weight_fn and (lambda batch: this()._weight_fn(batch)),  # type: ignore[union-attr,misc]
             splitter=_C.Splitter(
                 batch_dim=batch_dim,
@@ -261,8 +265,10 @@ class BatchSizer:
         """The pieces and the peak of a step with this batch on this rank, as ``predict`` would choose them.
 
         Runs a few rows where it has not seen a batch of this shape; parameters, buffers and RNG stay as they are and
-        gradients must be empty. The peak is that of forward and backward, in bytes, of the CPU. None where memory
-        follows no law that is known, or the batch has fewer than three rows.
+        gradients must be empty. The peak is that of forward and backward, or of the optimizer's step if it takes more,
+        in bytes, of the CPU; ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes`` (state), ``buffer_bytes`` and
+        ``activation_bytes`` (the rest) add up to it. None where memory follows no law that is known, the batch has
+        fewer than three rows, or the model is not on the CPU.
         """
         _checked(batch, loss_fn, None)
         return self._core.plan(batch, loss_fn, self._model)
@@ -323,6 +329,10 @@ class BatchSizer:
             logging.getLogger("brimful").warning("nobody heard of this rank's failure: %s", broken)
 
     def _required_bytes(self) -> int:
+        held = self._holdings()
+        return sum(held[name] for name in ("parameters", "gradients", "optimizer_state"))
+
+    def _holdings(self) -> dict[str, int]:
         states = [
             value
             for optimizer in self._optimizers
@@ -330,10 +340,14 @@ class BatchSizer:
             for value in state.values()
             if isinstance(value, torch.Tensor)
         ]
-        gradients = [p for p in self._parameters if p.requires_grad]
-        return sum(
-            _bytes(tensors, self._device) for tensors in (self._parameters, gradients, states)
-        )
+        gradients = _bytes([p for p in self._parameters if p.requires_grad], self._device)
+        return {
+            "parameters": _bytes(self._parameters, self._device),
+            "gradients": gradients,
+            "optimizer_state": _bytes(states, self._device),
+            "buffers": _bytes(self._buffers, self._device),
+            "optimizer_step": gradients,
+        }
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed job needs to start with the sizes found, as plain numbers.

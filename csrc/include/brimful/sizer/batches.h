@@ -22,6 +22,34 @@ inline PieceLoss as_piece_loss(const at::Tensor& loss, int64_t rows) {
 inline PieceLoss as_piece_loss(PieceLoss loss, int64_t /*rows*/) {
   return loss;
 }
+
+/// Refers to both arguments.
+template <typename Batch, typename LossFn>
+PieceWork work_of(const Batch& batch, const LossFn& loss_fn) {
+  PieceWork work;
+  work.forward = [&](int64_t begin, int64_t end) {
+    return as_piece_loss(loss_fn(slice_rows(batch, begin, end)), end - begin);
+  };
+  work.backward = [](const at::Tensor& loss, const at::Tensor& gradient) {
+    loss.backward(gradient);
+  };
+  return work;
+}
+
+template <typename Model>
+BatchSizerOptions complete(Model& model, BatchSizerOptions options) {
+  options.device = model.reducer()->parameters().front().device();
+  if (!options.holdings) {
+    std::vector<at::Tensor> parameters;
+    for (const auto& item : model.module()->named_parameters()) {
+      parameters.push_back(item.value());
+    }
+    options.holdings = [parameters, buffers = model.module()->buffers(), device = options.device] {
+      return holdings_of(parameters, buffers, device);
+    };
+  }
+  return options;
+}
 }  // namespace detail
 
 template <typename Model>
@@ -33,7 +61,7 @@ BatchSizer::BatchSizer(Model& model, BatchSizerOptions options)
     : BatchSizer(
           StepGroup({model.reducer()}, {}),
           Transaction(model.module()->buffers(), {model.reducer()->parameters().front().device()}),
-          (options.device = model.reducer()->parameters().front().device(), std::move(options))) {}
+          detail::complete(model, std::move(options))) {}
 
 template <typename Batch, typename LossFn>
 Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn) {
@@ -49,15 +77,21 @@ Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn) {
     };
     return step(StepInput{}, none);
   } else {
-    PieceWork work;
-    work.forward = [&](int64_t begin, int64_t end) {
-      return detail::as_piece_loss(loss_fn(slice_rows(batch, begin, end)), end - begin);
-    };
-    work.backward = [](const at::Tensor& loss, const at::Tensor& gradient) {
-      loss.backward(gradient);
-    };
-    return step(input_of(batch), work);
+    auto input = input_of(batch);
+    if (!input.error && predicts()) {
+      input.kind = kind_of(batch);
+    }
+    return step(input, detail::work_of(batch, loss_fn));
   }
+}
+
+template <typename Batch, typename LossFn>
+std::optional<Plan> BatchSizer::plan(const Batch& batch, const LossFn& loss_fn) {
+  auto input = input_of(batch);
+  if (!input.error) {
+    input.kind = kind_of(batch);
+  }
+  return plan(input, detail::work_of(batch, loss_fn));
 }
 
 /// A loop over `loader` that looks one batch ahead, so that every rank knows which others have more.
