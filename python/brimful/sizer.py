@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from brimful import _C
+from brimful._optimizer_room import OptimizerRoom
 from brimful.reducer import DistributedDataParallel, _is_out_of_memory, _mark_told, _words
 
 __all__ = ["NO_DATA", "BatchSizer"]
@@ -103,7 +104,8 @@ class BatchSizer:
 
     ``model`` is what ``loss_fn`` gets: a module, a ``DistributedDataParallel``, or a sequence of them for several
     wrapped modules in one step. ``optimizer`` (one, or a sequence) is only looked at: you call its ``step`` and
-    ``zero_grad`` yourself.
+    ``zero_grad`` yourself. Until its first step the memory that its state will take is in use already, so that sizes
+    found before hold after it (torch's optimizers but LBFGS and Adafactor; the state itself is not touched).
     ``weight_fn(batch)`` gives a batch's weight beforehand where it is not its number of rows, such as its number of
     tokens. ``pieces`` is the split of the first batch; from then on a split is refined when memory runs out.
     ``lockstep`` (by default true if the model has SyncBatchNorm) makes all ranks run the same number of pieces, which
@@ -167,6 +169,7 @@ class BatchSizer:
         self._optimizers = optimizers
         self._device = devices[0]
         self._buffers = buffers
+        self._room = OptimizerRoom(optimizers, self._device)
         self._consumed = 0
         for name, function in (
             ("weight_fn", weight_fn),
@@ -213,12 +216,15 @@ class BatchSizer:
 
         @functools.wraps(optimizer.step.__func__)  # type: ignore[attr-defined]
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            sizer = this()
             try:
-                return inner(*args, **kwargs)
+                if sizer is None:
+                    return inner(*args, **kwargs)
+                with sizer._room.stepping(optimizer, measure=not args and not kwargs):
+                    return inner(*args, **kwargs)
             except (_C.RankFailed, _C.HalfStepError):
                 raise
             except Exception as error:
-                sizer = this()
                 if sizer is None:
                     raise
                 sizer._announce(error)
@@ -251,6 +257,7 @@ class BatchSizer:
         sizes, error = None, None
         try:
             sizes = _checked(batch, loss_fn, split)
+            self._room.keep()
         except Exception as caught:  # must fail the step, not this call: the other ranks wait
             error = caught
         try:
@@ -271,6 +278,7 @@ class BatchSizer:
         fewer than three rows, or the model is not on the CPU.
         """
         _checked(batch, loss_fn, None)
+        self._room.keep()
         return self._core.plan(batch, loss_fn, self._model)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch | _NoData]:
@@ -344,9 +352,9 @@ class BatchSizer:
         return {
             "parameters": _bytes(self._parameters, self._device),
             "gradients": gradients,
-            "optimizer_state": _bytes(states, self._device),
+            "optimizer_state": _bytes(states, self._device) + self._room.kept_bytes(self._device),
             "buffers": _bytes(self._buffers, self._device),
-            "optimizer_step": gradients,
+            "optimizer_step": gradients + self._room.step_bytes if self._optimizers else 0,
         }
 
     def state_dict(self) -> dict[str, float]:
