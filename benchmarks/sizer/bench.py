@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from benchmarks import common
-from benchmarks.sizer import overhead, peers, predict, regrow, steady, sweep, sweep_ranks
+from benchmarks.sizer import overhead, peers, predict, ragged, regrow, steady, sweep, sweep_ranks
 
-MODULES = (predict, steady, sweep, sweep_ranks, overhead, regrow, peers)
+MODULES = (predict, steady, ragged, sweep, sweep_ranks, overhead, regrow, peers)
 
 
 def figures(quick: bool, only: Sequence[str] = (), **_: object) -> Iterator[common.Figure]:

@@ -77,16 +77,10 @@ std::vector<std::shared_ptr<Participant>> participants_of(
 }
 
 /// Shapes and dtypes of one row: batches of one kind need memory by the same law.
-std::string kind_of(const py::object& row) {
-  std::ostringstream kind;
-  for_each_tensor(row, [&](const at::Tensor& tensor) {
-    kind << tensor.scalar_type();
-    if (tensor.layout() == at::kStrided && !tensor.is_nested()) {
-      kind << tensor.sizes();
-    }
-    kind << ";";
-  });
-  return kind.str();
+RowKind kind_of(const py::object& row) {
+  RowKind kind;
+  for_each_tensor(row, [&](const at::Tensor& tensor) { kind.add(tensor, std::nullopt); });
+  return kind;
 }
 
 using Tensors = std::vector<at::Tensor>;
@@ -129,8 +123,7 @@ class PythonSizer {
         splitter_(std::move(splitter)),
         sizer_(StepGroup(participants_of(reducers, foreign), std::move(outside)),
                Transaction(std::move(buffers), devices), with_scaler(options, scaler_.get())),
-        lockstep_(options.lockstep),
-        predict_(options.predict) {
+        lockstep_(options.lockstep) {
     for (const auto& [capture, restore] : keepers) {
       sizer_.transaction().add(keeper_of(capture, restore));
     }
@@ -204,7 +197,7 @@ class PythonSizer {
     }
     try {  // what is wrong here must fail the step, not this call: the other ranks wait
       input.rows = splitter_->rows_of(*batch);
-      if ((predict_ || forecast) && *input.rows > 0) {
+      if ((forecast || sizer_.predicts()) && *input.rows > 0) {
         input.kind = kind_of(splitter_->slice(*batch, *input.rows, 0, 1));
       }
       if (weight_fn_) {
@@ -221,7 +214,6 @@ class PythonSizer {
   std::shared_ptr<Splitter> splitter_;
   BatchSizer sizer_;
   bool lockstep_;
-  bool predict_;
   Source last_;  ///< in lockstep: gives empty pieces to a step without data
 };
 
@@ -302,12 +294,22 @@ void bind_sizer(py::module_& m) {
       .def_readonly("kept_bytes", &Plan::kept_bytes)
       .def_readonly("peak_bytes", &Plan::peak_bytes)
       .def_readonly("limit_bytes", &Plan::limit_bytes)
+      .def_readonly("parameter_bytes", &Plan::parameter_bytes)
+      .def_readonly("gradient_bytes", &Plan::gradient_bytes)
+      .def_readonly("optimizer_bytes", &Plan::optimizer_bytes)
+      .def_readonly("buffer_bytes", &Plan::buffer_bytes)
+      .def_readonly("activation_bytes", &Plan::activation_bytes)
       .def("__repr__", [](const Plan& plan) {
         std::ostringstream out;
         out << "Plan(pieces=" << plan.pieces << ", piece_rows=" << plan.piece_rows
             << ", peak=" << format_bytes(plan.peak_bytes)
             << ", used=" << format_bytes(plan.used_bytes)
-            << ", limit=" << (plan.limit_bytes ? format_bytes(*plan.limit_bytes) : "None") << ")";
+            << ", limit=" << (plan.limit_bytes ? format_bytes(*plan.limit_bytes) : "None")
+            << ", parameters=" << format_bytes(plan.parameter_bytes)
+            << ", gradients=" << format_bytes(plan.gradient_bytes)
+            << ", optimizer=" << format_bytes(plan.optimizer_bytes)
+            << ", buffers=" << format_bytes(plan.buffer_bytes)
+            << ", activations=" << format_bytes(plan.activation_bytes) << ")";
         return out.str();
       });
   py::class_<PythonSizer>(m, "BatchSizer")

@@ -239,8 +239,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
   attempt.record = next_;
   attempt.record.verdict = input.rows ? Verdict::ok : Verdict::no_data;
   std::optional<Plan> plan;
-  if (options_.predict && input.rows && !input.split && !lockstep &&
-      memory::stats(options_.device).limit_bytes) {
+  if (input.rows && !input.split && predicts()) {
     owed_ = true;  // the others wait in their step
     plan = plan_of(input, work);
     outcome.pieces = plan ? plan->pieces : outcome.pieces;
@@ -314,7 +313,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     }
     outcome.peak_bytes = std::max(outcome.peak_bytes, attempt_peak);
     peak.emplace(options_.device);
-    note_shortfall(result, plan);
+    note_shortfall(result, plan, input.kind);
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "sizer/one_call.h"
 
@@ -16,34 +17,72 @@ constexpr int64_t kCheckedRows = 16;
 constexpr double kGoodEnough = 0.01;    // of the peak: else a larger size is traced
 constexpr int64_t kSlackBytes = 16384;  // what a step allocates beside its pieces: losses, weights
 constexpr double kMoreMargin = 0.02;
+
+int64_t room_of(const memory::Stats& now) {
+  return now.limit_bytes ? *now.limit_bytes - now.used_bytes : std::numeric_limits<int64_t>::max();
+}
+
+/// Divides the peak among what is known to be held, and the rest.
+void divide(Plan& plan, const StandingBytes& standing) {
+  int64_t rest = plan.peak_bytes;
+  const auto take = [&](int64_t bytes) {
+    const auto taken = std::min(bytes, rest);
+    rest -= taken;
+    return taken;
+  };
+  plan.parameter_bytes = take(standing.parameters);
+  plan.optimizer_bytes = take(standing.optimizer_state.value_or(0));
+  plan.buffer_bytes = take(standing.buffers);
+  plan.gradient_bytes = take(standing.trainable);
+  plan.activation_bytes = rest;
+}
 }  // namespace
 
-std::optional<BatchSizer::Forecast> BatchSizer::rehearse(const StepInput& input,
-                                                         const PieceWork& work) {
-  std::vector<TracedRows> first;
-  std::vector<TracedRows> both;
+bool BatchSizer::predicts() const {
+  return options_.predict && options_.device.is_cpu() &&
+         !(options_.lockstep && group_.world_size() > 1) &&
+         memory::stats(options_.device).limit_bytes;
+}
+
+int64_t BatchSizer::with_margin(int64_t bytes) const {
+  return static_cast<int64_t>(static_cast<double>(bytes) * (1 + margin_)) + kSlackBytes;
+}
+
+Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
+  Rehearsal traced;
   std::optional<PeakModel> model;
   const auto trace = [&](int64_t rows) {
     const memory::TraceScope scope;
     int64_t of_first = 0;
     group_.rehearse(rows, work, [&] { of_first = static_cast<int64_t>(scope.trace().size()); });
     const auto& events = scope.trace();
-    first.push_back({rows, {events.begin(), events.begin() + of_first}});
-    both.push_back({rows, events});
+    traced.first.push_back({rows, {events.begin(), events.begin() + of_first}});
+    traced.second.push_back({rows, events});
+    if (traced.second.size() >= 2) {
+      model = PeakModel::fit(traced.second);
+    }
+  };
+  // The check must not run out of memory itself.
+  const auto checked_rows = [&]() -> int64_t {
+    const auto room = room_of(memory::stats(options_.device));
+    return with_margin(model->peak_bytes(kCheckedRows)) <= room
+               ? kCheckedRows
+               : model->largest_rows(room - with_margin(0), kCheckedRows) * 4 / 5;
   };
   try {
     group_.rehearse(kLeastRows, work, [] {});  // what is allocated once and for all
     trace(kLeastRows);
     trace(kLeastRows + 1);
-    model = PeakModel::fit(both);
-    for (int64_t rows = kCheckedRows; model && rows <= *input.rows; rows *= 2) {
+    int64_t rows = model ? checked_rows() : 0;
+    while (model && rows > kLeastRows + 1 && rows <= *input.rows &&
+           with_margin(model->peak_bytes(rows)) <= room_of(memory::stats(options_.device))) {
+      const auto told = static_cast<double>(model->peak_bytes(rows));
       trace(rows);
-      const auto peak = static_cast<double>(memory::peak_bytes(both.back().trace));
-      const double off = std::abs(static_cast<double>(model->peak_bytes(rows)) - peak) / peak;
-      model = PeakModel::fit(both);
-      if (off <= kGoodEnough) {
+      const auto peak = static_cast<double>(memory::peak_bytes(traced.second.back().trace));
+      if (std::abs(told - peak) <= kGoodEnough * peak) {
         break;
       }
+      rows *= 2;
     }
   } catch (...) {
     if (!is_out_of_memory(std::current_exception())) {
@@ -52,29 +91,17 @@ std::optional<BatchSizer::Forecast> BatchSizer::rehearse(const StepInput& input,
     }  // what was traced before that will do, or the step finds out
   }
   transaction_.restore();
-  if (!model) {
-    return std::nullopt;
-  }
-  auto one = PeakModel::fit(std::move(first));
-  return one ? std::optional(Forecast{std::move(*one), std::move(*model)}) : std::nullopt;
-}
-
-const std::optional<BatchSizer::Forecast>& BatchSizer::forecast(const StepInput& input,
-                                                                const PieceWork& work) {
-  const auto known = forecasts_.find(input.kind);
-  if (known != forecasts_.end()) {
-    return known->second;
-  }
-  return forecasts_.emplace(input.kind, rehearse(input, work)).first->second;
+  return traced;
 }
 
 std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork& work) {
   const auto rows = *input.rows;
-  if (rows <= kLeastRows) {
+  if (rows <= kLeastRows || !options_.device.is_cpu()) {
     return std::nullopt;
   }
-  const auto& known = forecast(input, work);
-  if (!known) {
+  const auto known = forecasts_.find(input.kind);
+  const auto forecast = known ? *known : forecasts_.keep(input.kind, rehearse(input, work));
+  if (!forecast) {
     return std::nullopt;
   }
   const auto now = memory::stats(options_.device);
@@ -82,19 +109,16 @@ std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork&
   plan.used_bytes = now.used_bytes;
   plan.kept_bytes = group_.kept().bytes();
   plan.limit_bytes = now.limit_bytes;
-  const auto with_margin = [&](int64_t bytes) {
-    return static_cast<int64_t>(static_cast<double>(bytes) * (1 + margin_)) + kSlackBytes;
-  };
   const auto peak = [&](int64_t pieces) {
     const auto of_piece = split_rows(rows, pieces).front();
-    return with_margin(pieces == 1 ? known->first.peak_bytes(of_piece)
-                                   : known->second.peak_bytes(of_piece));
+    return with_margin(pieces == 1 ? forecast->first.peak_bytes(of_piece)
+                                   : forecast->second.peak_bytes(of_piece));
   };
-  const auto room = now.limit_bytes ? *now.limit_bytes - now.used_bytes : peak(1);
+  const auto room = room_of(now);
   if (peak(1) > room) {
     const auto bytes =
         static_cast<int64_t>(static_cast<double>(room - kSlackBytes) / (1 + margin_));
-    const auto most = known->second.largest_rows(bytes, rows);
+    const auto most = forecast->second.largest_rows(bytes, rows);
     plan.pieces = std::max<int64_t>(most > 0 ? pieces_for(rows, most) : rows, 2);
     plan.pieces = std::min(plan.pieces, rows);
   }
@@ -112,12 +136,20 @@ std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& wo
   check_input(input);
   TORCH_CHECK_VALUE(input.rows, "there is nothing to plan without a batch (rows: none)");
   transaction_.capture();
-  return plan_of(input, work);
+  auto plan = plan_of(input, work);
+  if (plan) {
+    const auto of_optimizer = options_.optimizer_bytes ? options_.optimizer_bytes() : 0;
+    plan->peak_bytes = std::max(plan->peak_bytes, plan->used_bytes + of_optimizer);
+    divide(*plan, options_.standing_bytes ? options_.standing_bytes() : StandingBytes{});
+  }
+  return plan;
 }
 
-void BatchSizer::note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan) {
+void BatchSizer::note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan,
+                                const RowKind& kind) {
   if (plan && result.own == AttemptResult::Own::out_of_memory) {
     margin_ += kMoreMargin;
+    forecasts_.distrust(kind);
   }
 }
 

@@ -128,4 +128,22 @@ c10::IValue Part<c10::IValue>::slice(const c10::IValue& part, const Range& range
   return piece;
 }
 
+void Part<c10::IValue>::describe(const c10::IValue& part, RowKind& kind) {
+  if (part.isTensor()) {
+    kind.add(part.toTensor(), 0);
+  } else if (part.isList()) {
+    for (const auto& item : part.toListRef()) {
+      describe(item, kind);
+    }
+  } else if (part.isTuple()) {
+    for (const auto& item : part.toTupleRef().elements()) {
+      describe(item, kind);
+    }
+  } else if (part.isGenericDict()) {
+    for (const auto& entry : part.toGenericDict()) {
+      describe(entry.value(), kind);
+    }
+  }
+}
+
 }  // namespace brimful::detail

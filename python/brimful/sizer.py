@@ -16,7 +16,7 @@ import torch
 
 from brimful import _C, _torch_ddp
 from brimful._modules import batch_norms
-from brimful._optimizer_bytes import step_bytes
+from brimful._optimizer_room import OptimizerRoom
 from brimful._process_end import is_out_of_memory, mark_told, words_of
 from brimful.reducer import DistributedDataParallel
 
@@ -121,10 +121,12 @@ class BatchSizer:
 
     ``model`` is what ``loss_fn`` gets: a module, a ``DistributedDataParallel``, or a sequence of them for several
     wrapped modules in one step. ``optimizer`` (one, or a sequence) is only looked at: you call its ``step`` and
-    ``zero_grad`` yourself. ``weight_fn(batch)`` gives a batch's weight beforehand where it is not its number of rows,
-    such as its number of tokens. ``pieces`` is the split of the first batch; from then on a split is refined when
-    memory runs out. ``lockstep`` (by default true if the model has SyncBatchNorm) makes all ranks run the same number
-    of pieces, which collectives inside the model need; no rank can retry then.
+    ``zero_grad`` yourself. Until its first step the memory that its state will take is in use already, so that sizes
+    found before hold after it (torch's optimizers but LBFGS and Adafactor; the state itself is not touched).
+    ``weight_fn(batch)`` gives a batch's weight beforehand where it is not its number of rows, such as its number of
+    tokens. ``pieces`` is the split of the first batch; from then on a split is refined when memory runs out.
+    ``lockstep`` (by default true if the model has SyncBatchNorm) makes all ranks run the same number of pieces, which
+    collectives inside the model need; no rank can retry then.
 
     ``batch_dim`` says where a batch's rows lie: an int for all its tensors, ``None`` for what every piece gets whole,
     or entries that mirror the batch, in a sequence of the same length or in a dict by key, field or index (dimension 0
@@ -133,8 +135,9 @@ class BatchSizer:
 
     ``predict`` chooses the pieces by the memory that they will need, where the CPU has a limit: at the first batch of a
     shape, two, three and sixteen of its rows (more where a library rounds allocations up) are run forward and
-    backward twice, with nothing left of it but what it allocated. ``loss_fn`` is called for that too. Without
-    ``predict`` pieces are only refined when memory runs out.
+    backward twice, with nothing left of it but what it allocated. ``loss_fn`` is called for that too. Of shapes that
+    differ in one length, such as a sequence's, only a few are run. Without ``predict`` pieces are only refined when
+    memory runs out.
 
     Pieces grow again where there is room for what larger ones were seen to take, or must take at most. Under a limit of
     the CPU's memory a step whose optimizer would run out raises ``BatchTooLarge`` before it begins.
@@ -212,12 +215,12 @@ class BatchSizer:
         self._device = devices[0]
         self._foreign = foreign
         scaler_tensors = _scaler_tensors(scaler, devices[0])
+        self._room = OptimizerRoom(optimizers)
         self._consumed = 0
         # Of gradients that a step allocates; those that other ranks share lie in buckets.
         alone = [p for w in wrapped if w.reducer.world_size == 1 for p in w.parameters()]
         fresh = [*outside, *(p for p in alone if p.requires_grad)]
         self._gradient_bytes = _bytes(dict.fromkeys(fresh), self._device)
-        self._step_bytes: dict[torch.optim.Optimizer, tuple[tuple[int, int], tuple[int, int]]] = {}
         for name, function in (
             ("weight_fn", weight_fn),
             ("size_fn", size_fn),
@@ -268,12 +271,14 @@ class BatchSizer:
 
         @functools.wraps(optimizer.step.__func__)  # type: ignore[attr-defined]
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            sizer = this()
             try:
+                if sizer is not None:
+                    sizer._room.release(optimizer)
                 return inner(*args, **kwargs)
             except (_C.RankFailed, _C.HalfStepError):
                 raise
             except Exception as error:
-                sizer = this()
                 if sizer is None:
                     raise
                 half = f"the optimizer failed in the middle of its step ({words_of(error)})"
@@ -317,6 +322,7 @@ class BatchSizer:
         sizes, error = None, None
         try:
             sizes = _checked(batch, loss_fn, split)
+            self._room.keep()
         except Exception as caught:  # must fail the step, not this call: the other ranks wait
             error = caught
         try:
@@ -339,10 +345,13 @@ class BatchSizer:
 
         Runs a few rows where it has not seen a batch of this shape; parameters, buffers and RNG stay as they are.
         Gradients must be empty, unless the step is to ``accumulate``: what it keeps of them is ``kept_bytes``. The peak
-        is that of forward and backward, in bytes, of the CPU. None where memory follows no law that is known, or the
-        batch has fewer than three rows.
+        is that of forward and backward, or of the optimizer's step if it takes more, in bytes, of the CPU;
+        ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes`` (state), ``buffer_bytes`` and ``activation_bytes``
+        (the rest) add up to it. None where memory follows no law that is known, the batch has fewer than three rows, or
+        the model is not on the CPU.
         """
         _checked(batch, loss_fn, None)
+        self._room.keep()
         return self._core.plan(batch, self._local(loss_fn), self._model, bool(accumulate))
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch | _NoData]:
@@ -407,7 +416,7 @@ class BatchSizer:
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)
-        ]
+        ] + self._room.tensors()
 
     def _required_bytes(self) -> int:
         gradients = [p for p in self._parameters if p.requires_grad]
@@ -435,16 +444,7 @@ class BatchSizer:
         """What a step's gradients and the optimizer's step will take beyond what is in use without them (CPU)."""
         if self._device.type != "cpu" or not self._optimizers:
             return 0
-        kept = most = 0
-        for optimizer in self._optimizers:
-            made = len(optimizer.state), sum(len(g["params"]) for g in optimizer.param_groups)
-            known = self._step_bytes.get(optimizer)
-            if known is None or known[0] != made:
-                known = self._step_bytes[optimizer] = made, step_bytes(optimizer) or (0, 0)
-            of_state, peak = known[1]
-            most = max(most, kept + peak)
-            kept += of_state
-        return most + self._gradient_bytes
+        return self._room.next_step_bytes() + self._gradient_bytes
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed job needs to start with the sizes found, as plain numbers.

@@ -1,154 +1,237 @@
-"""A step whose optimizer would run out of memory fails before it begins: no update is ever left half done."""
+"""What an optimizer will take is in use before sizes are chosen, and nothing of it is seen in its steps."""
 
-import gc
+import logging
 
 import pytest
 import torch
-from models import classes, cross_entropy, same_bits, values_of, wrap
+from models import classes, cross_entropy, seed
 from rank_processes import raised
+from test_prediction import limit, used
 
 import brimful
 from brimful import _C
-from brimful._optimizer_bytes import step_bytes
 
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "SGD, momentum and decay": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "Adam": lambda p: torch.optim.Adam(p),
-    "Adam, foreach": lambda p: torch.optim.Adam(p, foreach=True),
-    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
-    "RMSprop, centered": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
-    "Adagrad": lambda p: torch.optim.Adagrad(p),
-    "NAdam": lambda p: torch.optim.NAdam(p),
+KINDS = {
+    "Adam": {"lr": 0.01},
+    "Adam, foreach": {"lr": 0.01, "foreach": True, "weight_decay": 0.1, "amsgrad": True},
+    "Adam, fused": {"lr": 0.01, "fused": True},
+    "AdamW": {"lr": 0.01},
+    "NAdam": {"lr": 0.01},
+    "RAdam, foreach": {"lr": 0.01, "foreach": True},
+    "Adamax": {"lr": 0.01},
+    "Adadelta": {"lr": 0.1},
+    "Adagrad, foreach": {"lr": 0.1, "foreach": True},
+    "ASGD": {"lr": 0.1},
+    "RMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True},
+    "Rprop": {"lr": 0.01},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+    "SGD, fused": {"lr": 0.1, "momentum": 0.9, "fused": True},
+    "SGD, plain": {"lr": 0.1},
 }
 
 
-@pytest.fixture(autouse=True)
-def lifted(no_limit):
-    pass
-
-
-def net():
-    torch.manual_seed(0)
+def perceptron(width=300):
+    seed(0)
     return torch.nn.Sequential(
-        torch.nn.Linear(6, 300), torch.nn.ReLU(), torch.nn.Linear(300, 200), torch.nn.Linear(200, 3)
+        torch.nn.Linear(6, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)
     )
 
 
-def used():
-    gc.collect()
-    return brimful.memory.stats("cpu").used_bytes
+def make(name, model):
+    return getattr(torch.optim, name.split(",")[0])(model.parameters(), **KINDS[name])
 
 
-def fill_gradients(model):
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+def state_of(optimizer):
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in s.items()
+        }
+        for s in optimizer.state.values()
+    ]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_an_optimizer_will_allocate_is_known(name):
-    model = net()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    for _ in range(2):  # with its state yet to be made, and with it there
-        fill_gradients(model)
-        before = used(), values_of(model), torch.get_rng_state()
-        kept, most = step_bytes(optimizer)
-        assert same_bits(values_of(model), before[1])
-        assert torch.equal(torch.get_rng_state(), before[2])
-        start = used()
-        with _C._PeakScope("cpu") as scope:
+def train(name, told):
+    """Parameters, states after every step, and the bytes in use around the first one."""
+    model = perceptron()
+    optimizer = make(name, model)
+    sizer = brimful.BatchSizer(model, optimizer if told else None)
+    states, bytes = [], []
+    for step in range(3):
+        sizer.step(classes(20, seed=step), cross_entropy)
+        states.append(state_of(optimizer))
+        if step == 0:
+            bytes.append(used())
+        optimizer.step()
+        if step == 0:
+            bytes.append(used())
+        optimizer.zero_grad()
+    states.append(state_of(optimizer))
+    return [p.detach().clone() for p in model.parameters()], states, bytes
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return (
+            a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+        )
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    return a == b
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_training_is_the_same_to_the_bit_and_the_state_has_its_room_before(name):
+    parameters, states, (before, after) = train(name, told=False)
+    ours, our_states, (our_before, our_after) = train(name, told=True)
+    assert same(ours, parameters)
+    assert same(our_states, states)  # before the first step too: nothing is made
+    assert our_before == our_after
+    if name not in ("SGD, plain", "Adagrad, foreach"):
+        assert after - before >= 9 * 300 * 4
+    else:
+        assert after == before
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adam, foreach", "Adam, fused", "SGD"])
+def test_no_later_step_has_less_room_than_the_first(name):
+    model = perceptron(20_000)
+    optimizer = make(name, model)
+    sizer = brimful.BatchSizer(model, optimizer, predict=True)
+    batch = classes(100)
+    refused = brimful.memory.stats("cpu").ooms
+    pieces = []
+    with limit(used() + 14_000_000):
+        for _ in range(4):
+            pieces.append(sizer.step(batch, cross_entropy).pieces)
             optimizer.step()
-        assert most <= scope.peak_bytes - start <= most + 64  # numbers that kernels wrap in tensors
-        assert used() - start == kept
+            optimizer.zero_grad()
+    assert brimful.memory.stats("cpu").ooms == refused
+    assert len(set(pieces)) == 1 and pieces[0] > 1
 
 
-def test_looking_ahead_leaves_optimizer_and_hooks_alone():
-    model = net()
+@pytest.mark.parametrize("name", ["Adam", "Adam, foreach", "Adam, fused", "Rprop"])
+def test_a_plan_knows_the_optimizers_step_before_and_after_it_was_seen(name):
+    model = perceptron(50_000)
+    optimizer = make(name, model)
+    sizer = brimful.BatchSizer(model, optimizer)
+    batch = classes(4)
+    sizer.plan(batch, cross_entropy)  # what is made once
+    plans, peaks = [], []
+    for _ in range(3):
+        plans.append(sizer.plan(batch, cross_entropy))
+        with _C._PeakScope("cpu") as step:
+            sizer.step(batch, cross_entropy)
+            optimizer.step()
+        peaks.append(step.peak_bytes)
+        optimizer.zero_grad()
+    for plan, peak in zip(plans, peaks, strict=True):
+        assert 0 <= plan.peak_bytes - peak <= 0.005 * peak + 40_000
+
+
+def test_a_plan_is_divided_into_what_it_consists_of():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 100), torch.nn.BatchNorm1d(100))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+    sizer = brimful.BatchSizer(model, optimizer)
+
+    def loss(model, piece):
+        return model(piece).square().mean()
+
+    batch = torch.randn(500, 6)
+    for _ in range(2):
+        plan = sizer.plan(batch, loss)
+        assert plan.parameter_bytes == 4 * (600 + 100 + 100 + 100)
+        assert plan.gradient_bytes == 4 * (600 + 100 + 100)
+        assert plan.optimizer_bytes == 2 * plan.gradient_bytes + 3 * 4  # and its counters
+        assert plan.buffer_bytes == 4 * (100 + 100) + 8
+        parts = (
+            plan.parameter_bytes,
+            plan.gradient_bytes,
+            plan.optimizer_bytes,
+            plan.buffer_bytes,
+            plan.activation_bytes,
+        )
+        assert sum(parts) == plan.peak_bytes
+        assert plan.activation_bytes > 500 * 100 * 4
+        assert all(f"{name}=" in repr(plan) for name in ("gradients", "activations"))
+        sizer.step(batch, loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_limit_without_room_for_the_state_is_refused_before_anything_runs():
+    model = perceptron(100_000)
     optimizer = torch.optim.Adam(model.parameters())
+    bytes = sum(4 * p.numel() for p in model.parameters())
+    before = [p.clone() for p in model.parameters()]
+    sizer = brimful.BatchSizer(model, optimizer)
+    with limit(3 * bytes):
+        error = raised(sizer.step, classes(2), cross_entropy)
+    assert type(error) is ValueError and "optimizer state" in str(error)
+    assert not optimizer.state and same(list(model.parameters()), before)
+
+
+def test_state_that_is_there_is_not_counted_twice():
+    model = perceptron()
+    optimizer = torch.optim.Adam(model.parameters())
+    sizer = brimful.BatchSizer(model, optimizer)
+    sizer.step(classes(20), cross_entropy)
+    optimizer.zero_grad()
+    kept = used()
+    other = torch.optim.Adam(model.parameters())
+    cross_entropy(model, classes(20)).backward()
+    other.step()
+    optimizer.load_state_dict(other.state_dict())
+    del other
+    optimizer.zero_grad()
+    sizer.step(classes(20), cross_entropy)
+    optimizer.zero_grad()
+    assert abs(used() - kept) < 1000
+
+
+class Home(torch.optim.Adam):
+    """An optimizer of the program's own."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_is_not_torchs_is_left_alone(caplog):
+    model = perceptron()
+    optimizer = Home(model.parameters())
+    with caplog.at_level(logging.INFO, logger="brimful"):
+        sizer = brimful.BatchSizer(model, optimizer)
+        before = used()
+        sizer.step(classes(20), cross_entropy)
+        optimizer.zero_grad()
+    assert used() - before < 1000
+    assert optimizer.steps == 0
+    assert "the state of Home" in caplog.text
+
+
+def test_hooks_and_subclasses_that_only_add_to_torchs_are_not_called():
+    class Named(torch.optim.AdamW):
+        def __init__(self, parameters, name):
+            super().__init__(parameters, lr=0.1)
+            self.name = name
+
     calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    step_bytes(optimizer)
-    assert calls == [] and len(optimizer.state) == 0
-    assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
-
-
-def test_an_optimizer_that_needs_more_than_gradients_is_not_judged():
-    model = net()
-    assert step_bytes(torch.optim.LBFGS(model.parameters())) is None
-    sizer = brimful.BatchSizer(model, torch.optim.LBFGS(model.parameters()), predict=False)
-    brimful.memory.set_limit("cpu", used() + 50_000_000)
-    assert sizer.step(classes(20), cross_entropy).retries == 0
-
-
-def least_room(name, steps):
-    """The least room for which `steps` steps and updates go well; fails if the optimizer ever runs out."""
-
-    def goes_well(room):
-        model = net()
-        optimizer = OPTIMIZERS[name](model.parameters())
-        sizer = brimful.BatchSizer(model, optimizer, predict=False)
-        batch = classes(4)
-        before = values_of(model)
-        brimful.memory.set_limit("cpu", used() + room)
-        try:
-            for step in range(steps):
-                error = raised(sizer.step, batch, cross_entropy)
-                if error is not None:
-                    assert isinstance(error, (brimful.BatchTooLarge, ValueError))
-                    assert all(p.grad is None for p in model.parameters())
-                    brimful.memory.set_limit("cpu", None)
-                    return False, error, step > 0 or same_bits(values_of(model), before)
-                optimizer.step()
-                optimizer.zero_grad()
-        finally:
-            brimful.memory.set_limit("cpu", None)
-        return True, None, False
-
-    goes_well(50_000_000)
-    low, high = 0, 50_000_000
-    while high - low > 1:
-        middle = (low + high) // 2
-        good, error, unchanged = goes_well(middle)
-        if good:
-            high = middle
-        else:
-            low = middle
-            assert unchanged
-    return high, error if not good else goes_well(low)[1]
-
-
-@pytest.mark.parametrize("name", ["Adam", "Adam, foreach", "SGD"])
-def test_no_budget_reaches_the_optimizer_and_none_that_is_enough_is_refused(name):
-    room, error = least_room(name, 2)
-    model = net()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    fill_gradients(model)
-    gradients = sum(p.numel() * 4 for p in model.parameters())
-    needed = gradients + step_bytes(optimizer)[1]
-    assert needed <= room <= needed + 16384  # the generator's state, and a step of a few rows
-    if name != "SGD":
-        assert type(error) is brimful.BatchTooLarge
-        assert "the optimizer's step would run out of memory" in str(error)
-
-
-def short_rank_job(rank):
-    model = wrap(net())
-    optimizer = torch.optim.Adam(model.parameters())
-    sizer = brimful.BatchSizer(model, optimizer, predict=False)
-    before = values_of(model)
-    if rank.index == 1:
-        brimful.memory.set_limit("cpu", used() + 250_000)
-    error = raised(sizer.step, classes(8, seed=rank.index), cross_entropy)
-    brimful.memory.set_limit("cpu", None)
-    assert same_bits(values_of(model), before)
-    outcome = sizer.step(classes(8, seed=rank.index), cross_entropy)
-    optimizer.step()
-    return error, outcome.retries
-
-
-def test_all_ranks_hear_that_the_optimizer_of_one_would_run_out(ranks):
-    (healthy, _), (short, _) = ranks(short_rank_job)
-    assert type(short) is brimful.BatchTooLarge, short
-    assert type(healthy) is brimful.RankOutOfMemory and healthy.rank == 1, healthy
-    assert "the optimizer's step would run out of memory" in str(healthy)
+    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: calls.append(1))
+    try:
+        model = perceptron()
+        optimizer = Named(model.parameters(), "mine")
+        optimizer.register_step_pre_hook(lambda *_: calls.append(2))
+        sizer = brimful.BatchSizer(model, optimizer)
+        before = used()
+        sizer.step(classes(20), cross_entropy)
+        optimizer.zero_grad()
+        assert used() - before >= 2 * 4 * 9 * 300
+        assert calls == []
+    finally:
+        handle.remove()

@@ -1,8 +1,9 @@
 #pragma once
 #include <brimful/export.h>
 #include <brimful/sizer/batch_norm.h>
-#include <brimful/sizer/peak_model.h>
+#include <brimful/sizer/forecasts.h>
 #include <brimful/sizer/piece_history.h>
+#include <brimful/sizer/plan.h>
 #include <brimful/sizer/report.h>
 #include <brimful/sizer/split.h>
 #include <brimful/sizer/standing_bytes.h>
@@ -27,13 +28,13 @@ struct BatchSizerOptions {
   int64_t pieces = 1;       ///< of the first batch
   bool lockstep =
       false;  ///< the model has collectives of its own: all ranks run the same number of pieces
-  /// Choose the pieces of a step by what its memory will be (on a CPU with a limit, outside lockstep). Batches that
-  /// differ in more than their rows need a StepInput::kind of their own; step(batch, loss_fn) gives all the same one.
+  /// Choose the pieces of a step by what its memory will be (on a CPU with a limit, outside lockstep). A StepInput made
+  /// by hand needs a `kind` for that where batches differ in more than their rows.
   bool predict = false;
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count
   /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
   std::function<int64_t()> required_bytes;
-  /// For the words of BatchTooLarge.
+  /// For Plan and the words of BatchTooLarge; the constructor for a wrapped module has one, without an optimizer.
   std::function<StandingBytes()> standing_bytes;
   BatchNormPolicy batch_norm = BatchNormPolicy::warn;
   /// The model's, which `batch_norm` is for: batch_norms_of() of <brimful/sizer/batch_norms.h> finds torch::nn's.
@@ -70,23 +71,13 @@ struct Outcome {
   std::vector<AttemptNote> attempts;
 };
 
-/// What a step with this batch would take.
-struct Plan {
-  int64_t pieces = 1;
-  int64_t piece_rows = 0;  ///< of the largest piece
-  int64_t used_bytes = 0;  ///< in use already
-  int64_t kept_bytes = 0;  ///< of that, the gradients that an accumulating step adds to
-  int64_t peak_bytes = 0;  ///< predicted, of forward and backward, what is in use already included
-  std::optional<int64_t> limit_bytes;
-};
-
 /// What a rank brings to a step.
 struct StepInput {
   std::optional<int64_t> rows;                ///< nothing: this rank has no data
   std::optional<double> weight;               ///< known beforehand; default: rows
   std::optional<std::vector<int64_t>> split;  ///< rows per piece to begin with
-  bool accumulate = false;  ///< add to the gradients that there are, on all ranks alike
-  std::string kind;  ///< batches of one kind differ in their rows only (shape of a row, dtype)
+  bool accumulate = false;   ///< add to the gradients that there are, on all ranks alike
+  RowKind kind;              ///< what forecasts go by; see kind_of()
   std::exception_ptr error;  ///< what is wrong with the batch: fails the step on all ranks
 };
 
@@ -129,6 +120,10 @@ class BRIMFUL_API BatchSizer {
   /// of this kind, and leaves buffers and RNG as they were. Concerns this rank only.
   /// @throws c10::ValueError for a bad batch; nothing where the memory follows no law that it knows
   std::optional<Plan> plan(const StepInput& input, const PieceWork& work);
+  template <typename Batch, typename LossFn>
+  std::optional<Plan> plan(const Batch& batch, const LossFn& loss_fn);
+  /// True if the pieces of a step are chosen by a forecast now.
+  bool predicts() const;
   template <typename Batch>
   static StepInput input_of(const Batch& batch) {
     StepInput input;
@@ -186,14 +181,11 @@ class BRIMFUL_API BatchSizer {
   void refine(const AttemptResult& result, int64_t rows, Outcome& outcome);
   PieceHistory::Room room() const;
   void note_peak(const StepInput& input, const Outcome& outcome);
-  struct Forecast {
-    PeakModel first;   ///< of the first piece of a step, or the only one
-    PeakModel second;  ///< of two: gradients are there already in the second
-  };
-  const std::optional<Forecast>& forecast(const StepInput& input, const PieceWork& work);
-  std::optional<Forecast> rehearse(const StepInput& input, const PieceWork& work);
+  int64_t with_margin(int64_t bytes) const;
+  Rehearsal rehearse(const StepInput& input, const PieceWork& work);
   std::optional<Plan> plan_of(const StepInput& input, const PieceWork& work);
-  void note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan);
+  void note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan,
+                      const RowKind& kind);
 
   StepGroup group_;
   Transaction transaction_;
@@ -213,7 +205,7 @@ class BRIMFUL_API BatchSizer {
   bool own_weights_ = false;  ///< the loss function gives weights that are not known beforehand
   std::optional<int64_t> checked_limit_;
   int64_t checked_kept_ = 0;  ///< bytes of gradients that the limit was compared with, too
-  std::map<std::string, std::optional<Forecast>> forecasts_;  ///< by kind of batch
+  Forecasts forecasts_;
   StepRecorder recorder_;
   std::optional<int64_t> released_step_;  ///< the last one with a cache_released
   PieceHistory history_;

@@ -24,6 +24,19 @@ inline PieceLoss as_piece_loss(PieceLoss loss, int64_t /*rows*/) {
   return loss;
 }
 
+/// Refers to both arguments.
+template <typename Batch, typename LossFn>
+PieceWork work_of(const Batch& batch, const LossFn& loss_fn) {
+  PieceWork work;
+  work.forward = [&](int64_t begin, int64_t end) {
+    return as_piece_loss(loss_fn(slice_rows(batch, begin, end)), end - begin);
+  };
+  work.backward = [](const at::Tensor& loss, const at::Tensor& gradient) {
+    loss.backward(gradient);
+  };
+  return work;
+}
+
 template <typename Model>
 BatchSizerOptions options_for(Model& model, BatchSizerOptions options) {
   auto parameters = model.reducer()->parameters();
@@ -68,17 +81,22 @@ Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn, StepOptions 
     input.accumulate = options.accumulate;
     return step(input, none);
   } else {
-    PieceWork work;
-    work.forward = [&](int64_t begin, int64_t end) {
-      return detail::as_piece_loss(loss_fn(slice_rows(batch, begin, end)), end - begin);
-    };
-    work.backward = [](const at::Tensor& loss, const at::Tensor& gradient) {
-      loss.backward(gradient);
-    };
     auto input = input_of(batch);
     input.accumulate = options.accumulate;
-    return step(input, work);
+    if (!input.error && predicts()) {
+      input.kind = kind_of(batch);
+    }
+    return step(input, detail::work_of(batch, loss_fn));
   }
+}
+
+template <typename Batch, typename LossFn>
+std::optional<Plan> BatchSizer::plan(const Batch& batch, const LossFn& loss_fn) {
+  auto input = input_of(batch);
+  if (!input.error) {
+    input.kind = kind_of(batch);
+  }
+  return plan(input, detail::work_of(batch, loss_fn));
 }
 
 /// A loop over `loader` that looks one batch ahead, so that every rank knows which others have more.

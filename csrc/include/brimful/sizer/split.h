@@ -44,6 +44,15 @@ Batch slice_rows(const Batch& batch, int64_t begin, int64_t end) {
   return detail::Part<Batch>::slice(batch, {rows_of(batch), begin, end});
 }
 
+/// What forecasts of memory go by. A type of your own that has a size which varies, such as a sequence's length, has a
+/// function `void add_kind(const T&, RowKind&)` in its namespace too.
+template <detail::Structure Batch>
+RowKind kind_of(const Batch& batch) {
+  RowKind kind;
+  detail::Part<Batch>::describe(batch, kind);
+  return kind;
+}
+
 namespace detail {
 template <>
 struct Part<Along> : BuiltIn {
@@ -53,10 +62,17 @@ struct Part<Along> : BuiltIn {
   static Along slice(const Along& part, const Range& range) {
     return {slice_tensor(part.tensor, part.dim, range), part.dim};
   }
+  static void describe(const Along& part, RowKind& kind) { kind.add(part.tensor, part.dim); }
 };
 
 template <typename T>
-struct Part<Shared<T>> : SharedPart<Shared<T>> {};
+struct Part<Shared<T>> : SharedPart<Shared<T>> {
+  static void describe(const Shared<T>& part, RowKind& kind) {
+    if constexpr (std::is_same_v<T, at::Tensor>) {
+      kind.add(part.value, std::nullopt);
+    }
+  }
+};
 }  // namespace detail
 
 }  // namespace brimful

@@ -21,6 +21,11 @@ struct Part<std::optional<T>> : BuiltIn {
   static std::optional<T> slice(const std::optional<T>& part, const Range& range) {
     return part ? std::optional<T>(Part<T>::slice(*part, range)) : std::nullopt;
   }
+  static void describe(const std::optional<T>& part, RowKind& kind) {
+    if (part) {
+      Part<T>::describe(*part, kind);
+    }
+  }
 };
 
 template <typename T>
@@ -48,6 +53,28 @@ struct Part<std::vector<T>> : BuiltIn {
       return piece;
     }
   }
+  static void describe(const std::vector<T>& part, RowKind& kind) {
+    if constexpr (kSamples) {
+      if (!part.empty()) {  // the first row speaks for all
+        describe_sample(part.front().data, kind);
+        if constexpr (Example<T>) {
+          describe_sample(part.front().target, kind);
+        }
+      }
+    } else {
+      for (const T& item : part) {
+        Part<T>::describe(item, kind);
+      }
+    }
+  }
+  template <typename Field>
+  static void describe_sample(const Field& field, RowKind& kind) {
+    if constexpr (std::is_same_v<Field, at::Tensor>) {
+      kind.add(field, std::nullopt);
+    } else {
+      describe_part(field, kind);
+    }
+  }
 };
 
 template <typename Map>
@@ -64,6 +91,11 @@ struct MapPart : BuiltIn {
     }
     return piece;
   }
+  static void describe(const Map& part, RowKind& kind) {
+    for (const auto& [key, item] : part) {
+      describe_part(item, kind);
+    }
+  }
 };
 template <typename... T>
 struct Part<std::map<T...>> : MapPart<std::map<T...>> {};
@@ -79,6 +111,9 @@ struct Part<std::tuple<T...>> : BuiltIn {
     return std::apply(
         [&](const T&... item) { return std::tuple<T...>(Part<T>::slice(item, range)...); }, part);
   }
+  static void describe(const std::tuple<T...>& part, RowKind& kind) {
+    std::apply([&](const T&... item) { (Part<T>::describe(item, kind), ...); }, part);
+  }
 };
 
 template <typename A, typename B>
@@ -89,6 +124,10 @@ struct Part<std::pair<A, B>> : BuiltIn {
   }
   static std::pair<A, B> slice(const std::pair<A, B>& part, const Range& range) {
     return {slice_part(part.first, range), slice_part(part.second, range)};
+  }
+  static void describe(const std::pair<A, B>& part, RowKind& kind) {
+    describe_part(part.first, kind);
+    describe_part(part.second, kind);
   }
 };
 

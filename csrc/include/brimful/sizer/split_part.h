@@ -2,6 +2,7 @@
 // How each kind of a batch's parts is split; included by split.h.
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
+#include <brimful/sizer/row_kind.h>
 
 #include <concepts>
 #include <cstdint>
@@ -44,6 +45,7 @@ template <typename T>
 struct SharedPart : BuiltIn {
   static void count(const T& /*part*/, Rows& /*rows*/) {}
   static T slice(const T& part, const Range& /*range*/) { return part; }
+  static void describe(const T& /*part*/, RowKind& /*kind*/) {}
 };
 
 /// A type of the user's, with functions beside it.
@@ -52,6 +54,11 @@ struct Part {
   static void count(const T& part, Rows& rows) { add_rows(rows, rows_of(part)); }
   static T slice(const T& part, const Range& range) {
     return slice_rows(part, range.begin, range.end);
+  }
+  static void describe(const T& part, RowKind& kind) {
+    if constexpr (requires { add_kind(part, kind); }) {
+      add_kind(part, kind);
+    }
   }
 };
 
@@ -70,6 +77,7 @@ struct Part<at::Tensor> : BuiltIn {
   static at::Tensor slice(const at::Tensor& part, const Range& range) {
     return slice_tensor(part, 0, range);
   }
+  static void describe(const at::Tensor& part, RowKind& kind) { kind.add(part, 0); }
 };
 
 /// Tensors, lists, tuples and dicts in it are walked; its strings, numbers and None are shared.
@@ -77,6 +85,7 @@ template <>
 struct BRIMFUL_API Part<c10::IValue> : BuiltIn {
   static void count(const c10::IValue& part, Rows& rows);
   static c10::IValue slice(const c10::IValue& part, const Range& range);
+  static void describe(const c10::IValue& part, RowKind& kind);
 };
 
 struct Anything {
@@ -110,6 +119,10 @@ template <typename T>
 void count_part(const T& part, Rows& rows) {
   Part<T>::count(part, rows);
 }
+template <typename T>
+void describe_part(const T& part, RowKind& kind) {
+  Part<T>::describe(part, kind);
+}
 
 template <Example T>
 struct Part<T> : BuiltIn {
@@ -120,12 +133,17 @@ struct Part<T> : BuiltIn {
   static T slice(const T& part, const Range& range) {
     return T(slice_part(part.data, range), slice_part(part.target, range));
   }
+  static void describe(const T& part, RowKind& kind) {
+    describe_part(part.data, kind);
+    describe_part(part.target, kind);
+  }
 };
 
 template <TensorExample T>
 struct Part<T> : BuiltIn {
   static void count(const T& part, Rows& rows) { count_part(part.data, rows); }
   static T slice(const T& part, const Range& range) { return T(slice_part(part.data, range)); }
+  static void describe(const T& part, RowKind& kind) { describe_part(part.data, kind); }
 };
 
 }  // namespace brimful::detail

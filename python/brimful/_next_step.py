@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+_Spec = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class NextStep(NamedTuple):
+    """Bytes, and by parameter the state that the step will make."""
+
+    kept_bytes: int
+    peak_bytes: int
+    states: list[tuple[torch.Tensor, list[_Spec]]]
+
+
+_NOTHING = NextStep(0, 0, [])
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
@@ -43,11 +58,35 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         self.bytes -= bytes
 
 
-def step_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
-    """What its next step keeps, and the most that it holds at once; None where stand-ins cannot take the step.
+def next_step(optimizer: torch.optim.Optimizer) -> NextStep:
+    """The optimizer, its parameters, its state and its hooks are left alone.
 
-    The optimizer, its parameters and its state stay as they are.
+    All zero for a step that is none of torch's own, or needs more than gradients: its first step tells.
     """
+    try:
+        step = _torchs_step(optimizer)
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        found = _rehearse(optimizer, step)
+        # A fused step works in place; stand-ins cannot take it.
+        return found._replace(peak_bytes=found.kept_bytes) if fused else found
+    except Exception as error:
+        logging.getLogger("brimful").info(
+            "what the state of %s will take is not known before its first step: %s",
+            type(optimizer).__name__,
+            error,
+        )
+        return _NOTHING
+
+
+def _torchs_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Without global hooks, which are the program's."""
+    step = inspect.unwrap(type(optimizer).step)
+    if not step.__module__.startswith("torch.optim."):
+        raise TypeError("its step is not one of torch's")
+    return step
+
+
+def _rehearse(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> NextStep:
     twins: dict[torch.Tensor, torch.Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -57,7 +96,12 @@ def step_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         stand_in.__dict__[name] = OrderedDict()
     stand_in.param_groups = [
-        {**group, "params": [twins[p] for p in group["params"]]} for group in optimizer.param_groups
+        {
+            **group,
+            "params": [twins[p] for p in group["params"]],
+            **{key: False for key in ("fused", "capturable") if group.get(key)},
+        }
+        for group in optimizer.param_groups
     ]
     stand_in.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
@@ -65,12 +109,14 @@ def step_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
             stand_in.state[twins[parameter]] = tree_map_only(torch.Tensor, _state_twin, state)
     known = [t for p in twins.values() for t in (p, p.grad) if t is not None]
     known += [t for t in tree_leaves(dict(stand_in.state)) if isinstance(t, torch.Tensor)]
-    try:
-        with _Live(known) as live:
-            type(optimizer).step(stand_in)
-    except Exception:
-        return None
-    return live.bytes, live.peak_bytes
+    with _Live(known) as live:
+        step(stand_in)
+    states = [
+        (parameter, _specs(parameter, stand_in.state[twin]))
+        for parameter, twin in twins.items()
+        if not optimizer.state.get(parameter)
+    ]
+    return NextStep(live.bytes, live.peak_bytes, states)
 
 
 def _twin(parameter: torch.Tensor) -> torch.Tensor:
@@ -84,3 +130,11 @@ def _twin(parameter: torch.Tensor) -> torch.Tensor:
 
 def _state_twin(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone() if tensor.dim() == 0 else torch.empty_like(tensor, device="meta")
+
+
+def _specs(parameter: torch.Tensor, state: dict[str, Any]) -> list[_Spec]:
+    return [
+        (value.shape, value.dtype, parameter.device if value.is_meta else value.device)
+        for value in tree_leaves(state)
+        if isinstance(value, torch.Tensor)
+    ]

@@ -1,0 +1,24 @@
+#pragma once
+#include <cstdint>
+#include <optional>
+
+namespace brimful {
+
+/// What a step with this batch would take.
+struct Plan {
+  int64_t pieces = 1;
+  int64_t piece_rows = 0;  ///< of the largest piece
+  int64_t used_bytes = 0;  ///< in use already
+  int64_t kept_bytes = 0;  ///< of that, the gradients that an accumulating step adds to
+  /// Predicted, what is in use already included: of forward and backward, or of the optimizer's step if it takes more.
+  int64_t peak_bytes = 0;
+  std::optional<int64_t> limit_bytes;
+  // What peak_bytes consists of; all of them together.
+  int64_t parameter_bytes = 0;
+  int64_t gradient_bytes = 0;
+  int64_t optimizer_bytes = 0;  ///< its state, the one that its first step will make included
+  int64_t buffer_bytes = 0;
+  int64_t activation_bytes = 0;  ///< the rest: temporaries too, and what else the program holds
+};
+
+}  // namespace brimful

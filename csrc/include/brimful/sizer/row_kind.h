@@ -1,0 +1,25 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <brimful/export.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace brimful {
+
+/// What one row of a batch is like: batches of one kind differ in their rows only, and those of one form in `sizes` too,
+/// such as the length of a sequence. Plain data.
+struct BRIMFUL_API RowKind {
+  std::string form;            ///< dtypes and numbers of dimensions, tensor by tensor
+  std::vector<int64_t> sizes;  ///< of the dimensions that are not the rows', in the same order
+
+  /// `row_dim`: the dimension that holds rows; nothing for a tensor that every piece gets whole. The sizes of sparse and
+  /// nested tensors are not looked at.
+  void add(const at::Tensor& tensor, std::optional<int64_t> row_dim);
+
+  bool operator==(const RowKind&) const = default;
+};
+
+}  // namespace brimful

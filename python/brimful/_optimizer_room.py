@@ -1,0 +1,65 @@
+"""The memory of optimizers' state before it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from brimful import _C
+from brimful._next_step import NextStep, next_step
+
+
+class OptimizerRoom:
+    """Keeps the room of state that optimizers make in their first step, until they do.
+
+    What is kept is memory alone: the optimizers and their ``state`` are not touched, so that a first step is one.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._kept: dict[torch.optim.Optimizer, dict[torch.Tensor, list[torch.Tensor]]] = {
+            optimizer: {} for optimizer in optimizers
+        }
+        self._stepped = dict.fromkeys(optimizers, False)
+        self._told: dict[torch.optim.Optimizer, tuple[tuple[int, int], NextStep]] = {}
+
+    def keep(self) -> None:
+        """Allocate what the state will take, where a limit holds for sizes that are chosen from now on."""
+        for optimizer, kept in self._kept.items():
+            if self._stepped[optimizer]:
+                continue
+            with _C._Unlimited():
+                for parameter, specs in self._next(optimizer).states:
+                    if optimizer.state.get(parameter):
+                        kept.pop(parameter, None)
+                    elif parameter not in kept:
+                        kept[parameter] = [
+                            torch.empty(shape, dtype=dtype, device=device)
+                            for shape, dtype, device in specs
+                        ]
+
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its step begins: the room is its own now."""
+        self._kept[optimizer] = {}
+        self._stepped[optimizer] = True
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept."""
+        return [t for kept in self._kept.values() for tensors in kept.values() for t in tensors]
+
+    def next_step_bytes(self) -> int:
+        """The most that a step of each, one after another, takes beyond what is in use now."""
+        total = most = 0
+        for optimizer, kept in self._kept.items():
+            found = self._next(optimizer)
+            total -= sum(t.nbytes for tensors in kept.values() for t in tensors)
+            most = max(most, total + found.peak_bytes)
+            total += found.kept_bytes
+        return most
+
+    def _next(self, optimizer: torch.optim.Optimizer) -> NextStep:
+        made = len(optimizer.state), sum(len(g["params"]) for g in optimizer.param_groups)
+        known = self._told.get(optimizer)
+        if known is None or known[0] != made:
+            known = self._told[optimizer] = made, next_step(optimizer)
+        return known[1]
