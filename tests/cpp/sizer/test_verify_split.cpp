@@ -4,6 +4,9 @@
 
 #include <brimful/sizer/verify_split.h>
 
+#include <cmath>
+#include <limits>
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -29,7 +32,7 @@ TEST_CASE("A model that keeps rows apart is equal split and unsplit", "[sizer][v
   CHECK(check.loss_difference < 1e-6);
   CHECK(check.gradient_difference < 1e-5);
   CHECK_FALSE(check.drew_random);
-  CHECK(check.rtol == std::sqrt(std::numeric_limits<float>::epsilon()));
+  CHECK(check.rtol == std::sqrt(double{std::numeric_limits<float>::epsilon()}));
 }
 
 TEST_CASE("BatchNorm and a loss over the batch differ, with the parameter", "[sizer][verify]") {
