@@ -9,7 +9,7 @@ namespace {
 // Of an allocation's size: alignment to a cache line or so is no other law of growth.
 constexpr double kToleranceBytes = 64;
 constexpr double kTolerance = 0.001;
-constexpr double kPagesBytes = 4 * 4096;  // parts are rounded by themselves
+constexpr double kPagesBytes = 2 * 4096;  // parts are rounded by themselves
 constexpr double kPeakTolerance = 0.005;  // where the sequence is another one
 
 bool is_same_sequence(const memory::Trace& one, const memory::Trace& other) {

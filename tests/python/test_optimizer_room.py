@@ -7,6 +7,7 @@ import torch
 from models import classes, cross_entropy, seed
 from rank_processes import raised
 from test_prediction import limit, used
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import brimful
 from brimful import _C
@@ -166,12 +167,13 @@ def test_a_limit_without_room_for_the_state_is_refused_before_anything_runs():
     model = perceptron(100_000)
     optimizer = torch.optim.Adam(model.parameters())
     bytes = sum(4 * p.numel() for p in model.parameters())
-    before = [p.clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
     sizer = brimful.BatchSizer(model, optimizer)
+    batch = classes(2)
     with limit(3 * bytes):
-        error = raised(sizer.step, classes(2), cross_entropy)
+        error = raised(sizer.step, batch, cross_entropy)
     assert type(error) is ValueError and "optimizer state" in str(error)
-    assert not optimizer.state and same(list(model.parameters()), before)
+    assert not optimizer.state and same([p.detach() for p in model.parameters()], before)
 
 
 def test_state_that_is_there_is_not_counted_twice():
@@ -210,7 +212,7 @@ def test_an_optimizer_that_is_not_torchs_is_left_alone(caplog):
         before = used()
         sizer.step(classes(20), cross_entropy)
         optimizer.zero_grad()
-    assert used() - before < 1000
+    assert used() - before < 9 * 300 * 4  # of a moment
     assert optimizer.steps == 0
     assert "the state of Home" in caplog.text
 
@@ -222,7 +224,7 @@ def test_hooks_and_subclasses_that_only_add_to_torchs_are_not_called():
             self.name = name
 
     calls = []
-    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: calls.append(1))
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
     try:
         model = perceptron()
         optimizer = Named(model.parameters(), "mine")

@@ -46,7 +46,7 @@ Batch slice_rows(const Batch& batch, int64_t begin, int64_t end) {
 
 /// What forecasts of memory go by. A type of your own that has a size which varies, such as a sequence's length, has a
 /// function `void add_kind(const T&, RowKind&)` in its namespace too.
-template <detail::Structure Batch>
+template <typename Batch>
 RowKind kind_of(const Batch& batch) {
   RowKind kind;
   detail::Part<Batch>::describe(batch, kind);
