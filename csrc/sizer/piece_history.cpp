@@ -92,7 +92,7 @@ int64_t PieceHistory::finer(int64_t rows, int64_t pieces, Room room) const {
     const auto wanted = pieces_for(rows, std::max<int64_t>(fits, 1));
     const auto twice = brimful::finer(rows, pieces);
     if (wanted > pieces && wanted <= kMostAtOnce * pieces) {
-      return std::min(wanted, std::max(twice, pieces_for(rows, kLeastRows)));
+      return std::min(wanted, std::max(twice, rows / kLeastRows));
     }
   }
   return brimful::finer(rows, pieces);

@@ -94,6 +94,8 @@ TEST_CASE("One refinement is enough where the need is known and rows are most of
   CHECK(seen.history.finer(100, 1, -kMb) == 2);
   CHECK(seen.history.finer(100, 1, kMb) == 2);  // a passing shortage
   CHECK(seen.history.finer(3, 3, kMb) == 3);
+  seen.run(11, 2);
+  CHECK(seen.history.finer(11, 2, 4 * kMb) == 5);
   seen.run(8, 2);
   CHECK(seen.history.finer(8, 2, 3 * kMb) == 4);  // pieces of one row are left to the second try
 }
