@@ -33,7 +33,9 @@ struct ForeignReducer::State {
 };
 
 ForeignReducer::ForeignReducer(std::unique_ptr<State> state) : s_(std::move(state)) {}
-ForeignReducer::~ForeignReducer() = default;
+ForeignReducer::~ForeignReducer() {
+  forget_at_exit(this);
+}
 
 std::shared_ptr<ForeignReducer> ForeignReducer::create(std::vector<at::Tensor> parameters,
                                                        const Group& side_group, Reduce reduce) {
@@ -46,7 +48,7 @@ std::shared_ptr<ForeignReducer> ForeignReducer::create(std::vector<at::Tensor> p
   state->rank = side_group->getRank();
   state->world_size = side_group->getSize();
   std::shared_ptr<ForeignReducer> reducer(new ForeignReducer(std::move(state)));
-  release_at_exit([weak = std::weak_ptr<ForeignReducer>(reducer)] {
+  release_at_exit(reducer.get(), [weak = std::weak_ptr<ForeignReducer>(reducer)] {
     if (const auto alive = weak.lock()) {
       alive->s_->group.reset();
       alive->s_->reduce = nullptr;

@@ -109,288 +109,288 @@ void StepGroup::require_one_device() const {
     std::for_each(participant->parameters().begin(), participant->parameters().end(), check);
   }
   std::for_each(outside_.begin(), outside_.end(), check);
-  void StepGroup::keep_gradients() {
-    auto all = outside_;
-    for (const auto& participant : participants_) {
-      all.insert(all.end(), participant->parameters().begin(), participant->parameters().end());
-    }
-    kept_.take(all);
-  }
+}
 
-  void StepGroup::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {
-    own_ = record;
-    own_loss_sum_ = loss_sum;
-    for (const auto& participant : participants_) {
-      participant->set_record(record, loss_sum);
-    }
+void StepGroup::keep_gradients() {
+  auto all = outside_;
+  for (const auto& participant : participants_) {
+    all.insert(all.end(), participant->parameters().begin(), participant->parameters().end());
   }
+  kept_.take(all);
+}
 
-  void StepGroup::run_backward(const PieceLoss& piece, const PieceWork& work, double ref,
-                               bool last) {
-    for (const auto& participant : participants_) {
-      participant->begin_piece(last);
-    }
-    piece.loss.register_hook([this](const at::Tensor&) {
-      for (const auto& participant : participants_) {
-        participant->backward_began(torch::autograd::get_current_graph_task_id());
-      }
-    });
-    work.backward(piece.loss, at::full_like(piece.loss, piece.weight / ref,
-                                            at::TensorOptions().requires_grad(false)));
+void StepGroup::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {
+  own_ = record;
+  own_loss_sum_ = loss_sum;
+  for (const auto& participant : participants_) {
+    participant->set_record(record, loss_sum);
   }
+}
 
-  void StepGroup::rehearse(int64_t rows, const PieceWork& work,
-                           const std::function<void()>& between) {
-    for (const auto& participant : participants_) {
-      participant->begin_attempt(0);
-    }
-    try {
-      for (const bool second : {false, true}) {
-        const auto piece = work.forward(0, rows);
-        require_loss(piece);
-        if (piece.weight > 0) {
-          run_backward(piece, work, 1, false);
-        }
-        if (!second) {
-          between();
-        }
-      }
-    } catch (...) {
-      discard();
-      throw;
-    }
-    discard();
+void StepGroup::run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last) {
+  for (const auto& participant : participants_) {
+    participant->begin_piece(last);
   }
+  piece.loss.register_hook([this](const at::Tensor&) {
+    for (const auto& participant : participants_) {
+      participant->backward_began(torch::autograd::get_current_graph_task_id());
+    }
+  });
+  work.backward(piece.loss, at::full_like(piece.loss, piece.weight / ref,
+                                          at::TensorOptions().requires_grad(false)));
+}
 
-  void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
-    const auto started = std::chrono::steady_clock::now();
-    auto record = attempt.record;
-    record.ref = fingerprint(attempt.ref);
-    set_record(record, {});
-    at::Tensor loss_sum;
-    int64_t begin = 0;
-    for (size_t i = 0; i < attempt.split.size(); ++i) {
-      const bool last = i + 1 == attempt.split.size();
-      const auto piece = work.forward(begin, begin + attempt.split[i]);
-      begin += attempt.split[i];
+void StepGroup::rehearse(int64_t rows, const PieceWork& work,
+                         const std::function<void()>& between) {
+  for (const auto& participant : participants_) {
+    participant->begin_attempt(0);
+  }
+  try {
+    for (const bool second : {false, true}) {
+      const auto piece = work.forward(0, rows);
       require_loss(piece);
       if (piece.weight > 0) {
-        record.weight += piece.weight;
-        const auto weighted = piece.loss.detach().reshape({}).to(at::kDouble) * piece.weight;
-        loss_sum = loss_sum.defined() ? loss_sum + weighted : weighted;
-        set_record(record, loss_sum);
+        run_backward(piece, work, 1, false);
       }
-      if (piece.weight > 0 || attempt.lockstep) {
-        run_backward(piece, work, attempt.ref, last);
+      if (!second) {
+        between();
       }
     }
-    record.work_ms =
-        std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - started)
-            .count();
-    record.ref = attempt.mark ? attempt.mark() : record.ref;
-    set_record(record, loss_sum);
-    complete();
+  } catch (...) {
+    discard();
+    throw;
   }
+  discard();
+}
 
-  void StepGroup::complete() {
-    for (const auto part : {Part::early, Part::last}) {
-      for (const auto& participant : participants_) {
-        participant->complete(part);
-      }
+void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
+  const auto started = std::chrono::steady_clock::now();
+  auto record = attempt.record;
+  record.ref = fingerprint(attempt.ref);
+  set_record(record, {});
+  at::Tensor loss_sum;
+  int64_t begin = 0;
+  for (size_t i = 0; i < attempt.split.size(); ++i) {
+    const bool last = i + 1 == attempt.split.size();
+    const auto piece = work.forward(begin, begin + attempt.split[i]);
+    begin += attempt.split[i];
+    require_loss(piece);
+    if (piece.weight > 0) {
+      record.weight += piece.weight;
+      const auto weighted = piece.loss.detach().reshape({}).to(at::kDouble) * piece.weight;
+      loss_sum = loss_sum.defined() ? loss_sum + weighted : weighted;
+      set_record(record, loss_sum);
+    }
+    if (piece.weight > 0 || attempt.lockstep) {
+      run_backward(piece, work, attempt.ref, last);
     }
   }
+  record.work_ms =
+      std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - started).count();
+  record.ref = attempt.mark ? attempt.mark() : record.ref;
+  set_record(record, loss_sum);
+  complete();
+}
 
-  void StepGroup::drain(ControlRecord record, Verdict verdict) {
-    record.verdict = verdict;
-    record.weight = 0;
-    set_record(record, {});
-    for (const auto part : {Part::early, Part::last}) {
-      for (const auto& participant : participants_) {
-        participant->drain(part);
-      }
-    }
-  }
-
-  AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
-    using Own = AttemptResult::Own;
-    AttemptResult result;
-    const EvidenceScope evidence;
+void StepGroup::complete() {
+  for (const auto part : {Part::early, Part::last}) {
     for (const auto& participant : participants_) {
-      participant->begin_attempt(attempt.buffer_source);
+      participant->complete(part);
     }
-    set_order();
+  }
+}
+
+void StepGroup::drain(ControlRecord record, Verdict verdict) {
+  record.verdict = verdict;
+  record.weight = 0;
+  set_record(record, {});
+  for (const auto part : {Part::early, Part::last}) {
+    for (const auto& participant : participants_) {
+      participant->drain(part);
+    }
+  }
+}
+
+AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
+  using Own = AttemptResult::Own;
+  AttemptResult result;
+  const EvidenceScope evidence;
+  for (const auto& participant : participants_) {
+    participant->begin_attempt(attempt.buffer_source);
+  }
+  set_order();
+  try {
+    run_pieces(attempt, work);
+  } catch (...) {
+    result.error = std::current_exception();
+  }
+  // Outside the handler: the exception no longer pins the frames in which memory ran out.
+  result.buckets_left = launched();
+  if (!result.error) {
+    result.records = finish();
+    return result;
+  }
+  result.text = describe(result.error);
+  const bool late =
+      std::any_of(participants_.begin(), participants_.end(),
+                  [](const auto& participant) { return participant->late_gradient(); });
+  result.own = late                             ? Own::late_gradient
+               : is_out_of_memory(result.error) ? Own::out_of_memory
+                                                : Own::error;
+  if (result.own != Own::error) {
+    result.error = nullptr;
+  }
+  if (result.own == Own::out_of_memory && outside_.empty() && gradients_complete()) {
+    // Memory ran out behind the last gradient: nothing of the step is missing, so it stands.
     try {
-      run_pieces(attempt, work);
-    } catch (...) {
+      complete();
+      result.own = Own::done;
+    } catch (...) {  // a sparse gradient could not be made ready, or a hook failed: drain instead
       result.error = std::current_exception();
     }
-    // Outside the handler: the exception no longer pins the frames in which memory ran out.
-    result.buckets_left = launched();
-    if (!result.error) {
+    if (result.own == Own::done) {
       result.records = finish();
       return result;
     }
     result.text = describe(result.error);
-    const bool late =
-        std::any_of(participants_.begin(), participants_.end(),
-                    [](const auto& participant) { return participant->late_gradient(); });
-    result.own = late                             ? Own::late_gradient
-                 : is_out_of_memory(result.error) ? Own::out_of_memory
-                                                  : Own::error;
-    if (result.own != Own::error) {
+    if (is_out_of_memory(result.error)) {
       result.error = nullptr;
+    } else {
+      result.own = Own::error;
     }
-    if (result.own == Own::out_of_memory && outside_.empty() && gradients_complete()) {
-      // Memory ran out behind the last gradient: nothing of the step is missing, so it stands.
-      try {
-        complete();
-        result.own = Own::done;
-      } catch (...) {  // a sparse gradient could not be made ready, or a hook failed: drain instead
-        result.error = std::current_exception();
-      }
-      if (result.own == Own::done) {
-        result.records = finish();
-        return result;
-      }
-      result.text = describe(result.error);
-      if (is_out_of_memory(result.error)) {
-        result.error = nullptr;
-      } else {
-        result.own = Own::error;
-      }
-    }
-    if (attempt.lockstep && world_size() > 1) {
-      leave_lockstep(result);
-      return result;
-    }
-    result.same_split =
-        result.own == Own::out_of_memory && attempt.same_split && attempt.same_split(result.text);
-    const bool can_retry =
-        attempt.retries_left &&
-        (result.own == Own::late_gradient ||
-         (result.own == Own::out_of_memory && (attempt.can_split || result.same_split)));
-    if (can_retry && result.own == Own::out_of_memory && result.buckets_left == 0) {
-      result.retry_alone = true;
-      return result;
-    }
-    auto verdict = Verdict::retry;
-    if (!can_retry) {
-      const auto kind =
-          result.own == Own::out_of_memory ? FailureKind::out_of_memory : FailureKind::error;
-      verdict = result.own == Own::out_of_memory ? Verdict::failed_memory : Verdict::failed;
-      publish_failure(kind, result.text);
-    }
-    drain(attempt.record, verdict);
-    result.records = finish();
+  }
+  if (attempt.lockstep && world_size() > 1) {
+    leave_lockstep(result);
     return result;
   }
-
-  void StepGroup::leave_lockstep(const AttemptResult& result) {
-    const bool memory = result.own == AttemptResult::Own::out_of_memory;
-    const auto peer = participants_[0]->failed_peer();
-    for (const auto& participant : participants_) {
-      participant->abandon(memory ? FailureKind::out_of_memory : FailureKind::error, result.text);
-    }
-    if (peer) {
-      const bool peer_memory = peer->text.rfind("out of memory", 0) == 0;
-      detail::throw_rank_failed(
-          peer->rank, step() - 1, peer_memory ? FailureKind::out_of_memory : FailureKind::error,
-          "rank " + std::to_string(peer->rank) + " failed between collectives of the model: " +
-              peer->text + " (here: " + result.text + ")");
-    }
+  result.same_split =
+      result.own == Own::out_of_memory && attempt.same_split && attempt.same_split(result.text);
+  const bool can_retry =
+      attempt.retries_left &&
+      (result.own == Own::late_gradient ||
+       (result.own == Own::out_of_memory && (attempt.can_split || result.same_split)));
+  if (can_retry && result.own == Own::out_of_memory && result.buckets_left == 0) {
+    result.retry_alone = true;
+    return result;
   }
-
-  std::vector<ControlRecord> StepGroup::run_failed(FailureKind kind, const std::string& text,
-                                                   const ControlRecord& record) {
-    publish_failure(kind, text);
-    for (const auto& participant : participants_) {
-      participant->begin_attempt(0);
-    }
-    drain(record, kind == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed);
-    return finish();
+  auto verdict = Verdict::retry;
+  if (!can_retry) {
+    const auto kind =
+        result.own == Own::out_of_memory ? FailureKind::out_of_memory : FailureKind::error;
+    verdict = result.own == Own::out_of_memory ? Verdict::failed_memory : Verdict::failed;
+    publish_failure(kind, result.text);
   }
+  drain(attempt.record, verdict);
+  result.records = finish();
+  return result;
+}
 
-  std::vector<ControlRecord> StepGroup::finish() {
-    if (participants_.empty()) {
-      if (own_loss_sum_.defined()) {
-        own_.loss_sum = own_loss_sum_.item<double>();
-        own_loss_sum_.reset();
-      }
-      return {own_};
-    }
-    std::vector<ControlRecord> records;
-    for (const auto& participant : participants_) {
-      auto theirs = participant->finish();
-      if (records.empty()) {
-        records = std::move(theirs);
-        continue;
-      }
-      for (size_t rank = 0; rank < records.size(); ++rank) {
-        records[rank].verdict = std::max(records[rank].verdict, theirs[rank].verdict);
-      }
-    }
-    own_loss_sum_.reset();
-    return records;
+void StepGroup::leave_lockstep(const AttemptResult& result) {
+  const bool memory = result.own == AttemptResult::Own::out_of_memory;
+  const auto peer = participants_[0]->failed_peer();
+  for (const auto& participant : participants_) {
+    participant->abandon(memory ? FailureKind::out_of_memory : FailureKind::error, result.text);
   }
-
-  void StepGroup::accept(double scale, bool keep_unused) {
-    const at::NoGradGuard no_grad;
-    const memory::Unlimited unlimited;  // all ranks have accepted: no way back
-    for (const auto& participant : participants_) {
-      participant->accept(scale, keep_unused);
-    }
-    for (const auto& parameter : outside_) {
-      auto& gradient = parameter.mutable_grad();
-      if (!gradient.defined() && !keep_unused) {
-        gradient = at::zeros_like(parameter);
-      } else if (gradient.defined() && scale != 1) {
-        gradient.mul_(scale);
-      }
-    }
-    kept_.add();
+  if (peer) {
+    const bool peer_memory = peer->text.rfind("out of memory", 0) == 0;
+    detail::throw_rank_failed(
+        peer->rank, step() - 1, peer_memory ? FailureKind::out_of_memory : FailureKind::error,
+        "rank " + std::to_string(peer->rank) + " failed between collectives of the model: " +
+            peer->text + " (here: " + result.text + ")");
   }
+}
 
-  void StepGroup::discard() {
-    for (const auto& participant : participants_) {
-      participant->discard();
-    }
-    for (const auto& parameter : outside_) {
-      parameter.mutable_grad().reset();
-    }
+std::vector<ControlRecord> StepGroup::run_failed(FailureKind kind, const std::string& text,
+                                                 const ControlRecord& record) {
+  publish_failure(kind, text);
+  for (const auto& participant : participants_) {
+    participant->begin_attempt(0);
   }
+  drain(record, kind == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed);
+  return finish();
+}
 
-  std::string StepGroup::failure_texts(const std::vector<ControlRecord>& records) {
-    std::string texts;
+std::vector<ControlRecord> StepGroup::finish() {
+  if (participants_.empty()) {
+    if (own_loss_sum_.defined()) {
+      own_.loss_sum = own_loss_sum_.item<double>();
+      own_loss_sum_.reset();
+    }
+    return {own_};
+  }
+  std::vector<ControlRecord> records;
+  for (const auto& participant : participants_) {
+    auto theirs = participant->finish();
+    if (records.empty()) {
+      records = std::move(theirs);
+      continue;
+    }
     for (size_t rank = 0; rank < records.size(); ++rank) {
-      if (!is_failure(records[rank].verdict)) {
-        continue;
-      }
-      const auto text = participants_.empty()
-                            ? ""
-                            : participants_[0]->read_failure(static_cast<int>(rank), kTextPatience);
-      texts += (texts.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + text;
-    }
-    return texts;
-  }
-
-  void StepGroup::publish_failure(FailureKind kind, const std::string& text) {
-    for (const auto& participant : participants_) {
-      participant->publish_failure(kind, text);
+      records[rank].verdict = std::max(records[rank].verdict, theirs[rank].verdict);
     }
   }
+  own_loss_sum_.reset();
+  return records;
+}
 
-  int64_t StepGroup::launched() const {
-    int64_t sum = 0;
-    for (const auto& participant : participants_) {
-      sum += participant->launched();
+void StepGroup::accept(double scale, bool keep_unused) {
+  const at::NoGradGuard no_grad;
+  const memory::Unlimited unlimited;  // all ranks have accepted: no way back
+  for (const auto& participant : participants_) {
+    participant->accept(scale, keep_unused);
+  }
+  for (const auto& parameter : outside_) {
+    auto& gradient = parameter.mutable_grad();
+    if (!gradient.defined() && !keep_unused) {
+      gradient = at::zeros_like(parameter);
+    } else if (gradient.defined() && scale != 1) {
+      gradient.mul_(scale);
     }
-    return sum;
   }
+  kept_.add();
+}
 
-  bool StepGroup::gradients_complete() const {
-    return !participants_.empty() &&
-           std::all_of(participants_.begin(), participants_.end(),
-                       [](const auto& p) { return p->gradients_complete(); });
+void StepGroup::discard() {
+  for (const auto& participant : participants_) {
+    participant->discard();
   }
+  for (const auto& parameter : outside_) {
+    parameter.mutable_grad().reset();
+  }
+}
+
+std::string StepGroup::failure_texts(const std::vector<ControlRecord>& records) {
+  std::string texts;
+  for (size_t rank = 0; rank < records.size(); ++rank) {
+    if (!is_failure(records[rank].verdict)) {
+      continue;
+    }
+    const auto text = participants_.empty()
+                          ? ""
+                          : participants_[0]->read_failure(static_cast<int>(rank), kTextPatience);
+    texts += (texts.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + text;
+  }
+  return texts;
+}
+
+void StepGroup::publish_failure(FailureKind kind, const std::string& text) {
+  for (const auto& participant : participants_) {
+    participant->publish_failure(kind, text);
+  }
+}
+
+int64_t StepGroup::launched() const {
+  int64_t sum = 0;
+  for (const auto& participant : participants_) {
+    sum += participant->launched();
+  }
+  return sum;
+}
+
+bool StepGroup::gradients_complete() const {
+  return !participants_.empty() &&
+         std::all_of(participants_.begin(), participants_.end(),
+                     [](const auto& p) { return p->gradients_complete(); });
+}
 
 }  // namespace brimful
