@@ -32,7 +32,7 @@ class Spec:
 
 SPECS = {
     "reducer.small_params_w1": Spec(SMALL, 1, "overhead"),
-    "reducer.small_params_w2": Spec(SMALL, 2, "overhead"),
+    "reducer.small_params_w2": Spec(SMALL, 2, "overhead", bounds=True),
     "reducer.wide_w1": Spec(WIDE, 1, "overhead", bounds=True, hooks=True),
     "reducer.wide_w2": Spec(WIDE, 2, "step", bounds=True, hooks=True, quick_rounds=3),
     "reducer.wide_w2_bf16": Spec(
@@ -147,6 +147,7 @@ def _bound(medians: dict[str, dict[str, float]], peer: str) -> dict[str, float]:
         "sum_to_peer": sum(parts) / of_peer,
         "max_to_peer": max(parts) / of_peer,
         "overhead_sum_to_peer": (sum(parts) - parts[0]) / (of_peer - parts[0]),
+        "overhead_all_reduce_to_peer": parts[2] / (of_peer - parts[0]),
     }
 
 
@@ -168,6 +169,9 @@ def _print_beside(conditions: Conditions) -> None:
             f"{bound[key + '_s'] * 1e3:.3f} ms, {bound[key + '_to_peer']:.3f} of the peer's step"
         )
         report.print_line(f"bound, {key} of bare, copy, flat all_reduce", shown)
+    if "bound" in conditions:
+        shown = f"{conditions['bound']['overhead_all_reduce_to_peer']:.3f}"
+        report.print_line("flat all_reduce alone / the peer's overhead", shown)
     if "wire" in conditions:
         wire = conditions["wire"]
         shown = wire.get("reason") or f"{wire['bytes']} bytes, {wire['to_fp32']:.3f} of fp32"

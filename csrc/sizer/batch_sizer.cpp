@@ -269,6 +269,9 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     if (input.split && outcome.pieces == static_cast<int64_t>(input.split->size())) {
       attempt.split = *input.split;
     } else if (input.rows || lockstep) {
+      if (options_.equal_pieces && !lockstep) {
+        outcome.pieces = equal_pieces(rows, outcome.pieces);
+      }
       attempt.split = split_rows(rows, outcome.pieces);
     }
     outcome.split = attempt.split;

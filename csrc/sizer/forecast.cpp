@@ -122,6 +122,7 @@ std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork&
     plan.pieces = std::max<int64_t>(most > 0 ? pieces_for(rows, most) : rows, 2);
     plan.pieces = std::min(plan.pieces, rows);
   }
+  plan.pieces = options_.equal_pieces ? equal_pieces(rows, plan.pieces) : plan.pieces;
   plan.piece_rows = split_rows(rows, plan.pieces).front();
   plan.peak_bytes = now.used_bytes + peak(plan.pieces);
   return plan;

@@ -17,6 +17,15 @@ int64_t pieces_for(int64_t rows, int64_t piece_rows) {
   return std::max<int64_t>(1, (rows + piece_rows - 1) / piece_rows);
 }
 
+int64_t equal_pieces(int64_t rows, int64_t pieces) {
+  for (int64_t more = pieces; more <= pieces + pieces / 4; ++more) {
+    if (rows % more == 0) {
+      return more;
+    }
+  }
+  return pieces;
+}
+
 int64_t finer(int64_t rows, int64_t pieces) {
   return std::min(rows, 2 * pieces);
 }

@@ -366,6 +366,7 @@ class BatchSizer:
         pieces: int,
         lockstep: bool,
         predict: bool,
+        equal_pieces: bool,
         batch_norm: str,
         batch_norms: Sequence[tuple[str, torch.nn.Module]],
         scaler: tuple[torch.Tensor, torch.Tensor] | None,

@@ -73,6 +73,12 @@ def _modules(model: Any) -> list[torch.nn.Module]:
     return modules
 
 
+def _is_compiled(modules: Iterable[torch.nn.Module]) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules
+    )
+
+
 def _scaler_tensors(scaler: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
     """What the scaler's methods change in place; made here if nothing was scaled yet."""
     if scaler is None:
@@ -142,6 +148,9 @@ class BatchSizer:
     Pieces grow again where there is room for what larger ones were seen to take, or must take at most. Under a limit of
     the CPU's memory a step whose optimizer would run out raises ``BatchTooLarge`` before it begins.
 
+    ``equal_pieces`` (by default true if a module is compiled) takes up to a quarter more pieces where that makes all of
+    them the same size: torch.compile compiles for each size that it meets.
+
     A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on the split, and is
     reproducible with the same split. ``batch_norm`` says what to do about that: ``"warn"`` logs one warning that names
     the modules, at the first step that is split; with ``"freeze"`` only the first piece of a step updates running
@@ -180,6 +189,7 @@ class BatchSizer:
         split_fn: Callable[[Any, int, int], Any] | None = None,
         lockstep: bool | None = None,
         predict: bool = False,
+        equal_pieces: bool | None = None,
         batch_norm: str = "warn",
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
@@ -251,6 +261,7 @@ class BatchSizer:
             pieces=pieces,
             lockstep=lockstep,
             predict=predict,
+            equal_pieces=_is_compiled(children) if equal_pieces is None else equal_pieces,
             batch_norm=batch_norm,
             batch_norms=batch_norms(modules),
             scaler=scaler_tensors,

@@ -3,6 +3,7 @@
 
 #include <brimful/sizer/pieces.h>
 
+using brimful::equal_pieces;
 using brimful::finer;
 using brimful::pieces_for;
 using brimful::split_rows;
@@ -40,6 +41,22 @@ TEST_CASE("As many pieces as the rows of one demand", "[sizer]") {
   CHECK(pieces_for(1, 8) == 1);
   CHECK(pieces_for(0, 8) == 1);
   CHECK(pieces_for(7, 1) == 7);
+}
+
+TEST_CASE("Equal pieces cost a quarter more pieces at most", "[sizer]") {
+  CHECK(equal_pieces(128, 1) == 1);
+  CHECK(equal_pieces(128, 13) == 16);
+  CHECK(equal_pieces(128, 12) == 12);  // 16 would be a third more
+  CHECK(equal_pieces(120, 7) == 8);
+  CHECK(equal_pieces(127, 100) == 100);
+  CHECK(equal_pieces(5, 5) == 5);
+  for (int64_t rows = 1; rows <= 60; ++rows) {
+    for (int64_t pieces = 1; pieces <= rows; ++pieces) {
+      const auto found = equal_pieces(rows, pieces);
+      CHECK((found == pieces || rows % found == 0));
+      CHECK((found >= pieces && 4 * (found - pieces) <= pieces && found <= rows));
+    }
+  }
 }
 
 TEST_CASE("A finer split doubles the pieces down to one row each", "[sizer]") {

@@ -31,6 +31,9 @@ struct BatchSizerOptions {
   /// Choose the pieces of a step by what its memory will be (on a CPU with a limit, outside lockstep). A StepInput made
   /// by hand needs a `kind` for that where batches differ in more than their rows.
   bool predict = false;
+  /// Up to a quarter more pieces where that gives all of them the same number of rows: for a compiled model, which
+  /// compiles for each size that it meets.
+  bool equal_pieces = false;
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count
   /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
   std::function<int64_t()> required_bytes;

@@ -14,6 +14,10 @@ BRIMFUL_API std::vector<int64_t> split_rows(int64_t rows, int64_t pieces);
 /// How many pieces of at most `piece_rows` rows a batch needs (at least 1). Pure.
 BRIMFUL_API int64_t pieces_for(int64_t rows, int64_t piece_rows);
 
+/// The fewest pieces that all have the same number of rows, at least `pieces` and at most a quarter more; `pieces` where
+/// there is no such number. A compiled model compiles for each size that it meets. Pure.
+BRIMFUL_API int64_t equal_pieces(int64_t rows, int64_t pieces);
+
 /// The number of pieces to try after `pieces` ran out of memory: twice as many, at most one row each. Pure.
 BRIMFUL_API int64_t finer(int64_t rows, int64_t pieces);
 
