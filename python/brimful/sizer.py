@@ -128,7 +128,7 @@ class BatchSizer:
     ``model`` is what ``loss_fn`` gets: a module, a ``DistributedDataParallel``, or a sequence of them for several
     wrapped modules in one step. ``optimizer`` (one, or a sequence) is only looked at: you call its ``step`` and
     ``zero_grad`` yourself. Until its first step the memory that its state will take is in use already, so that sizes
-    found before hold after it (torch's optimizers but LBFGS, ASGD and SparseAdam; the state itself is not touched).
+    found before hold after it (not of LBFGS, Adafactor, ASGD and SparseAdam; the state itself is not touched).
     ``weight_fn(batch)`` gives a batch's weight beforehand where it is not its number of rows, such as its number of
     tokens. ``pieces`` is the split of the first batch; from then on a split is refined when memory runs out.
     ``lockstep`` (by default true if the model has SyncBatchNorm) makes all ranks run the same number of pieces, which
