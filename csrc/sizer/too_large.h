@@ -21,7 +21,7 @@ struct Shortfall {
   int64_t rows = 0;
   int64_t max_retries = 0;
   bool lockstep = false;
-  bool may_split = true;  ///< batch_norm: refuse allows none
+  bool may_split = true;                  ///< batch_norm: refuse allows none
   std::vector<TriedSplit> tried;          ///< the last one is that which failed the step
   std::optional<StandingBytes> standing;  ///< nothing: nobody can say
   int64_t used_bytes = 0;                 ///< with the work's tensors gone, gradients still there

@@ -80,7 +80,7 @@ def next_step(optimizer: torch.optim.Optimizer) -> NextStep:
 
 def _torchs_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Without its wrappers: hooks are the program's."""
-    step = inspect.unwrap(type(optimizer).step)
+    step: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
     if not step.__module__.startswith("torch.optim."):
         raise TypeError("its step is not one of torch's")
     return step
