@@ -147,19 +147,19 @@ def _refused_allocations(rank, count):
     batch = classes(8, seed=rank.index)
     initial = copy.deepcopy(model.module.state_dict())
 
-    def one_step(split):
+    def one_step(split, fault=None):
         model.module.load_state_dict(initial)
         model.zero_grad()
         seed(rank.index)
-        outcome = sizer.step(batch, noisy_cross_entropy, split=split)
+        with fault or contextlib.nullcontext():
+            outcome = sizer.step(batch, noisy_cross_entropy, split=split)
         return outcome, gradients_of(model), values_of(model), rng_states()
 
     one_step([8])
     retried = 0
     for index in range(count):
-        with contextlib.ExitStack() as stack:
-            fault = stack.enter_context(brimful._C._FaultAt(index)) if rank.index == 1 else None
-            outcome, *faulty = one_step([8])
+        fault = brimful._C._FaultAt(index) if rank.index == 1 else None
+        outcome, *faulty = one_step([8], fault)
         retried += outcome.retries
         assert fault is None or fault.fired or outcome.retries == 0, index
         clean = one_step(outcome.split)[1:]
