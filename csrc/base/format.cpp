@@ -22,4 +22,12 @@ std::string format_bytes(int64_t bytes) {
   }
 }
 
+std::string format_list(const std::vector<int>& numbers) {
+  std::string text;
+  for (const int number : numbers) {
+    text += (text.empty() ? "" : ", ") + std::to_string(number);
+  }
+  return text;
+}
+
 }  // namespace brimful

@@ -2,10 +2,14 @@
 #include <brimful/export.h>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace brimful {
 
 /// "512 B", "1.5 KiB", "23.4 MiB": one decimal, rounded to the nearest, whatever the locale.
 BRIMFUL_API std::string format_bytes(int64_t bytes);
+
+/// "0, 2, 5".
+BRIMFUL_API std::string format_list(const std::vector<int>& numbers);
 
 }  // namespace brimful

@@ -3,26 +3,17 @@
 
 #include <algorithm>
 
+#include "base/format.h"
 #include "sizer/loss_scale.h"
 
 namespace brimful {
-namespace {
-std::string join(const std::vector<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) {
-    text += (text.empty() ? "" : ", ") + std::to_string(rank);
-  }
-  return text;
-}
-}  // namespace
-
 void BatchSizer::require_same_mark(const std::vector<ControlRecord>& records) {
   const auto others = ranks_with_another_ref(records);
   if (others.empty()) {
     return;
   }
   const auto step = "step " + std::to_string(steps_);
-  const auto which = " (ranks that differ from rank 0: " + join(others) + ")";
+  const auto which = " (ranks that differ from rank 0: " + format_list(others) + ")";
   if (std::all_of(others.begin(), others.end(), [&](int rank) {
         return differ_in_accumulate(records[0].ref, records[rank].ref);
       })) {
@@ -36,6 +27,15 @@ void BatchSizer::require_same_mark(const std::vector<ControlRecord>& records) {
                      "scalers with different scales" +
                      which +
                      "; load a state_dict of the same step on every rank, the scaler's too");
+}
+
+// Every rank has the same records: all raise, and go on with an exchange.
+void BatchSizer::require_weight(const std::vector<ControlRecord>& records) const {
+  const auto with_data = ranks_with(records, Verdict::ok);
+  TORCH_CHECK_VALUE(
+      with_data.empty() || total_weight(records) > 0, "the weights of step ", steps_,
+      " sum to 0, and a mean over nothing is no loss (ranks with data: ", format_list(with_data),
+      "); leave out batches in which nothing counts, on all ranks together");
 }
 
 }  // namespace brimful

@@ -1,14 +1,11 @@
-#include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/pieces.h>
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 #include <limits>
 #include <numeric>
-#include <sstream>
 
 #include "base/format.h"
 #include "sizer/loss_scale.h"
@@ -18,21 +15,6 @@
 namespace brimful {
 namespace {
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
-// A release waits for the device; finer pieces do not.
-constexpr int64_t kStepsBetweenReleases = 16;
-
-int64_t largest(const std::vector<int64_t>& split) {
-  return split.empty() ? 0 : *std::max_element(split.begin(), split.end());
-}
-
-std::string join(const std::vector<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) {
-    text += (text.empty() ? "" : ", ") + std::to_string(rank);
-  }
-  return text;
-}
-
 }  // namespace
 
 BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptions options)
@@ -216,177 +198,6 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
     transaction_.restore();
     throw;
   }
-}
-
-Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
-  std::optional<memory::PeakScope> peak(std::in_place, options_.device);
-  used_before_ = memory::stats(options_.device).used_bytes;
-  Outcome outcome;
-  const bool lockstep = options_.lockstep && group_.world_size() > 1;
-  const int64_t rows = input.rows.value_or(0);
-  outcome.pieces = lockstep ? announced_pieces_ : wanted_pieces(input);
-  StepGroup::Attempt attempt;
-  attempt.lockstep = lockstep;
-  attempt.buffer_source = buffer_source_;
-  attempt.ref = std::isfinite(announced_total_) && announced_total_ > 0 ? announced_total_
-                : last_total_ > 0                                       ? last_total_
-                                                                        : 1;
-  std::optional<ValueOnHost> scale;
-  if (options_.scaler != nullptr && options_.scaler->enabled() && group_.world_size() > 1) {
-    scale.emplace(options_.scaler->tensors(options_.device).first);
-  }
-  attempt.mark = [&] { return mark_of(attempt.ref, scale ? scale->get() : 1, input.accumulate); };
-  attempt.record = next_;
-  attempt.record.verdict = input.rows ? Verdict::ok : Verdict::no_data;
-  std::optional<Plan> plan;
-  if (input.rows && !input.split && predicts()) {
-    owed_ = true;  // the others wait in their step
-    plan = plan_of(input, work);
-    outcome.pieces = plan ? plan->pieces : outcome.pieces;
-    outcome.peak_bytes = peak->peak_bytes();
-    peak.emplace(options_.device);
-  }
-  if (!plan && !lockstep && !input.split && piece_rows_ > 0) {
-    outcome.pieces = history_.coarser(rows, outcome.pieces, room(), steps_);
-  }
-  owed_ = true;
-  norms_.require_whole(outcome.pieces);
-  int64_t next_piece = 0;
-  bool release = false;
-  attempt.same_split = [&](const std::string& shortage) {
-    release = release_helps(shortage);
-    return release && (!released_step_ || steps_ - *released_step_ >= kStepsBetweenReleases);
-  };
-  const auto watched =
-      PieceWork{[&](int64_t first, int64_t end) {
-                  norms_.before_piece(next_piece++, std::ssize(attempt.split));
-                  auto piece = work.forward(first, end);
-                  own_weights_ = own_weights_ || piece.weight != static_cast<double>(end - first);
-                  return piece;
-                },
-                scaled_backward(work.backward, options_.scaler)};
-  while (true) {
-    if (input.split && outcome.pieces == static_cast<int64_t>(input.split->size())) {
-      attempt.split = *input.split;
-    } else if (input.rows || lockstep) {
-      if (options_.equal_pieces && !lockstep) {
-        outcome.pieces = equal_pieces(rows, outcome.pieces);
-      }
-      attempt.split = split_rows(rows, outcome.pieces);
-    }
-    outcome.split = attempt.split;
-    attempt.retries_left = outcome.retries < options_.max_retries;
-    attempt.can_split = outcome.pieces < rows && norms_.may_split();
-    owed_ = false;
-    next_piece = 0;
-    recorder_.begin_attempt();
-    const auto result = [&] {
-      const BatchNorms::Scope norms(norms_);
-      return group_.run(attempt, watched);
-    }();
-    const auto attempt_peak = peak->peak_bytes();
-    recorder_.end_attempt(static_cast<int64_t>(outcome.split.size()), largest(outcome.split),
-                          attempt_peak, result.own == AttemptResult::Own::out_of_memory);
-    if (settle_attempt(result, input, outcome, attempt_peak)) {
-      const double total = total_weight(result.records);
-      group_.accept(total > 0 ? attempt.ref / total : 1, total > 0);
-      last_total_ = total > 0 ? total : last_total_;
-      outcome.loss = mean_loss(result.records);
-      outcome.weight = total;
-      outcome.last = nobody_continues(result.records);
-      for (const auto& record : result.records) {
-        outcome.work_ms.push_back(record.work_ms);
-      }
-      outcome.peak_bytes = std::max(outcome.peak_bytes, peak->peak_bytes());
-      outcome.pieces = static_cast<int64_t>(outcome.split.size());
-      note_peak(input, outcome);
-      recorder_.end_step(true, checked_limit_);
-      return outcome;
-    }
-    owed_ = true;
-    group_.discard();
-    transaction_.restore();
-    ++outcome.retries;
-    recorder_.note_retry(release);
-    if (release) {  // only now: the gradients of the attempt are gone
-      memory::release_cached(options_.device);
-      outcome.attempts.back().cache_released = true;
-      released_step_ = steps_;
-      release = false;
-    }
-    outcome.peak_bytes = std::max(outcome.peak_bytes, attempt_peak);
-    peak.emplace(options_.device);
-    note_shortfall(result, plan, input.kind);
-  }
-}
-
-bool BatchSizer::settle_attempt(const AttemptResult& result, const StepInput& input,
-                                Outcome& outcome, int64_t peak_bytes) {
-  using Own = AttemptResult::Own;
-  AttemptNote note;
-  note.pieces = static_cast<int64_t>(outcome.split.size());
-  note.piece_rows = largest(outcome.split);
-  note.peak_bytes = peak_bytes;
-  note.buckets_left = result.buckets_left;
-  note.alone = result.retry_alone;
-  if (result.retry_alone) {
-    note.ran_out = {group_.rank()};
-    outcome.attempts.push_back(note);
-    refine(result, *input.rows, outcome);
-    return false;
-  }
-  at_end_ = !result.records.empty() && nobody_continues(result.records);
-  if (result.own == Own::error) {
-    std::rethrow_exception(result.error);
-  }
-  const auto verdict = worst(result.records);
-  if (result.records.empty() || is_failure(verdict)) {
-    outcome.attempts.push_back(note);
-    throw_failure(result, input, outcome);
-  }
-  if (verdict != Verdict::retry) {
-    require_same_mark(result.records);
-    require_weight(result.records);
-    outcome.attempts.push_back(note);
-    adopt(result.records);
-    return true;
-  }
-  note.ran_out = ranks_with(result.records, Verdict::retry);
-  outcome.attempts.push_back(note);
-  if (result.own == Own::out_of_memory) {
-    refine(result, *input.rows, outcome);
-  } else {
-    log(LogLevel::info,
-        "step " + std::to_string(steps_) + " is repeated for rank " + join(note.ran_out));
-  }
-  return false;
-}
-
-// Every rank has the same records: all raise, and go on with an exchange.
-void BatchSizer::require_weight(const std::vector<ControlRecord>& records) const {
-  const auto with_data = ranks_with(records, Verdict::ok);
-  TORCH_CHECK_VALUE(
-      with_data.empty() || total_weight(records) > 0, "the weights of step ", steps_,
-      " sum to 0, and a mean over nothing is no loss (ranks with data: ", join(with_data),
-      "); leave out batches in which nothing counts, on all ranks together");
-}
-
-void BatchSizer::refine(const AttemptResult& result, int64_t rows, Outcome& outcome) {
-  if (result.same_split) {
-    log(LogLevel::warning,
-        "rank " + std::to_string(group_.rank()) + " ran out of memory in step " +
-            std::to_string(steps_) +
-            ", but not of capacity: torch's cache is released and the step repeated as it was");
-    return;
-  }
-  const auto before = static_cast<int64_t>(outcome.split.size());
-  history_.note_failure(pieces_for(rows, before), room(), steps_);
-  outcome.pieces = history_.finer(rows, before, room());
-  piece_rows_ = pieces_for(rows, outcome.pieces);
-  std::ostringstream line;
-  line << "rank " << group_.rank() << " ran out of memory in step " << steps_ << ": a batch of "
-       << rows << " is repeated in " << outcome.pieces << " pieces instead of " << before;
-  log(LogLevel::warning, line.str());
 }
 
 std::map<std::string, double> BatchSizer::state() const {

@@ -13,6 +13,10 @@ std::vector<int64_t> split_rows(int64_t rows, int64_t pieces) {
   return split;
 }
 
+int64_t largest_piece(const std::vector<int64_t>& split) {
+  return split.empty() ? 0 : *std::max_element(split.begin(), split.end());
+}
+
 int64_t pieces_for(int64_t rows, int64_t piece_rows) {
   return std::max<int64_t>(1, (rows + piece_rows - 1) / piece_rows);
 }

@@ -1,18 +1,17 @@
 #pragma once
 #include <brimful/export.h>
 #include <brimful/sizer/batch_norm.h>
+#include <brimful/sizer/batch_sizer_options.h>
 #include <brimful/sizer/forecasts.h>
+#include <brimful/sizer/outcome.h>
 #include <brimful/sizer/piece_history.h>
 #include <brimful/sizer/plan.h>
 #include <brimful/sizer/report.h>
 #include <brimful/sizer/split.h>
-#include <brimful/sizer/standing_bytes.h>
 #include <brimful/step/oom.h>
 #include <brimful/step/step.h>
 #include <brimful/step/transaction.h>
 
-#include <exception>
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -20,74 +19,6 @@
 #include <vector>
 
 namespace brimful {
-
-class GradScaler;  // <brimful/sizer/grad_scaler.h>
-
-struct BatchSizerOptions {
-  int64_t max_retries = 8;  ///< repeats of one step, alone or agreed
-  int64_t pieces = 1;       ///< of the first batch
-  bool lockstep =
-      false;  ///< the model has collectives of its own: all ranks run the same number of pieces
-  /// Choose the pieces of a step by what its memory will be (on a CPU with a limit, outside lockstep). A StepInput made
-  /// by hand needs a `kind` for that where batches differ in more than their rows.
-  bool predict = false;
-  /// Up to a quarter more pieces where that gives all of them the same number of rows: for a compiled model, which
-  /// compiles for each size that it meets.
-  bool equal_pieces = false;
-  c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count
-  /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
-  std::function<int64_t()> required_bytes;
-  /// For Plan and the words of BatchTooLarge; the constructor for a wrapped module has one, without an optimizer.
-  std::function<StandingBytes()> standing_bytes;
-  BatchNormPolicy batch_norm = BatchNormPolicy::warn;
-  /// The model's, which `batch_norm` is for: batch_norms_of() of <brimful/sizer/batch_norms.h> finds torch::nn's.
-  std::vector<BatchNormModule> batch_norms;
-  /// Scales the seed of every backward; unscale, clip, step and update are the caller's. Its state is restored when a step
-  /// is repeated. Must outlive the sizer, and be alike on all ranks.
-  GradScaler* scaler = nullptr;
-  /// Bytes that the optimizer's step will take beyond what is in use at a step's start, with gradients that are not there
-  /// yet. A step whose optimizer would not fit fails before it begins.
-  std::function<int64_t()> optimizer_bytes;
-};
-
-/// One try of a step.
-struct AttemptNote {
-  int64_t pieces = 0;
-  int64_t piece_rows = 0;    ///< of the largest piece; 0: no data
-  int64_t peak_bytes = 0;    ///< of this rank's device during the try
-  std::vector<int> ran_out;  ///< ranks that ran out of memory in it, empty for the one that stands
-  int64_t buckets_left = 0;  ///< of this rank, when its work ended
-  bool alone = false;        ///< repeated without telling the other ranks
-  bool cache_released = false;  ///< afterwards: fragments in torch's cache were the trouble
-};
-
-struct Outcome {
-  double loss = 0;     ///< weighted mean over all samples of all ranks
-  double weight = 0;   ///< of all ranks
-  int64_t pieces = 0;  ///< on this rank
-  std::vector<int64_t>
-      split;  ///< rows per piece; a step given the same split repeats it bit by bit
-  int64_t retries = 0;
-  int64_t peak_bytes = 0;       ///< of this rank's device during the step, retries included
-  std::vector<double> work_ms;  ///< by rank: ControlRecord::work_ms; the straggler's is the largest
-  bool last = false;            ///< no rank has another batch
-  std::vector<AttemptNote> attempts;
-};
-
-/// What a rank brings to a step.
-struct StepInput {
-  std::optional<int64_t> rows;                ///< nothing: this rank has no data
-  std::optional<double> weight;               ///< known beforehand; default: rows
-  std::optional<std::vector<int64_t>> split;  ///< rows per piece to begin with
-  bool accumulate = false;   ///< add to the gradients that there are, on all ranks alike
-  RowKind kind;              ///< what forecasts go by; see kind_of()
-  std::exception_ptr error;  ///< what is wrong with the batch: fails the step on all ranks
-};
-
-struct StepOptions {
-  /// Add to the gradients that there are; else they must be empty. Keeps a copy of them during the step.
-  bool accumulate = false;
-};
 
 template <typename Loader>
 class Batches;
@@ -172,6 +103,10 @@ class BRIMFUL_API BatchSizer {
   void check_input(const StepInput& input);
   void check_limit();
   Outcome run(const StepInput& input, const PieceWork& work);
+  std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork& work,
+                                    Outcome& outcome);
+  std::vector<int64_t> next_split(const StepInput& input, Outcome& outcome) const;
+  void stand(const AttemptResult& result, double ref, Outcome& outcome);
   bool settle_attempt(const AttemptResult& result, const StepInput& input, Outcome& outcome,
                       int64_t peak_bytes);
   [[noreturn]] void throw_failure(const AttemptResult& result, const StepInput& input,

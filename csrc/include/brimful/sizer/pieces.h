@@ -11,6 +11,9 @@ namespace brimful {
 /// @throws c10::ValueError unless rows >= 0 and pieces >= 1
 BRIMFUL_API std::vector<int64_t> split_rows(int64_t rows, int64_t pieces);
 
+/// Rows of the largest piece; 0 for no pieces. Pure.
+BRIMFUL_API int64_t largest_piece(const std::vector<int64_t>& split);
+
 /// How many pieces of at most `piece_rows` rows a batch needs (at least 1). Pure.
 BRIMFUL_API int64_t pieces_for(int64_t rows, int64_t piece_rows);
 

@@ -1,0 +1,41 @@
+#pragma once
+#include <brimful/sizer/batch_norm.h>
+#include <brimful/sizer/standing_bytes.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace brimful {
+
+class GradScaler;  // <brimful/sizer/grad_scaler.h>
+
+struct BatchSizerOptions {
+  int64_t max_retries = 8;  ///< repeats of one step, alone or agreed
+  int64_t pieces = 1;       ///< of the first batch
+  bool lockstep =
+      false;  ///< the model has collectives of its own: all ranks run the same number of pieces
+  /// Choose the pieces of a step by what its memory will be (on a CPU with a limit, outside lockstep). A StepInput made
+  /// by hand needs a `kind` for that where batches differ in more than their rows.
+  bool predict = false;
+  /// Up to a quarter more pieces where that gives all of them the same number of rows: for a compiled model, which
+  /// compiles for each size that it meets.
+  bool equal_pieces = false;
+  c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count
+  /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
+  std::function<int64_t()> required_bytes;
+  /// For Plan and the words of BatchTooLarge; the constructor for a wrapped module has one, without an optimizer.
+  std::function<StandingBytes()> standing_bytes;
+  BatchNormPolicy batch_norm = BatchNormPolicy::warn;
+  /// The model's, which `batch_norm` is for: batch_norms_of() of <brimful/sizer/batch_norms.h> finds torch::nn's.
+  std::vector<BatchNormModule> batch_norms;
+  /// Scales the seed of every backward; unscale, clip, step and update are the caller's. Its state is restored when a step
+  /// is repeated. Must outlive the sizer, and be alike on all ranks.
+  GradScaler* scaler = nullptr;
+  /// Bytes that the optimizer's step will take beyond what is in use at a step's start, with gradients that are not there
+  /// yet. A step whose optimizer would not fit fails before it begins.
+  std::function<int64_t()> optimizer_bytes;
+};
+
+}  // namespace brimful
