@@ -19,6 +19,15 @@ def no_limit():
     brimful.memory.set_limit("cpu", None)
 
 
+@pytest.fixture
+def one_thread():
+    """Kernels take no buffers by thread: a forecast needs allocations that depend on rows alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

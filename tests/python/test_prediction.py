@@ -10,6 +10,8 @@ from rank_processes import raised
 
 import brimful
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROWS = 240
 
 

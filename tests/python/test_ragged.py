@@ -11,6 +11,8 @@ from test_prediction import limit, square, used
 
 import brimful
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROWS = 20
 
 
