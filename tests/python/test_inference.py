@@ -1,14 +1,13 @@
 """map_batches: inference in pieces that fit, equal to the whole, whatever allocation is refused."""
 
 import collections
-import gc
 import random
 import weakref
 
 import numpy
 import pytest
 import torch
-from models import rng_states, seed
+from models import rng_states, seed, used
 from rank_processes import raised
 
 import brimful
@@ -20,11 +19,6 @@ Pair = collections.namedtuple("Pair", ["score", "names"])
 
 
 pytestmark = pytest.mark.usefixtures("no_limit")
-
-
-def used():
-    gc.collect()
-    return memory.stats("cpu").used_bytes
 
 
 def allow(count):

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 import torch
-from models import classes, cross_entropy, seed
+from models import classes, cross_entropy, seed, used
 from rank_processes import raised
-from test_prediction import limit, used
+from test_prediction import limit
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import brimful

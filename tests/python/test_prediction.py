@@ -1,11 +1,10 @@
 """Pieces chosen by the memory that they will need: no step runs out of it, and nothing else of the step changes."""
 
-import gc
 from contextlib import contextmanager
 
 import pytest
 import torch
-from models import classes, cross_entropy, rng_states, same_bits, seed, values_of, wrap
+from models import classes, cross_entropy, rng_states, same_bits, seed, used, values_of, wrap
 from rank_processes import raised
 
 import brimful
@@ -62,11 +61,6 @@ def limit(bytes):
         yield
     finally:
         brimful.memory.set_limit("cpu", None)
-
-
-def used():
-    gc.collect()
-    return brimful.memory.stats("cpu").used_bytes
 
 
 def peak_of_step(sizer, batch, loss_fn):

@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
-from models import seed
+from models import seed, used
 from rank_processes import raised
-from test_prediction import limit, square, used
+from test_prediction import limit, square
 
 import brimful
 

@@ -1,10 +1,10 @@
 """Pieces grow again, without prediction, when there is room for larger ones: by what was seen, not by trying."""
 
-import gc
 import itertools
 
 import pytest
 import torch
+from models import used
 
 import brimful
 
@@ -14,11 +14,6 @@ ROWS = 600
 @pytest.fixture(autouse=True)
 def lifted(no_limit):
     pass
-
-
-def used():
-    gc.collect()
-    return brimful.memory.stats("cpu").used_bytes
 
 
 def square(model, piece):
