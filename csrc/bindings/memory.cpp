@@ -78,6 +78,7 @@ struct PyTraceScope {
 };
 
 struct PyUnlimited {
+  void exit() { scope.reset(); }
   std::unique_ptr<Unlimited> scope;
 };
 
@@ -146,49 +147,46 @@ void bind_system_limit(py::module_& m) {
   m.def("memory_system_limit", &system_limit);
 }
 
+/// `with` around what `enter` puts into the object, and its exit() takes out.
+template <typename Scope, typename Enter>
+py::class_<Scope>& as_context(py::class_<Scope>& scope, const Enter& enter) {
+  return scope
+      .def("__enter__",
+           [enter](py::object self) {
+             enter(self.cast<Scope&>());
+             return self;
+           })
+      .def("__exit__", [](Scope& self, const py::args&) { self.exit(); });
+}
+
 void bind_scopes(py::module_& m) {
-  py::class_<PyPeakScope>(m, "_PeakScope", "with _PeakScope(device) as scope: scope.peak_bytes")
-      .def(py::init(
-               [](py::handle device) { return std::make_unique<PyPeakScope>(as_device(device)); }),
-           "device"_a)
-      .def("__enter__",
-           [](py::object self) {
-             self.cast<PyPeakScope&>().enter();
-             return self;
-           })
-      .def("__exit__", [](PyPeakScope& self, const py::args&) { self.exit(); })
-      .def_property_readonly("peak_bytes", &PyPeakScope::peak_bytes);
-  py::class_<PyTraceScope>(m, "_TraceScope",
-                           "with _TraceScope() as scope: ...; scope.trace: this thread's CPU bytes")
-      .def(py::init<>())
-      .def("__enter__",
-           [](py::object self) {
-             self.cast<PyTraceScope&>().scope = std::make_unique<TraceScope>();
-             return self;
-           })
-      .def("__exit__", [](PyTraceScope& self, const py::args&) { self.exit(); })
-      .def_property_readonly("trace", [](const PyTraceScope& self) {
-        return self.scope ? self.scope->trace() : self.trace;
-      });
-  py::class_<PyUnlimited>(m, "_Unlimited",
-                          "This thread's CPU allocations are never refused inside.")
-      .def(py::init<>())
-      .def("__enter__",
-           [](py::object self) {
-             self.cast<PyUnlimited&>().scope = std::make_unique<Unlimited>();
-             return self;
-           })
-      .def("__exit__", [](PyUnlimited& self, const py::args&) { self.scope.reset(); });
-  py::class_<PyFaultAt>(m, "_FaultAt",
-                        "This thread's CPU allocation number index raises torch.OutOfMemoryError.")
-      .def(py::init<int64_t>(), "index"_a)
-      .def("__enter__",
-           [](py::object self) {
-             auto& fault = self.cast<PyFaultAt&>();
-             fault.scope = std::make_unique<FaultAt>(fault.index);
-             return self;
-           })
-      .def("__exit__", [](PyFaultAt& self, const py::args&) { self.exit(); })
+  auto peak = py::class_<PyPeakScope>(m, "_PeakScope",
+                                      "with _PeakScope(device) as scope: scope.peak_bytes");
+  peak.def(
+      py::init([](py::handle device) { return std::make_unique<PyPeakScope>(as_device(device)); }),
+      "device"_a);
+  as_context(peak, [](PyPeakScope& self) {
+    self.enter();
+  }).def_property_readonly("peak_bytes", &PyPeakScope::peak_bytes);
+
+  auto trace = py::class_<PyTraceScope>(
+      m, "_TraceScope", "with _TraceScope() as scope: ...; scope.trace: this thread's CPU bytes");
+  trace.def(py::init<>());
+  as_context(trace, [](PyTraceScope& self) {
+    self.scope = std::make_unique<TraceScope>();
+  }).def_property_readonly("trace", [](const PyTraceScope& self) {
+    return self.scope ? self.scope->trace() : self.trace;
+  });
+
+  auto unlimited = py::class_<PyUnlimited>(
+      m, "_Unlimited", "This thread's CPU allocations are never refused inside.");
+  unlimited.def(py::init<>());
+  as_context(unlimited, [](PyUnlimited& self) { self.scope = std::make_unique<Unlimited>(); });
+
+  auto fault = py::class_<PyFaultAt>(
+      m, "_FaultAt", "This thread's CPU allocation number index raises torch.OutOfMemoryError.");
+  fault.def(py::init<int64_t>(), "index"_a);
+  as_context(fault, [](PyFaultAt& self) { self.scope = std::make_unique<FaultAt>(self.index); })
       .def_property_readonly(
           "fired",
           [](const PyFaultAt& self) { return self.scope ? self.scope->fired() : self.fired; })

@@ -20,8 +20,7 @@ constexpr int64_t kStepsBetweenReleases = 16;
 
 std::optional<Plan> BatchSizer::choose_pieces(const StepInput& input, const PieceWork& work,
                                               Outcome& outcome) {
-  const bool lockstep = options_.lockstep && group_.world_size() > 1;
-  outcome.pieces = lockstep ? announced_pieces_ : wanted_pieces(input);
+  outcome.pieces = in_lockstep() ? announced_pieces_ : wanted_pieces(input);
   std::optional<Plan> plan;
   if (input.rows && !input.split && predicts()) {
     const memory::PeakScope peak(options_.device);
@@ -29,7 +28,7 @@ std::optional<Plan> BatchSizer::choose_pieces(const StepInput& input, const Piec
     outcome.pieces = plan ? plan->pieces : outcome.pieces;
     outcome.peak_bytes = peak.peak_bytes();
   }
-  if (!plan && !lockstep && !input.split && piece_rows_ > 0) {
+  if (!plan && !in_lockstep() && !input.split && piece_rows_ > 0) {
     outcome.pieces = history_.coarser(input.rows.value_or(0), outcome.pieces, room(), steps_);
   }
   norms_.require_whole(outcome.pieces);
@@ -37,15 +36,14 @@ std::optional<Plan> BatchSizer::choose_pieces(const StepInput& input, const Piec
 }
 
 std::vector<int64_t> BatchSizer::next_split(const StepInput& input, Outcome& outcome) const {
-  const bool lockstep = options_.lockstep && group_.world_size() > 1;
   if (input.split && outcome.pieces == std::ssize(*input.split)) {
     return *input.split;
   }
-  if (!input.rows && !lockstep) {
+  if (!input.rows && !in_lockstep()) {
     return {};
   }
   const auto rows = input.rows.value_or(0);
-  if (options_.equal_pieces && !lockstep) {
+  if (options_.equal_pieces && !in_lockstep()) {
     outcome.pieces = equal_pieces(rows, outcome.pieces);
   }
   return split_rows(rows, outcome.pieces);
@@ -68,7 +66,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
   used_before_ = memory::stats(options_.device).used_bytes;
   Outcome outcome;
   StepGroup::Attempt attempt;
-  attempt.lockstep = options_.lockstep && group_.world_size() > 1;
+  attempt.lockstep = in_lockstep();
   attempt.buffer_source = buffer_source_;
   attempt.ref = std::isfinite(announced_total_) && announced_total_ > 0 ? announced_total_
                 : last_total_ > 0                                       ? last_total_

@@ -164,7 +164,7 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
                                     : record_for(input.rows ? Next::yes : Next::no, input)));
   }
   agreed_ = false;
-  if (!bad_input && options_.lockstep && group_.world_size() > 1 && input.split &&
+  if (!bad_input && in_lockstep() && input.split &&
       static_cast<int64_t>(input.split->size()) != announced_pieces_) {
     bad_input = std::make_exception_ptr(c10::ValueError(
         {"step", "batch_sizer.cpp", 0},

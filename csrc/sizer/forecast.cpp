@@ -39,8 +39,7 @@ void divide(Plan& plan, const StandingBytes& standing) {
 }  // namespace
 
 bool BatchSizer::predicts() const {
-  return options_.predict && options_.device.is_cpu() &&
-         !(options_.lockstep && group_.world_size() > 1) &&
+  return options_.predict && options_.device.is_cpu() && !in_lockstep() &&
          memory::stats(options_.device).limit_bytes;
 }
 

@@ -19,6 +19,15 @@ bool has_nonzero(const at::Tensor& gradient) {
   const auto values = gradient.is_sparse() ? gradient._values() : gradient;
   return at::any(values != 0).item<bool>();
 }
+
+template <typename Visit>
+void for_each_parameter(const std::vector<std::shared_ptr<Participant>>& participants,
+                        const std::vector<at::Tensor>& outside, const Visit& visit) {
+  for (const auto& participant : participants) {
+    std::for_each(participant->parameters().begin(), participant->parameters().end(), visit);
+  }
+  std::for_each(outside.begin(), outside.end(), visit);
+}
 }  // namespace
 
 void require_loss(const PieceLoss& piece) {
@@ -87,11 +96,7 @@ void StepGroup::require_empty_gradients() {
                       "); call optimizer.zero_grad() before every step");
     gradient.reset();
   };
-  for (const auto& participant : participants_) {
-    std::for_each(participant->parameters().begin(), participant->parameters().end(),
-                  require_empty);
-  }
-  std::for_each(outside_.begin(), outside_.end(), require_empty);
+  for_each_parameter(participants_, outside_, require_empty);
 }
 
 void StepGroup::require_one_device() const {
@@ -105,17 +110,13 @@ void StepGroup::require_one_device() const {
                       parameter.device(),
                       "); move them to one, or give each device's modules a process of their own");
   };
-  for (const auto& participant : participants_) {
-    std::for_each(participant->parameters().begin(), participant->parameters().end(), check);
-  }
-  std::for_each(outside_.begin(), outside_.end(), check);
+  for_each_parameter(participants_, outside_, check);
 }
 
 void StepGroup::keep_gradients() {
-  auto all = outside_;
-  for (const auto& participant : participants_) {
-    all.insert(all.end(), participant->parameters().begin(), participant->parameters().end());
-  }
+  std::vector<at::Tensor> all;
+  for_each_parameter(participants_, outside_,
+                     [&](const at::Tensor& parameter) { all.push_back(parameter); });
   kept_.take(all);
 }
 

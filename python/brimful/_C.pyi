@@ -355,7 +355,6 @@ class BatchSizer:
         buffers: Sequence[torch.Tensor],
         devices: Sequence[torch.device],
         keepers: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]],
-        required_bytes: Callable[[], int],
         standing_tensors: Callable[
             [], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor] | None]
         ],

@@ -248,7 +248,6 @@ class BatchSizer:
             buffers=buffers,
             devices=devices,
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
-            required_bytes=lambda: this()._required_bytes(),  # type: ignore[union-attr]
             standing_tensors=lambda: this()._standing_tensors(),  # type: ignore[union-attr]
             optimizer_bytes=lambda: this()._optimizer_bytes(),  # type: ignore[union-attr]
             weight_fn=weight_fn and (lambda batch: this()._weight_fn(batch)),  # type: ignore[union-attr,misc]
@@ -428,13 +427,6 @@ class BatchSizer:
             for value in state.values()
             if isinstance(value, torch.Tensor)
         ] + self._room.tensors()
-
-    def _required_bytes(self) -> int:
-        gradients = [p for p in self._parameters if p.requires_grad]
-        return sum(
-            _bytes(tensors, self._device)
-            for tensors in (self._parameters, gradients, self._optimizer_states())
-        )
 
     def _standing_tensors(
         self,

@@ -102,6 +102,8 @@ class BRIMFUL_API BatchSizer {
   void adopt(const std::vector<ControlRecord>& records);
   void check_input(const StepInput& input);
   void check_limit();
+  /// All ranks run the same number of pieces; alone there is nobody to keep step with.
+  bool in_lockstep() const { return options_.lockstep && group_.world_size() > 1; }
   Outcome run(const StepInput& input, const PieceWork& work);
   std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork& work,
                                     Outcome& outcome);
