@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,14 +50,18 @@ def sweep_rank(
     import brimful
 
     found = {}
-    with trials.quick_collections():
-        for name in names:
-            subject = trials.Subject(
-                models.CASES[name],
-                lambda m: brimful.DistributedDataParallel(m, plan="registration"),
-                rank,
-            )
+    for name in names:
+        subject = trials.Subject(
+            models.CASES[name],
+            lambda m: brimful.DistributedDataParallel(m, plan="registration"),
+            rank,
+        )
+        began = time.monotonic()
+        with trials.quick_collections():  # without what the first steps have imported
             found[name] = _sweep_model(subject, rank, progress, most)
+        if rank == 0:
+            faults = sum(found[name].faults.values())
+            print(f"  {name}: {faults} faults in {time.monotonic() - began:.0f} s", flush=True)
     return found
 
 

@@ -7,6 +7,7 @@
 #include "sizer/loss_scale.h"
 
 namespace brimful {
+
 void BatchSizer::require_same_mark(const std::vector<ControlRecord>& records) {
   const auto others = ranks_with_another_ref(records);
   if (others.empty()) {

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "sizer/align_traces.h"
+
 namespace brimful {
 namespace {
 // Of an allocation's size: alignment to a cache line or so is no other law of growth.
@@ -29,65 +31,80 @@ std::optional<PeakModel> PeakModel::fit(std::vector<TracedRows> traces) {
     TORCH_CHECK_VALUE(traces[i].rows > traces[i - 1].rows,
                       "traces must be of different sizes (rows: ", traces[i].rows, ", twice)");
   }
-  if (!is_same_sequence(traces[0].trace, traces[1].trace)) {
-    return std::nullopt;
-  }
-  const auto& first = traces[0];
-  const auto& second = traces[1];
-  const auto other = std::find_if(traces.begin() + 2, traces.end(), [&](const auto& traced) {
-    return !is_same_sequence(first.trace, traced.trace);
+  const auto other = std::find_if(traces.begin() + 1, traces.end(), [&](const auto& traced) {
+    return !is_same_sequence(traces.front().trace, traced.trace);
   });
-  if (other !=
-      traces.end()) {  // a library takes another way there: the model stands if it says the same
-    const TracedRows check = *other;
-    traces.erase(other, traces.end());
-    auto model = fit(std::move(traces));
-    const auto peak = static_cast<double>(memory::peak_bytes(check.trace));
-    const bool agrees = model && std::abs(static_cast<double>(model->peak_bytes(check.rows)) -
-                                          peak) <= kPeakTolerance * peak;
-    return agrees ? model : std::nullopt;
+  if (other == traces.end()) {
+    return PeakModel(traces);
   }
-  const auto& largest = traces.back();
-  const auto most = static_cast<double>(largest.rows);
-  PeakModel model;
+  if (other - traces.begin() >= 2) {  // a library takes another way there: it may not matter
+    const PeakModel model({traces.begin(), other});
+    const bool agrees = std::all_of(other, traces.end(), [&](const auto& traced) {
+      const auto peak = static_cast<double>(memory::peak_bytes(traced.trace));
+      return std::abs(static_cast<double>(model.peak_bytes(traced.rows)) - peak) <=
+             kPeakTolerance * peak;
+    });
+    if (agrees) {
+      return model;
+    }
+  }
+  return align(traces) ? std::optional(PeakModel(traces)) : std::nullopt;
+}
+
+PeakModel::PeakModel(const std::vector<TracedRows>& traces) {
   for (const auto& traced : traces) {
-    model.rows_.push_back(static_cast<double>(traced.rows));
+    rows_.push_back(static_cast<double>(traced.rows));
   }
-  model.events_.reserve(first.trace.size());
+  const auto events = traces.front().trace.size();
+  events_.reserve(events);
   double total = 0;
   double off_line = 0;
-  for (size_t i = 0; i < first.trace.size(); ++i) {
-    const auto at_first = static_cast<double>(first.trace[i]);
-    const auto at_largest = static_cast<double>(largest.trace[i]);
-    const double per_row = (static_cast<double>(second.trace[i]) - at_first) /
-                           static_cast<double>(second.rows - first.rows);
-    Event event{at_first - per_row * static_cast<double>(first.rows), per_row, {}};
-    const double off = std::abs(event.constant + event.per_row * most - at_largest);
-    if (off > std::max(kToleranceBytes, kTolerance * std::abs(at_largest))) {
-      for (const auto& traced : traces) {
-        event.traced.push_back(static_cast<double>(traced.trace[i]));
-      }
-      off_line += std::abs(at_largest);
-    }
-    total += std::abs(at_largest);
-    model.events_.push_back(std::move(event));
+  std::vector<double> bytes(traces.size());
+  for (size_t event = 0; event < events; ++event) {
+    std::transform(traces.begin(), traces.end(), bytes.begin(),
+                   [&](const auto& traced) { return static_cast<double>(traced.trace[event]); });
+    events_.push_back(event_of(bytes));
+    const auto at_largest = std::abs(bytes.back());
+    total += at_largest;
+    off_line += events_.back().traced.empty() ? 0 : at_largest;
   }
-  model.off_line_ = total > 0 ? off_line / total : 0;
-  return model;
+  off_line_ = total > 0 ? off_line / total : 0;
+}
+
+PeakModel::Event PeakModel::event_of(const std::vector<double>& bytes) const {
+  const double most = rows_.back();
+  const double of_row = (bytes[1] - bytes[0]) / (rows_[1] - rows_[0]);
+  Event event{bytes[0] - of_row * rows_[0], of_row, {}};
+  const double off = std::abs(event.constant + of_row * most - bytes.back());
+  const bool is_everywhere = std::find(bytes.begin(), bytes.end(), 0) == bytes.end();
+  if (is_everywhere && off <= std::max(kToleranceBytes, kTolerance * std::abs(bytes.back()))) {
+    return event;
+  }
+  event.traced = bytes;
+  event.per_row = bytes.back() / most;
+  const double before = bytes[bytes.size() - 2];
+  if (!is_everywhere && before != 0) {  // two sizes of the largest have it: they tell how it grows
+    const double slope = (bytes.back() - before) / (most - rows_[rows_.size() - 2]);
+    event.per_row = bytes.back() < 0 ? std::clamp(slope, event.per_row, 0.)
+                                     : std::clamp(slope, 0., event.per_row);
+  }
+  return event;
 }
 
 double PeakModel::bytes_of(const Event& event, double rows) const {
   if (event.traced.empty()) {
     return event.constant + event.per_row * rows;
   }
-  const double pages = event.traced.back() < 0 ? -kPagesBytes : kPagesBytes;
+  const auto padded = [](double bytes) {
+    return bytes < 0 ? bytes - kPagesBytes : bytes > 0 ? bytes + kPagesBytes : 0;
+  };
   if (rows >= rows_.back()) {
-    return event.traced.back() * rows / rows_.back() + pages;
+    return padded(event.traced.back() + event.per_row * (rows - rows_.back()));
   }
   const auto behind = std::upper_bound(rows_.begin() + 1, rows_.end() - 1, rows) - rows_.begin();
   const double share = (rows - rows_[behind - 1]) / (rows_[behind] - rows_[behind - 1]);
-  return event.traced[behind - 1] + share * (event.traced[behind] - event.traced[behind - 1]) +
-         pages;
+  return padded(event.traced[behind - 1] +
+                share * (event.traced[behind] - event.traced[behind - 1]));
 }
 
 int64_t PeakModel::peak_bytes(int64_t rows) const {

@@ -21,7 +21,7 @@ def no_limit():
 
 @pytest.fixture
 def one_thread():
-    """Kernels take no buffers by thread: a forecast needs allocations that depend on rows alone."""
+    """Several threads would be slower: the work is small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

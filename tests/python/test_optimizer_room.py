@@ -12,8 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import brimful
 from brimful import _C
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 KINDS = {
     "Adam": {"lr": 0.01},
     "Adam, foreach": {"lr": 0.01, "foreach": True, "weight_decay": 0.1, "amsgrad": True},

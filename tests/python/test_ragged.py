@@ -99,8 +99,12 @@ def peaks_told(model, batch_of, lengths, rows=ROWS):
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_few_lengths_tell_the_peaks_of_all_others(name):
+# With two threads, convolutions and LSTMs take buffers by thread from some size on.
+@pytest.mark.parametrize(
+    ("name", "threads"), [*((name, 1) for name in MODELS), ("convolution", 2), ("recurrent", 2)]
+)
+def test_a_few_lengths_tell_the_peaks_of_all_others(name, threads):
+    torch.set_num_threads(threads)
     make, batch_of = MODELS[name]
     seed(0)
     found = peaks_told(make(), batch_of, shuffled(range(16, 129), 30))

@@ -80,6 +80,72 @@ TEST_CASE("Other sequences of allocations make no model, unless their peak is th
   CHECK_FALSE(PeakModel::fit({two, three, with(8, {10, -10, 8100, -8100})}));
 }
 
+namespace {
+/// 200 layers that hold their outputs until the end. From 3 rows on, two threads share the work of every 50th one, and
+/// each takes a buffer of its own; `per_row` says how that grows.
+Trace threaded(int64_t rows, int64_t per_row, int64_t constant) {
+  Trace trace;
+  for (int64_t layer = 1; layer <= 200; ++layer) {
+    trace.push_back(1000 * rows);
+    if (layer % 50 == 0 && rows >= 3) {
+      const auto buffer = per_row * rows + constant;
+      trace.insert(trace.end(), {buffer, 16, -buffer, 16, -16, -16});
+    }
+  }
+  for (int64_t layer = 200; layer > 0; --layer) {
+    trace.push_back(-1000 * rows);
+  }
+  return trace;
+}
+}  // namespace
+
+TEST_CASE("Buffers that threads take from some size on are part of the model", "[sizer]") {
+  const auto fit = [](int64_t per_row, int64_t constant, const std::vector<int64_t>& sizes) {
+    std::vector<TracedRows> traces;
+    for (const auto rows : sizes) {
+      traces.push_back({rows, threaded(rows, per_row, constant)});
+    }
+    return PeakModel::fit(std::move(traces));
+  };
+  const auto check = [](const std::optional<PeakModel>& model, int64_t per_row, int64_t constant,
+                        double most) {
+    REQUIRE(model);
+    for (const int64_t rows : {24, 80, 400, 1600}) {
+      const auto real = static_cast<double>(peak_bytes(threaded(rows, per_row, constant)));
+      const auto told = static_cast<double>(model->peak_bytes(rows));
+      CHECK(told >= real);
+      CHECK(told <= most * real + 4 * 8192);
+    }
+  };
+  // In proportion to the rows: one size that has them is enough.
+  check(fit(90000, 0, {2, 3}), 90000, 0, 1.0);
+  check(fit(90000, 0, {2, 3, 16}), 90000, 0, 1.0);
+  // A part does not grow: two sizes tell which.
+  check(fit(1000, 2000000, {2, 3, 16}), 1000, 2000000, 1.001);
+  check(fit(0, 2000000, {2, 16, 32}), 0, 2000000, 1.001);
+  // What one size alone has is taken to grow with the rows: too large rather than too small.
+  check(fit(0, 20000, {2, 16}), 0, 20000, 1.2);
+}
+
+TEST_CASE("Events of a size that no other has are not forced upon one another", "[sizer]") {
+  // The second has a larger temporary in front of an equal one: matched by order alone it would be the wrong one.
+  const auto with = [](int64_t rows, bool more) {
+    Trace trace(60, 0);
+    for (size_t i = 0; i < trace.size(); ++i) {
+      trace[i] = (i % 2 == 0 ? 1 : -1) * 100 * rows;
+    }
+    trace.insert(trace.begin() + 20, {7000 * rows, -7000 * rows});
+    if (more) {
+      trace.insert(trace.begin() + 10, {500000, -500000});
+    }
+    return TracedRows{rows, trace};
+  };
+  const auto model = PeakModel::fit({with(2, false), with(3, true), with(16, true)});
+  REQUIRE(model);
+  CHECK(model->peak_bytes(2) == 14000);
+  CHECK(model->peak_bytes(1600) == 7000 * 1600);
+}
+
 TEST_CASE("A model needs two traces of different sizes", "[sizer][bad input]") {
   CHECK_THROWS_AS(fit(affine, {}), c10::ValueError);
   CHECK_THROWS_AS(fit(affine, {2}), c10::ValueError);

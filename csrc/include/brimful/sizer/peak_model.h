@@ -21,9 +21,10 @@ class BRIMFUL_API PeakModel {
  public:
   /// The lines go through the two smallest sizes. An allocation that is not on its line at the largest one (a library
   /// rounds it up to pages, say) is read off between the traced sizes and grows in proportion behind them, with a few
-  /// pages more: too large rather than too small.
-  /// Nothing where no model of this kind holds: the traces are not the same sequence of allocations, and the peak of the
-  /// one that differs is not what the others say.
+  /// pages more: too large rather than too small. Where sizes do not have the same allocations (several threads share the
+  /// work from some number of rows on, and each takes a buffer), what only some have is read off in the same way, unless
+  /// the peaks of the larger sizes are what the smaller ones say.
+  /// Nothing where the sequences of allocations are too different to be made one.
   /// @throws c10::ValueError unless there are at least two sizes, all different and positive
   static std::optional<PeakModel> fit(std::vector<TracedRows> traces);
 
@@ -37,9 +38,13 @@ class BRIMFUL_API PeakModel {
  private:
   struct Event {
     double constant = 0;
-    double per_row = 0;
-    std::vector<double> traced;  ///< off its line: bytes at the traced sizes
+    double per_row = 0;  ///< off its line: behind the traced sizes
+    std::vector<double>
+        traced;  ///< off its line: bytes at the traced sizes, 0 where it is not there
   };
+  /// Of traces with one sequence of events.
+  explicit PeakModel(const std::vector<TracedRows>& traces);
+  Event event_of(const std::vector<double>& bytes) const;
   double bytes_of(const Event& event, double rows) const;
 
   std::vector<double> rows_;  ///< traced sizes

@@ -1,0 +1,17 @@
+#pragma once
+#include <brimful/export.h>
+#include <brimful/sizer/peak_model.h>
+
+#include <vector>
+
+namespace brimful {
+
+/// Makes traces of different sizes one sequence: where a size allocates what another one does not (a buffer for each
+/// thread from some number of rows on), the other gets 0 bytes. Two events are the same if both are allocations, or both
+/// frees, and the larger size's has between as many bytes and in proportion to the rows. As few zeros as possible (the
+/// shortest edit script: Myers, "An O(ND) difference algorithm", Algorithmica 1, 1986, section 4).
+/// `traces`: by increasing rows, none with a 0. False if they differ in more than a tenth of their events, or in 1000; they may then
+/// be partly aligned.
+BRIMFUL_API bool align(std::vector<TracedRows>& traces);
+
+}  // namespace brimful
