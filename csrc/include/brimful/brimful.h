@@ -13,5 +13,6 @@
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/grad_scaler.h>
 #include <brimful/sizer/map_batches.h>
+#include <brimful/sizer/optimizer_bytes.h>
 #include <brimful/sizer/verify_split.h>
 #include <brimful/version.h>
