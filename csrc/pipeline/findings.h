@@ -1,0 +1,34 @@
+#pragma once
+#include <string>
+#include <vector>
+
+#include "pipeline/places.h"
+
+namespace brimful::pipeline {
+
+/// Problems up to a number that a person may want to read.
+class Findings {
+ public:
+  void add(std::string problem);
+  bool none() const { return problems_.empty(); }
+  /// No more are taken.
+  bool full() const;
+  std::vector<std::string> take();
+
+ private:
+  std::vector<std::string> problems_;
+  int64_t left_out_ = 0;
+};
+
+// Each adds what it finds wrong with a part of a schedule. All but the first need what it finds to be none.
+
+/// Numbers of stages, microbatches and actions; actions of stages and microbatches that there are not.
+void find_out_of_range(const Schedule& schedule, Findings& findings);
+/// Actions that are there twice, and stages on several ranks.
+void find_doubled(const Places& places, Findings& findings);
+/// Actions that are missing, or contradict each other; sends and receives where there are any.
+void find_missing(const Places& places, Findings& findings);
+/// Actions of a rank that come before what they need from the same rank.
+void find_misordered(const Places& places, Findings& findings);
+
+}  // namespace brimful::pipeline
