@@ -1,0 +1,397 @@
+// A step as attempts: one stands, is repeated with more microbatches, or fails the step with nothing left of it.
+#include <ATen/ATen.h>
+#include <brimful/error.h>
+#include <brimful/log.h>
+#include <brimful/memory/stats.h>
+#include <brimful/pipeline/checker.h>
+#include <brimful/pipeline/schedules.h>
+#include <brimful/sizer/grad_scaler.h>
+#include <brimful/sizer/pieces.h>
+
+#include <algorithm>
+#include <numeric>
+#include <sstream>
+
+#include "base/format.h"
+#include "pipeline/failure.h"
+#include "pipeline/pipeline_state.h"
+#include "pipeline/report.h"
+#include "sizer/loss_scale.h"
+
+namespace brimful::pipeline {
+namespace {
+
+std::vector<at::Tensor> trained_of(const std::vector<Stage>& stages) {
+  std::vector<at::Tensor> trained;
+  for (const auto& stage : stages) {
+    for (const auto& parameter : stage.parameters) {
+      const bool known = std::any_of(trained.begin(), trained.end(),
+                                     [&](const auto& t) { return t.is_same(parameter); });
+      if (parameter.requires_grad() && !known) {
+        trained.push_back(parameter);
+      }
+    }
+  }
+  return trained;
+}
+
+std::vector<at::Tensor> buffers_of(const std::vector<Stage>& stages) {
+  std::vector<at::Tensor> buffers;
+  for (const auto& stage : stages) {
+    buffers.insert(buffers.end(), stage.buffers.begin(), stage.buffers.end());
+  }
+  return buffers;
+}
+
+std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices) {
+  std::vector<c10::Device> result;
+  for (const auto device : devices) {
+    if (std::find(result.begin(), result.end(), device) == result.end()) {
+      result.push_back(device);
+    }
+  }
+  return result;
+}
+
+PipelineOptions with_devices(PipelineOptions options, size_t stages) {
+  if (options.devices.empty()) {
+    options.devices.assign(stages, c10::Device(c10::DeviceType::CPU));
+  }
+  return options;
+}
+
+/// The peak of each device while it lives.
+class Peaks {
+ public:
+  explicit Peaks(const std::vector<c10::Device>& devices) : devices_(distinct(devices)) {
+    for (const auto device : devices_) {
+      scopes_.push_back(std::make_unique<memory::PeakScope>(device));
+    }
+  }
+  std::vector<std::pair<c10::Device, int64_t>> bytes() const {
+    std::vector<std::pair<c10::Device, int64_t>> result;
+    for (size_t i = 0; i < devices_.size(); ++i) {
+      result.emplace_back(devices_[i], scopes_[i]->peak_bytes());
+    }
+    return result;
+  }
+
+ private:
+  std::vector<c10::Device> devices_;
+  std::vector<std::unique_ptr<memory::PeakScope>> scopes_;
+};
+
+/// Wraps each stage's forward, so that its BatchNorms know which microbatch it is.
+std::vector<Stage> with_norms(std::vector<Stage> stages, BatchNormPolicy policy,
+                              std::vector<std::shared_ptr<StageNorms>>& all) {
+  for (auto& stage : stages) {
+    if (stage.batch_norms.empty()) {
+      continue;
+    }
+    auto norms = std::make_shared<StageNorms>(policy, stage.batch_norms);
+    all.push_back(norms);
+    stage.forward = [norms, inner = std::move(stage.forward)](const Value& input) {
+      if (norms->pieces > 0) {
+        norms->norms.before_piece(norms->next++, norms->pieces);
+      }
+      return inner(input);
+    };
+  }
+  return stages;
+}
+
+ExecutorOptions executor_options(const PipelineOptions& options) {
+  ExecutorOptions result;
+  result.devices = options.devices;
+  result.threads_per_rank = options.threads_per_rank;
+  result.spin = options.spin;
+  result.trace = options.trace;
+  result.before_action = options.before_action;
+  result.translate = options.translate;
+  result.thread_scope = options.thread_scope;
+  return result;
+}
+
+/// What BatchNorms have changed for a step's microbatches is undone at its end.
+class NormsScope {
+ public:
+  NormsScope(std::vector<std::shared_ptr<StageNorms>>& norms, int64_t pieces) : norms_(norms) {
+    for (const auto& each : norms_) {
+      each->next = 0;
+      each->pieces = pieces;
+    }
+  }
+  ~NormsScope() {
+    for (const auto& each : norms_) {
+      each->pieces = 0;
+      each->norms.after_step();
+    }
+  }
+  NormsScope(const NormsScope&) = delete;
+  NormsScope& operator=(const NormsScope&) = delete;
+
+ private:
+  std::vector<std::shared_ptr<StageNorms>>& norms_;
+};
+
+void require_rows(int64_t rows, int64_t microbatches) {
+  TORCH_CHECK_VALUE(rows > 0, "the batch is empty (rows: 0)");
+  TORCH_CHECK_VALUE(rows >= microbatches,
+                    "there are more microbatches than rows in the batch (microbatches: ",
+                    microbatches, ", rows: ", rows, "); ask for fewer");
+}
+
+int64_t total_bytes(const std::vector<std::pair<c10::Device, int64_t>>& peaks) {
+  return std::accumulate(peaks.begin(), peaks.end(), int64_t{0},
+                         [](int64_t sum, const auto& peak) { return sum + peak.second; });
+}
+}  // namespace
+
+Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
+    : options(with_devices(std::move(wanted), stages.size())),
+      parameters(trained_of(stages)),
+      transaction(buffers_of(stages), distinct(options.devices)) {
+  TORCH_CHECK_VALUE(options.microbatches >= 1,
+                    "a step has at least one microbatch (microbatches: ", options.microbatches,
+                    ")");
+  TORCH_CHECK_VALUE(options.max_retries >= 0,
+                    "max_retries must not be negative (max_retries: ", options.max_retries, ")");
+  executor = std::make_unique<Executor>(with_norms(std::move(stages), options.batch_norm, norms),
+                                        executor_options(options));
+  const auto first = schedule(options.microbatches, true);
+  const auto placed = rank_of_stage(first);
+  for (size_t i = 0; i < placed.size(); ++i) {
+    const auto device = options.devices[placed[i]];
+    for (const auto& parameter : executor->stages()[i].parameters) {
+      TORCH_CHECK_VALUE(
+          parameter.device() == device, "a stage's parameters are not on its device (stage: ", i,
+          ", parameters: ", parameter.device(), ", device: ", device, "); move them there");
+    }
+  }
+  if (options.scaler != nullptr && options.scaler->enabled()) {
+    const auto [scale, tracker] = options.scaler->tensors(options.devices[placed.back()]);
+    transaction.add(keeper_of({scale, tracker}));
+  }
+  for (auto& keeper : options.keepers) {
+    transaction.add(keeper);
+  }
+}
+
+Schedule Pipeline::State::schedule(int64_t microbatches, bool training) const {
+  const auto stages = static_cast<int>(executor->stages().size());
+  const auto ranks = static_cast<int>(options.devices.size());
+  TORCH_CHECK_VALUE(stages % ranks == 0,
+                    "every rank has the same number of stages (stages: ", stages,
+                    ", devices: ", ranks, "); give as many devices as stages, or a divisor");
+  Schedule made;
+  if (options.schedule_for) {
+    made = options.schedule_for(static_cast<int>(microbatches));
+    TORCH_CHECK_VALUE(made.microbatches == microbatches && made.stages == stages &&
+                          std::ssize(made.ranks) == ranks,
+                      "the schedule is for another pipeline (", made.name,
+                      ": ranks: ", made.ranks.size(), ", stages: ", made.stages,
+                      ", microbatches: ", made.microbatches, "; wanted: ", ranks, ", ", stages,
+                      ", ", microbatches, ")");
+    require_valid(made);
+  } else {
+    made = make_schedule(options.schedule, ranks, stages / ranks, static_cast<int>(microbatches));
+  }
+  if (training) {
+    return made;
+  }
+  for (auto& order : made.ranks) {
+    std::erase_if(order, [](const Action& action) {
+      return action.kind != ActionKind::forward && action.kind != ActionKind::send_forward &&
+             action.kind != ActionKind::receive_forward;
+    });
+  }
+  return made;
+}
+
+int64_t Pipeline::State::microbatches_for(int64_t rows) const {
+  return std::max(options.microbatches,
+                  microbatch_rows > 0 ? pieces_for(rows, microbatch_rows) : 1);
+}
+
+StepResult Pipeline::State::attempt(const Schedule& schedule, const std::vector<int64_t>& split,
+                                    const PipelineWork& work) {
+  if (work.begin) {
+    work.begin(split);
+  }
+  std::vector<int64_t> begins{0};
+  for (const auto rows : split) {
+    begins.push_back(begins.back() + rows);
+  }
+  StepWork actions;
+  actions.ref = static_cast<double>(begins.back());
+  actions.input = [&](int i) { return work.input(i, begins[i], begins[i + 1]); };
+  if (work.loss) {
+    actions.loss = [&](int i, const Value& output) {
+      return work.loss(i, begins[i], begins[i + 1], output);
+    };
+  }
+  if (options.scaler != nullptr && options.scaler->enabled()) {
+    actions.seed = [&](const at::Tensor& share) { return options.scaler->scale(share); };
+  }
+  return executor->run(schedule, actions);
+}
+
+void Pipeline::State::stand(StepResult result, double ref, PipelineOutcome& outcome,
+                            KeptGradients& kept) {
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  double sum = 0;
+  for (const auto& [loss, weight] : result.losses) {
+    if (weight > 0) {
+      outcome.weight += weight;
+      sum += loss.item<double>() * weight;
+    }
+  }
+  outcome.loss = outcome.weight > 0 ? sum / outcome.weight : 0;
+  const double scale = outcome.weight > 0 ? ref / outcome.weight : 1;
+  for (const auto& parameter : parameters) {
+    auto& gradient = parameter.mutable_grad();
+    if (scale != 1 && gradient.defined()) {
+      gradient.mul_(scale);
+    }
+  }
+  kept.add();
+  outcome.total_ms = static_cast<double>(result.end_ns - result.begin_ns) / 1e6;
+  outcome.stages = notes_of(result);
+  last_result = std::move(result);
+}
+
+void Pipeline::State::discard() {
+  for (const auto& parameter : parameters) {
+    parameter.mutable_grad().reset();
+  }
+}
+
+int64_t Pipeline::State::refine(const Failure& failure, int64_t rows, int64_t microbatches,
+                                int64_t retries, std::vector<TriedSplit>& tried,
+                                int64_t peak_bytes) {
+  tried.push_back({microbatches, (rows + microbatches - 1) / microbatches, peak_bytes});
+  const bool may_split =
+      std::all_of(norms.begin(), norms.end(), [](const auto& n) { return n->norms.may_split(); });
+  const bool last = retries >= options.max_retries || microbatches >= rows || !may_split;
+  if (last) {
+    throw too_large(failure, rows, std::move(tried), options.max_retries,
+                    options.devices[failure.rank]);
+  }
+  const auto next = finer(rows, microbatches);
+  microbatch_rows = (rows + next - 1) / next;
+  log(LogLevel::warning, "memory ran out in the " + pipeline::describe(failure) +
+                             ": the step is repeated with " + std::to_string(next) +
+                             " microbatches instead of " + std::to_string(microbatches));
+  return next;
+}
+
+void Pipeline::State::raise(Failure failure) {
+  last_failure = failure;
+  last_failure->error = nullptr;  // pins what its frames hold
+  rethrow(std::move(failure));
+}
+
+PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
+  const OneCall::Entered entered(calls, "step");
+  last_failure.reset();
+  require_rows(rows, options.microbatches);
+  auto microbatches = microbatches_for(rows);
+  for (const auto& each : norms) {
+    each->norms.require_whole(microbatches);
+  }
+  const Peaks peaks(options.devices);
+  KeptGradients kept;
+  const KeptGradients::Scope give_back(kept);
+  kept.take(parameters);
+  transaction.capture();
+  PipelineOutcome outcome;
+  std::vector<TriedSplit> tried;
+  while (true) {
+    outcome.split = split_rows(rows, microbatches);
+    auto order = schedule(microbatches, true);
+    auto result = [&] {
+      const NormsScope scope(norms, microbatches);
+      return attempt(order, outcome.split, work);
+    }();
+    if (!result.failure) {
+      stand(std::move(result), static_cast<double>(rows), outcome, kept);
+      last_schedule = std::move(order);
+      outcome.microbatches = microbatches;
+      outcome.peak_bytes = peaks.bytes();
+      return outcome;
+    }
+    discard();
+    transaction.restore();
+    if (!result.failure->out_of_memory) {
+      raise(std::move(*result.failure));
+    }
+    last_failure = result.failure;
+    microbatches = refine(*result.failure, rows, microbatches, outcome.retries, tried,
+                          total_bytes(peaks.bytes()));
+    ++outcome.retries;
+  }
+}
+
+Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
+  const OneCall::Entered entered(calls, "forward");
+  const at::NoGradGuard no_grad;
+  last_failure.reset();
+  require_rows(rows, 1);
+  auto microbatches = std::min(rows, microbatches_for(rows));
+  transaction.capture();
+  auto inference = work;
+  inference.loss = nullptr;
+  std::vector<TriedSplit> tried;
+  for (int64_t retries = 0;; ++retries) {
+    const memory::PeakScope peak(options.devices[0]);
+    auto result = attempt(schedule(microbatches, false), split_rows(rows, microbatches), inference);
+    if (!result.failure) {
+      return joined(result.outputs);
+    }
+    transaction.restore();
+    if (!result.failure->out_of_memory) {
+      raise(std::move(*result.failure));
+    }
+    last_failure = result.failure;
+    result.outputs.clear();
+    microbatches = refine(*result.failure, rows, microbatches, retries, tried, peak.peak_bytes());
+  }
+}
+
+Pipeline::Pipeline(std::vector<Stage> stages, PipelineOptions options)
+    : state_(std::make_unique<State>(std::move(stages), std::move(options))) {}
+Pipeline::~Pipeline() = default;
+Pipeline::Pipeline(Pipeline&&) noexcept = default;
+
+PipelineOutcome Pipeline::step(int64_t rows, const PipelineWork& work) {
+  TORCH_CHECK_VALUE(work.loss, "a step needs a loss function (loss_fn: none)");
+  return state_->step(rows, work);
+}
+Value Pipeline::forward(int64_t rows, const PipelineWork& work) {
+  return state_->forward(rows, work);
+}
+Schedule Pipeline::schedule(int64_t microbatches) const {
+  return state_->schedule(microbatches, true);
+}
+const std::vector<Stage>& Pipeline::stages() const {
+  return state_->executor->stages();
+}
+const std::vector<c10::Device>& Pipeline::devices() const {
+  return state_->options.devices;
+}
+int64_t Pipeline::microbatches() const {
+  return state_->options.microbatches;
+}
+const std::optional<Failure>& Pipeline::last_failure() const {
+  return state_->last_failure;
+}
+std::string Pipeline::trace() const {
+  return state_->last_result.times.empty() ? ""
+                                           : trace_json(state_->last_schedule, state_->last_result);
+}
+std::string Pipeline::to_string() const {
+  return described(*state_->executor, state_->last_schedule, state_->last_result);
+}
+
+}  // namespace brimful::pipeline
