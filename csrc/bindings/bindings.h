@@ -14,6 +14,7 @@ void bind_batch(py::module_& m);
 void bind_reducer(py::module_& m);
 void bind_sizer(py::module_& m);
 void bind_inference(py::module_& m);
+void bind_pipeline(py::module_& m);
 void bind_verify_split(py::module_& m);
 
 }  // namespace brimful

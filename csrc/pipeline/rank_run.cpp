@@ -5,6 +5,8 @@
 
 #include <chrono>
 
+#include "pipeline/known_parameters.h"
+
 namespace brimful::pipeline {
 namespace {
 using Clock = std::chrono::steady_clock;
@@ -17,6 +19,24 @@ void begin_flight(StageRun& stage, InFlight& flight) {
 void end_flight(StageRun& stage, InFlight& flight) {
   stage.live -= flight.live ? 1 : 0;
   flight = {};
+}
+
+/// Once for each stage, before its first backward.
+void require_known_parameters(StageRun& stage, const InFlight& flight) {
+  if (stage.parameters_checked) {
+    return;
+  }
+  std::vector<at::Tensor> outputs = flight.outputs;
+  std::vector<at::Tensor> popped;
+  for (const auto& [name, tensor] : flight.stashed) {
+    outputs.push_back(tensor);
+  }
+  for (const auto& [name, tensor] : flight.popped) {
+    popped.push_back(tensor);
+  }
+  const auto& given = stage.stage->parameters;
+  require_known(outputs, {&given, &flight.inputs, &popped}, stage.index);
+  stage.parameters_checked = true;
 }
 
 std::vector<at::Tensor> detached(const std::vector<at::Tensor>& tensors) {
@@ -81,7 +101,10 @@ void RankRun::forward(StageRun& stage, int microbatch) {
   if (stage.inputs == nullptr) {
     input = work_.input(microbatch);
     for (auto& tensor : input.tensors) {
-      tensor = tensor.defined() ? tensor.to(stage.device, /*non_blocking=*/true) : tensor;
+      if (tensor.defined()) {  // no gradient leaves the first stage
+        tensor = tensor.requires_grad() ? tensor.detach() : tensor;
+        tensor = tensor.to(stage.device, /*non_blocking=*/true);
+      }
     }
     flight.inputs = input.tensors;
   } else {
@@ -108,6 +131,7 @@ void RankRun::forward(StageRun& stage, int microbatch) {
     keep_outputs(stage, microbatch, std::move(output));
   }
   if (work_.loss) {
+    require_known_parameters(stage, flight);
     begin_flight(stage, flight);
   } else {
     flight = {};

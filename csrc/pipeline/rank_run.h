@@ -39,6 +39,7 @@ struct StageRun {
   std::vector<Message> waiting_gradients;
   std::vector<std::optional<Message>> received;
   std::vector<std::optional<Message>> received_gradients;
+  bool parameters_checked = false;
   int live = 0;
   int peak_live = 0;
 

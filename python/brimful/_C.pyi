@@ -459,6 +459,69 @@ def _map_batches(
     keepers: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]],
 ) -> Any: ...
 
+class StageNote:
+    @property
+    def peak_live(self) -> int: ...
+    @property
+    def forward_ms(self) -> float: ...
+    @property
+    def backward_ms(self) -> float: ...
+    @property
+    def wait_ms(self) -> float: ...
+
+class PipelineOutcome:
+    @property
+    def loss(self) -> float: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def split(self) -> list[int]: ...
+    @property
+    def retries(self) -> int: ...
+    @property
+    def total_ms(self) -> float: ...
+    @property
+    def peak_bytes(self) -> list[tuple[torch.device, int]]: ...
+    @property
+    def stages(self) -> list[StageNote]: ...
+
+class Pipeline:
+    def __init__(
+        self,
+        *,
+        stages: Sequence[
+            tuple[
+                str,
+                Callable[[Any], Any],
+                Sequence[torch.Tensor],
+                Sequence[torch.Tensor],
+                Sequence[tuple[str, torch.nn.Module]],
+            ]
+        ],
+        devices: Sequence[torch.device],
+        schedule: str,
+        microbatches: int,
+        max_retries: int,
+        threads_per_rank: int,
+        trace: bool,
+        batch_norm: str,
+        scaler: tuple[torch.Tensor, torch.Tensor] | None,
+        keepers: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]],
+        before_action: Callable[[int, int, str], object] | None,
+        splitter: Splitter,
+    ) -> None: ...
+    def step(
+        self, batch: object, target: object, loss_fn: Callable[[Any, Any], Any]
+    ) -> PipelineOutcome: ...
+    def forward(self, batch: Any) -> Any: ...
+    def trace(self) -> str: ...
+    def schedule(self) -> str: ...
+
+def _stash(name: str, tensor: torch.Tensor) -> None: ...
+def _pop(name: str) -> torch.Tensor: ...
+
 class _GradScaler:
     def __init__(
         self,

@@ -20,6 +20,7 @@ from brimful._C import (
     BatchTooLarge,
     HalfStepError,
     Outcome,
+    PipelineOutcome,
     PlanMismatch,
     RankFailed,
     RankOutOfMemory,
@@ -30,6 +31,7 @@ from brimful._log import connect_logging
 from brimful.checkpoint import load, save_on_rank0
 from brimful.finder import find_executable_batch_size
 from brimful.inference import map_batches
+from brimful.pipeline import Pipeline, split_sequential
 from brimful.reducer import DistributedDataParallel
 from brimful.sizer import NO_DATA, BatchSizer
 from brimful.verify import verify_split
@@ -48,6 +50,8 @@ __all__ = [
     "DistributedDataParallel",
     "HalfStepError",
     "Outcome",
+    "Pipeline",
+    "PipelineOutcome",
     "PlanMismatch",
     "RankFailed",
     "RankOutOfMemory",
@@ -59,5 +63,6 @@ __all__ = [
     "map_batches",
     "memory",
     "save_on_rank0",
+    "split_sequential",
     "verify_split",
 ]

@@ -59,7 +59,8 @@ class BRIMFUL_API Pipeline {
   /// Adds one step's gradients to those of the stages' parameters. When memory runs out anywhere, all stages stop, what the
   /// step has done is undone (gradients, buffers, RNG), and it is repeated with twice the microbatches.
   /// @throws what a stage throws, of the same type, with stage, microbatch, action and shapes in its words where the type
-  /// allows; BatchTooLarge if no number of microbatches fits; c10::ValueError for fewer rows than microbatches. Parameters,
+  /// allows; BatchTooLarge if no number of microbatches fits; c10::ValueError for fewer rows than microbatches, or a stage
+  /// that uses parameters which it does not name. Parameters,
   /// gradients, buffers and RNG are then as before the call.
   /// Waits for the devices once, for the loss.
   PipelineOutcome step(int64_t rows, const PipelineWork& work);
