@@ -99,22 +99,12 @@ std::vector<Action> needed_before(const Action& action) {
 }  // namespace
 
 void Findings::add(std::string problem) {
-  if (full()) {
-    ++left_out_;
-  } else {
+  if (problems_.size() < kMost) {
     problems_.push_back(std::move(problem));
-  }
-}
-
-bool Findings::full() const {
-  return problems_.size() >= kMost;
-}
-
-std::vector<std::string> Findings::take() {
-  if (left_out_ > 0) {
+  } else if (!full()) {
+    full_ = true;
     problems_.push_back("and more like these");
   }
-  return std::move(problems_);
 }
 
 void find_out_of_range(const Schedule& schedule, Findings& findings) {
@@ -127,9 +117,6 @@ void find_out_of_range(const Schedule& schedule, Findings& findings) {
   int64_t forwards = 0;
   for (size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
     const auto& actions = schedule.ranks[rank];
-    if (actions.empty()) {
-      findings.add("rank " + std::to_string(rank) + " does nothing");
-    }
     for (size_t i = 0; i < actions.size(); ++i) {
       const auto& action = actions[i];
       forwards += action.kind == Kind::forward ? 1 : 0;

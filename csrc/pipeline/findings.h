@@ -1,5 +1,6 @@
 #pragma once
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "pipeline/places.h"
@@ -11,13 +12,13 @@ class Findings {
  public:
   void add(std::string problem);
   bool none() const { return problems_.empty(); }
-  /// No more are taken.
-  bool full() const;
-  std::vector<std::string> take();
+  /// No more are taken: the last one says so.
+  bool full() const { return full_; }
+  std::vector<std::string> take() { return std::move(problems_); }
 
  private:
   std::vector<std::string> problems_;
-  int64_t left_out_ = 0;
+  bool full_ = false;
 };
 
 // Each adds what it finds wrong with a part of a schedule. All but the first need what it finds to be none.

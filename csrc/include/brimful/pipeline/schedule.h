@@ -33,8 +33,7 @@ struct Schedule {
   int stages = 0;
   int microbatches = 0;
   std::vector<std::vector<Action>> ranks;
-  int64_t ignored =
-      0;  ///< actions of a file that mean nothing here, such as UNSHARD; see from_csv()
+  int64_t ignored = 0;  ///< actions of a file that mean nothing here: see from_csv()
 };
 
 // All functions on schedules are pure: they may be called from any thread and touch no device.
@@ -56,7 +55,7 @@ BRIMFUL_API bool has_backward(const Schedule& schedule);
 
 /// Where with_communication() puts receives. Sends follow the action that makes what they send, at once.
 enum class ReceivePlace : uint8_t {
-  before_use,  ///< as late as possible, for receives that block: they wait for nothing that the next action does not
+  before_use,  ///< as late as possible, for receives that block: they wait for no more than what uses them does
   when_sent  ///< beside the send, for receives that are posted early: no channel needs to hold a message
 };
 
