@@ -10,7 +10,9 @@ namespace {
 using torch::autograd::edge_list;
 using torch::autograd::Node;
 
+// Of Python's functions the name alone can be asked without Python's GIL.
 constexpr const char* kReentrantCheckpoint = "CheckpointFunctionBackward";
+constexpr const char* kCompiled = "CompiledFunctionBackward";
 
 /// Depth first, without recursion: a graph may be thousands of nodes deep.
 class Walk {
@@ -124,7 +126,7 @@ std::string obstacle_in(const GraphCut& cut) {
       return "a reentrant checkpoint runs its parameters' backward within its own (" + name +
              "); checkpoint with use_reentrant=False";
     }
-    if (cut.has_shared && cut.nodes[i]->is_aot_backward()) {
+    if (cut.has_shared && name == kCompiled) {
       return "a compiled backward (" + name + ") runs once, and as a whole";
     }
   }

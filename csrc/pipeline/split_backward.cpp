@@ -146,7 +146,7 @@ bool has_hooks_before(Node& node) {
 
 /// Views save shapes alone.
 bool may_hold_tensors(Node& node) {
-  return node.is_traceable() || !is_generated(node);
+  return !is_generated(node) || node.is_traceable();
 }
 
 /// From the gradients of those inputs that need one to those of all.
@@ -204,7 +204,7 @@ struct InputPass {
 
  private:
   struct Caught {
-    Node* node;
+    Edge node;
     std::shared_ptr<variable_list> gradients;
   };
 
@@ -214,7 +214,7 @@ struct InputPass {
   void prepare(Node& node, Role role) {
     if (role == Role::shared) {
       if (has_hooks_before(node)) {
-        caught_.push_back({&node, std::make_shared<variable_list>()});
+        caught_.push_back({{node.getptr(), 0}, std::make_shared<variable_list>()});
         keep_gradients(node, caught_.back().gradients);
         return;
       }
@@ -227,23 +227,29 @@ struct InputPass {
     }
   }
 
+  /// Undefined gradients stay behind, and parameters that nothing else reaches: nothing would be added to them.
+  void leave(Edge edge, const at::Tensor& gradient) {
+    if (gradient.defined()) {
+      left_.edges.push_back(std::move(edge));
+      left_.gradients.push_back(gradient);
+    }
+  }
+
   void keep(const variable_list& gradients) {
     for (size_t i = 0; i < begin_.size(); ++i) {
-      left_.edges.push_back(std::move(begin_[i]));
-      left_.gradients.push_back(gradients[inputs_ + i]);
+      leave(std::move(begin_[i]), gradients[inputs_ + i]);
     }
     for (const auto& caught : caught_) {
       for (uint32_t k = 0; k < caught.gradients->size(); ++k) {
-        left_.edges.emplace_back(caught.node->getptr(), k);
-        left_.gradients.push_back(std::move((*caught.gradients)[k]));
+        leave({caught.node.function, k}, (*caught.gradients)[k]);
       }
     }
   }
 
-  /// W must not come back to what has run. `left_` holds the nodes that are cut, so none of them goes away here.
+  /// W must not come back to what has run. What was captured holds the nodes that are cut: none goes away here.
   void cut_edges() noexcept {
     for (const auto& caught : caught_) {
-      drop_hooks_before(*caught.node);
+      drop_hooks_before(*caught.node.function);
     }
     for (const auto& link : cut_.links) {
       if (role(link.from) == Role::shared && role(link.to) != Role::weight) {
