@@ -16,5 +16,6 @@ void bind_sizer(py::module_& m);
 void bind_inference(py::module_& m);
 void bind_pipeline(py::module_& m);
 void bind_verify_split(py::module_& m);
+void bind_split_backward(py::module_& m);
 
 }  // namespace brimful

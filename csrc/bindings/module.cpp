@@ -12,4 +12,5 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_inference(m);
   brimful::bind_verify_split(m);
   brimful::bind_pipeline(m);
+  brimful::bind_split_backward(m);
 }
