@@ -236,7 +236,7 @@ TEST_CASE("Bad input is refused with words that say what to do", "[pipeline]") {
     options.devices.assign(3, c10::Device(c10::DeviceType::CPU));
     CHECK_THROWS_AS(Pipeline(model.stages(), options), c10::ValueError);
     const Layers three(3);
-    options.devices.resize(2);
+    options.devices.assign(2, c10::Device(c10::DeviceType::CPU));
     CHECK_THROWS_WITH(Pipeline(three.stages(), options), Catch::Contains("stages: 3, devices: 2"));
   }
   SECTION("a schedule that is not defined for the stages, or has no such name") {
