@@ -3,6 +3,7 @@
 #include <brimful/pipeline/skip.h>
 #include <brimful/sizer/grad_scaler.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <sstream>
 
@@ -145,7 +146,8 @@ class PythonPipeline {
       const py::gil_scoped_release no_gil;
       return pipeline_->forward(rows, work);
     });
-    return as_object(whole);
+    const bool elsewhere = whole.tensors.empty() && whole.form == nullptr;
+    return elsewhere ? py::none() : as_object(whole);
   }
 
   Pipeline& pipeline() { return *pipeline_; }
@@ -200,9 +202,11 @@ std::unique_ptr<PythonPipeline> make_pipeline(
     bool trace, const std::string& batch_norm,
     const std::optional<PythonPipeline::ScalerTensors>& scaler,
     const std::vector<std::pair<py::function, py::function>>& keepers,
-    const std::optional<py::function>& before_action, std::shared_ptr<Splitter> splitter) {
+    const std::optional<py::function>& before_action, std::shared_ptr<Splitter> splitter,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   pipeline::PipelineOptions options;
   options.devices = devices;
+  options.peers = group ? pipeline::peers_of(group) : nullptr;
   options.schedule = schedule;
   options.microbatches = microbatches;
   options.max_retries = max_retries;
@@ -247,7 +251,8 @@ void bind_pipeline(py::module_& m) {
       .def(py::init(&make_pipeline), py::kw_only(), py::arg("stages"), py::arg("devices"),
            py::arg("schedule"), py::arg("microbatches"), py::arg("max_retries"),
            py::arg("threads_per_rank"), py::arg("trace"), py::arg("batch_norm"), py::arg("scaler"),
-           py::arg("keepers"), py::arg("before_action"), py::arg("splitter"))
+           py::arg("keepers"), py::arg("before_action"), py::arg("splitter"),
+           py::arg("group").none(true))
       .def("step", &PythonPipeline::step, py::arg("batch"), py::arg("target"), py::arg("loss_fn"))
       .def("forward", &PythonPipeline::forward, py::arg("batch"))
       .def("trace", [](PythonPipeline& self) { return self.pipeline().trace(); })

@@ -88,6 +88,12 @@ const std::vector<Stage>& Executor::stages() const {
 const ExecutorOptions& Executor::options() const {
   return impl_->options;
 }
+int Executor::ranks() const {
+  return impl_->all_ranks();
+}
+int Executor::all_stages() const {
+  return impl_->all_stages();
+}
 
 Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
     : stages(std::move(stages_of_model)), options(std::move(wanted)), bells_(ranks()) {
@@ -96,6 +102,8 @@ Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
       !options.devices.empty() && options.devices.size() <= stages.size(),
       "a pipeline has one device for each rank, and at least one stage for each (devices: ",
       options.devices.size(), ", stages: ", stages.size(), ")");
+  TORCH_CHECK_VALUE(!options.peers || ranks() == 1,
+                    "a process of several has one rank, with one device (devices: ", ranks(), ")");
   const bool crowded = ranks() > static_cast<int>(std::thread::hardware_concurrency());
   for (auto& bell : bells_) {
     bell.set_spin(crowded ? std::chrono::microseconds(0) : options.spin);
@@ -122,71 +130,63 @@ Executor::Impl::~Impl() {
 }
 
 void Executor::Impl::place_stages(const Schedule& schedule) {
-  const auto count = static_cast<int>(stages.size());
-  TORCH_CHECK_VALUE(schedule.stages == count && std::ssize(schedule.ranks) == ranks(),
+  const auto count = all_stages();
+  TORCH_CHECK_VALUE(schedule.stages == count && std::ssize(schedule.ranks) == all_ranks(),
                     "the schedule is for another pipeline (", schedule.name,
                     ": stages: ", schedule.stages, ", ranks: ", schedule.ranks.size(),
-                    "; pipeline: stages: ", count, ", ranks: ", ranks(), ")");
-  std::vector<int> placed(count, -1);
-  for (int rank = 0; rank < ranks(); ++rank) {
-    for (const auto& action : schedule.ranks[rank]) {
-      TORCH_CHECK_VALUE(
-          action.stage >= 0 && action.stage < count && action.microbatch >= 0 &&
-              action.microbatch < schedule.microbatches,
-          "the schedule has an action of a stage or microbatch that there is not (stage: ",
-          action.stage, ", microbatch: ", action.microbatch, ")");
-      TORCH_CHECK_VALUE(placed[action.stage] == -1 || placed[action.stage] == rank,
-                        "the schedule has a stage on two ranks (stage: ", action.stage,
-                        ", ranks: ", placed[action.stage], " and ", rank, ")");
-      placed[action.stage] = rank;
-    }
-  }
-  for (int stage = 0; stage < count; ++stage) {
-    TORCH_CHECK_VALUE(placed[stage] >= 0, "the schedule has no action of a stage (stage: ", stage,
-                      ")");
-  }
+                    "; pipeline: stages: ", count, ", ranks: ", all_ranks(), ")");
+  auto placed = pipeline::rank_of_stage(schedule);
+  const auto here =
+      std::count_if(placed.begin(), placed.end(), [&](int rank) { return is_here(rank); });
+  TORCH_CHECK_VALUE(here == std::ssize(stages),
+                    "the schedule gives the ranks of this process another number of stages (",
+                    schedule.name, ": ", here, ", pipeline: ", stages.size(), ")");
   if (placed != rank_of_stage_) {
     rank_of_stage_ = std::move(placed);
     connect();
   }
 }
 
+Channel* Executor::Impl::connect(int from, int to, int number) {
+  if (is_here(from) && is_here(to)) {
+    channels_.push_back(std::make_unique<LocalChannel>(bells_[to - first_rank()], cancelled_));
+  } else if (is_here(from) || is_here(to)) {
+    channels_.push_back(options.peers->channel(is_here(from) ? to : from, number));
+  } else {
+    return nullptr;
+  }
+  return channels_.back().get();
+}
+
 void Executor::Impl::connect() {
+  const auto count = all_stages();
   runs_.clear();
-  forward_.clear();
-  backward_.clear();
-  const auto count = static_cast<int>(stages.size());
+  runs_.resize(count);
+  channels_.clear();
+  size_t next = 0;
   for (int stage = 0; stage < count; ++stage) {
-    StageRun run;
+    auto& run = runs_[stage];
     run.index = stage;
-    run.stage = &stages[stage];
-    run.device = options.devices[rank_of_stage_[stage]];
-    runs_.push_back(std::move(run));
+    const int rank = rank_of_stage_[stage];
+    if (is_here(rank)) {
+      run.stage = &stages[next++];
+      run.device = options.devices[rank - first_rank()];
+    }
   }
   for (int stage = 0; stage + 1 < count; ++stage) {
-    forward_.push_back(
-        std::make_unique<LocalChannel>(bells_[rank_of_stage_[stage + 1]], cancelled_));
-    backward_.push_back(std::make_unique<LocalChannel>(bells_[rank_of_stage_[stage]], cancelled_));
-    runs_[stage].outputs = runs_[stage + 1].inputs = forward_.back().get();
-    runs_[stage].output_gradients = runs_[stage + 1].input_gradients = backward_.back().get();
+    const int rank = rank_of_stage_[stage];
+    const int following = rank_of_stage_[stage + 1];
+    auto* const forward = connect(rank, following, 2 * stage);
+    auto* const backward = connect(following, rank, 2 * stage + 1);
+    runs_[stage].outputs = runs_[stage + 1].inputs = forward;
+    runs_[stage].output_gradients = runs_[stage + 1].input_gradients = backward;
   }
 }
 
 void Executor::Impl::prepare(const Schedule& schedule, StepResult& result) {
   const auto microbatches = static_cast<size_t>(schedule.microbatches);
-  std::vector<char> sends(stages.size() * 2, 0);  // by stage: its outputs, its gradients
-  for (const auto& order : schedule.ranks) {
-    for (const auto& action : order) {
-      if (action.kind == ActionKind::send_forward) {
-        sends[action.stage * 2] = 1;
-      } else if (action.kind == ActionKind::send_backward) {
-        sends[action.stage * 2 + 1] = 1;
-      }
-    }
-  }
   for (auto& run : runs_) {
-    run.outputs_apart = sends[run.index * 2] != 0;
-    run.gradients_apart = sends[run.index * 2 + 1] != 0;
+    run.outputs_apart = run.gradients_apart = false;
     run.flights.resize(microbatches);
     run.waiting_outputs.resize(microbatches);
     run.waiting_gradients.resize(microbatches);
@@ -194,14 +194,18 @@ void Executor::Impl::prepare(const Schedule& schedule, StepResult& result) {
     run.received_gradients.resize(microbatches);
     run.live = run.peak_live = 0;
   }
-  for (const auto& channels : {&forward_, &backward_}) {
-    for (const auto& channel : *channels) {
-      channel->reset(schedule.microbatches);
+  for (const auto& order : schedule.ranks) {
+    for (const auto& action : order) {
+      runs_[action.stage].outputs_apart |= action.kind == ActionKind::send_forward;
+      runs_[action.stage].gradients_apart |= action.kind == ActionKind::send_backward;
     }
+  }
+  for (const auto& channel : channels_) {
+    channel->reset(schedule.microbatches);
   }
   result.losses.resize(job_.work->loss ? microbatches : 0);
   result.outputs.resize(job_.work->loss ? 0 : microbatches);
-  result.times.resize(ranks());
+  result.times.resize(all_ranks());
 }
 
 StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
@@ -222,13 +226,16 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
     bell.ring();
   }
   await_ranks();
+  for (const auto& channel : channels_) {
+    if (auto* remote = dynamic_cast<GroupChannel*>(channel.get())) {
+      remote->flush();
+    }
+  }
   job_ = {};
   skips_.clear();
-  if (result.failure) {  // what was under way pins memory
-    for (const auto& channels : {&forward_, &backward_}) {
-      for (const auto& channel : *channels) {
-        channel->reset(schedule.microbatches);
-      }
+  if (cancelled_.load(std::memory_order_relaxed)) {  // what was under way pins memory
+    for (const auto& channel : channels_) {
+      channel->reset(schedule.microbatches);
     }
   }
   for (const auto& run : runs_) {
@@ -272,10 +279,10 @@ void Executor::Impl::run_rank(int rank) {
   const CallerState state(*job_.caller, job_.autocast);
   const EvidenceScope evidence;
   RankRun run(*job_.work, skips_, *job_.result);
-  run_actions(rank, run);
+  run_actions(first_rank() + rank, run);
   if (cancelled_.load(std::memory_order_acquire)) {
     for (auto& stage : runs_) {
-      if (rank_of_stage_[stage.index] == rank) {
+      if (rank_of_stage_[stage.index] == first_rank() + rank) {
         stage.drop();
       }
     }
@@ -300,6 +307,10 @@ void Executor::Impl::run_actions(int rank, RankRun& run) {
         options.before_action(rank, static_cast<int>(i), action);
       }
       run.run(runs_[action.stage], action);
+    } catch (const PeerFailed&) {
+      job_.result->peer_failed = true;
+      cancel();
+      return drain(rank, i, run);
     } catch (const Cancelled&) {
       return;
     } catch (...) {
@@ -310,11 +321,29 @@ void Executor::Impl::run_actions(int rank, RankRun& run) {
     }
     if (error) {
       note_failure(rank, static_cast<int>(i), std::move(error));
-      return;
+      return drain(rank, i, run);
     }
     if (options.trace) {
       times.push_back({action, run.waited_ns(), began + run.waited_ns(), now_ns()});
     }
+  }
+}
+
+// Other processes wait for the messages of this one, and send theirs, whatever has happened: each is made up for by one
+// that says so.
+void Executor::Impl::drain(int rank, size_t from, RankRun& run) {
+  if (!options.peers) {
+    return;
+  }
+  const auto& order = job_.schedule->ranks[rank];
+  try {
+    for (size_t i = from; i < order.size(); ++i) {
+      run.make_up(runs_[order[i].stage], order[i]);
+    }
+  } catch (
+      const std::
+          exception&) {  // the group broke: the ranks cannot agree on a verdict either, and say so
+    return;
   }
 }
 

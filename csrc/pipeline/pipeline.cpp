@@ -55,7 +55,7 @@ std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices) {
 
 PipelineOptions with_devices(PipelineOptions options, size_t stages) {
   if (options.devices.empty()) {
-    options.devices.assign(stages, c10::Device(c10::DeviceType::CPU));
+    options.devices.assign(options.peers ? 1 : stages, c10::Device(c10::DeviceType::CPU));
   }
   return options;
 }
@@ -103,6 +103,7 @@ std::vector<Stage> with_norms(std::vector<Stage> stages, BatchNormPolicy policy,
 ExecutorOptions executor_options(const PipelineOptions& options) {
   ExecutorOptions result;
   result.devices = options.devices;
+  result.peers = options.peers;
   result.threads_per_rank = options.threads_per_rank;
   result.spin = options.spin;
   result.trace = options.trace;
@@ -160,16 +161,22 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
                                         executor_options(options));
   const auto first = schedule(options.microbatches, true);
   const auto placed = rank_of_stage(first);
+  size_t next = 0;
   for (size_t i = 0; i < placed.size(); ++i) {
-    const auto device = options.devices[placed[i]];
-    for (const auto& parameter : executor->stages()[i].parameters) {
+    const auto rank = options.peers ? placed[i] - options.peers->rank() : placed[i];
+    if (rank < 0 || rank >= std::ssize(options.devices)) {
+      continue;  // another process's
+    }
+    const auto device = options.devices[rank];
+    for (const auto& parameter : executor->stages()[next++].parameters) {
       TORCH_CHECK_VALUE(
           parameter.device() == device, "a stage's parameters are not on its device (stage: ", i,
           ", parameters: ", parameter.device(), ", device: ", device, "); move them there");
     }
   }
   if (options.scaler != nullptr && options.scaler->enabled()) {
-    const auto [scale, tracker] = options.scaler->tensors(options.devices[placed.back()]);
+    const auto device = options.peers ? options.devices[0] : options.devices[placed.back()];
+    const auto [scale, tracker] = options.scaler->tensors(device);
     transaction.add(keeper_of({scale, tracker}));
   }
   for (auto& keeper : options.keepers) {
@@ -178,8 +185,8 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
 }
 
 Schedule Pipeline::State::schedule(int64_t microbatches, bool training) const {
-  const auto stages = static_cast<int>(executor->stages().size());
-  const auto ranks = static_cast<int>(options.devices.size());
+  const auto stages = executor->all_stages();
+  const auto ranks = executor->ranks();
   TORCH_CHECK_VALUE(stages % ranks == 0,
                     "every rank has the same number of stages (stages: ", stages,
                     ", devices: ", ranks, "); give as many devices as stages, or a divisor");
@@ -236,17 +243,33 @@ StepResult Pipeline::State::attempt(const Schedule& schedule, const std::vector<
   return executor->run(schedule, actions);
 }
 
-void Pipeline::State::stand(StepResult result, double ref, PipelineOutcome& outcome,
+PeerVerdict Pipeline::State::agree(const StepResult& result, int64_t rows) {
+  PeerVerdict own;
+  own.rows = rows;
+  if (result.failure) {
+    own.kind =
+        result.failure->out_of_memory ? PeerVerdict::Kind::out_of_memory : PeerVerdict::Kind::error;
+    own.rank = result.failure->rank;
+    own.text = result.failure->text + " (in the " + pipeline::describe(*result.failure) + ")";
+  } else {
+    const memory::Unlimited unlimited;
+    for (const auto& [loss, weight] : result.losses) {
+      if (weight > 0) {
+        own.weight += weight;
+        own.loss_sum += loss.item<double>() * weight;
+      }
+    }
+  }
+  return options.peers ? options.peers->agree(own) : own;
+}
+
+void Pipeline::State::stand(StepResult result, const PeerVerdict& verdict, PipelineOutcome& outcome,
                             KeptGradients& kept) {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
-  double sum = 0;
-  for (const auto& [loss, weight] : result.losses) {
-    if (weight > 0) {
-      outcome.weight += weight;
-      sum += loss.item<double>() * weight;
-    }
-  }
+  const auto ref = static_cast<double>(verdict.rows);
+  const double sum = verdict.loss_sum;
+  outcome.weight = verdict.weight;
   outcome.loss = outcome.weight > 0 ? sum / outcome.weight : 0;
   const double scale = outcome.weight > 0 ? ref / outcome.weight : 1;
   for (const auto& parameter : parameters) {
@@ -274,22 +297,48 @@ int64_t Pipeline::State::refine(const Failure& failure, int64_t rows, int64_t mi
   const bool may_split =
       std::all_of(norms.begin(), norms.end(), [](const auto& n) { return n->norms.may_split(); });
   const bool last = retries >= options.max_retries || microbatches >= rows || !may_split;
+  if (last && failure.elsewhere) {
+    brimful::detail::throw_rank_failed(failure.rank, -1, FailureKind::out_of_memory,
+                                       "the pipeline's step ran out of memory on rank " +
+                                           std::to_string(failure.rank) +
+                                           " with any number of microbatches: " + failure.text);
+  }
   if (last) {
     throw too_large(failure, rows, std::move(tried), options.max_retries,
-                    options.devices[failure.rank]);
+                    options.devices[options.peers ? 0 : failure.rank]);
   }
   const auto next = finer(rows, microbatches);
   microbatch_rows = (rows + next - 1) / next;
-  log(LogLevel::warning, "memory ran out in the " + pipeline::describe(failure) +
-                             ": the step is repeated with " + std::to_string(next) +
-                             " microbatches instead of " + std::to_string(microbatches));
+  const auto where = failure.elsewhere ? " on rank " + std::to_string(failure.rank)
+                                       : " in the " + pipeline::describe(failure);
+  log(LogLevel::warning, "memory ran out" + where + ": the step is repeated with " +
+                             std::to_string(next) + " microbatches instead of " +
+                             std::to_string(microbatches));
   return next;
 }
 
-void Pipeline::State::raise(Failure failure) {
-  last_failure = failure;
-  last_failure->error = nullptr;  // pins what its frames hold
-  rethrow(std::move(failure));
+Failure Pipeline::State::settle(StepResult& result, const PeerVerdict& verdict) {
+  discard();
+  transaction.restore();
+  const bool memory = verdict.kind == PeerVerdict::Kind::out_of_memory;
+  if (result.failure && result.failure->out_of_memory == memory) {
+    last_failure = result.failure;
+    last_failure->error = nullptr;  // pins what its frames hold
+    if (!memory) {
+      rethrow(std::move(*result.failure));
+    }
+    return *last_failure;
+  }
+  if (!memory) {
+    brimful::detail::throw_rank_failed(
+        static_cast<int>(verdict.rank), -1, FailureKind::error,
+        "the pipeline's step failed on rank " + std::to_string(verdict.rank) + ": " + verdict.text);
+  }
+  Failure theirs;
+  theirs.rank = static_cast<int>(verdict.rank);
+  theirs.text = verdict.text;
+  theirs.out_of_memory = theirs.elsewhere = true;
+  return theirs;
 }
 
 PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
@@ -310,25 +359,22 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   while (true) {
     outcome.split = split_rows(rows, microbatches);
     auto order = schedule(microbatches, true);
-    auto result = [&] {
+    auto [result, verdict] = undone_if_thrown([&] {
       const NormsScope scope(norms, microbatches);
-      return attempt(order, outcome.split, work);
-    }();
-    if (!result.failure) {
-      stand(std::move(result), static_cast<double>(rows), outcome, kept);
+      auto ran = attempt(order, outcome.split, work);
+      const auto end = agree(ran, rows);
+      return std::pair(std::move(ran), end);
+    });
+    if (verdict.kind == PeerVerdict::Kind::ok) {
+      stand(std::move(result), verdict, outcome, kept);
       last_schedule = std::move(order);
       outcome.microbatches = microbatches;
       outcome.peak_bytes = peaks.bytes();
       return outcome;
     }
-    discard();
-    transaction.restore();
-    if (!result.failure->out_of_memory) {
-      raise(std::move(*result.failure));
-    }
-    last_failure = result.failure;
-    microbatches = refine(*result.failure, rows, microbatches, outcome.retries, tried,
-                          total_bytes(peaks.bytes()));
+    const auto failure = settle(result, verdict);
+    microbatches =
+        refine(failure, rows, microbatches, outcome.retries, tried, total_bytes(peaks.bytes()));
     ++outcome.retries;
   }
 }
@@ -345,17 +391,17 @@ Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
   std::vector<TriedSplit> tried;
   for (int64_t retries = 0;; ++retries) {
     const memory::PeakScope peak(options.devices[0]);
-    auto result = attempt(schedule(microbatches, false), split_rows(rows, microbatches), inference);
-    if (!result.failure) {
+    auto [result, verdict] = undone_if_thrown([&] {
+      auto ran = attempt(schedule(microbatches, false), split_rows(rows, microbatches), inference);
+      const auto end = agree(ran, rows);
+      return std::pair(std::move(ran), end);
+    });
+    if (verdict.kind == PeerVerdict::Kind::ok) {
       return joined(result.outputs);
     }
-    transaction.restore();
-    if (!result.failure->out_of_memory) {
-      raise(std::move(*result.failure));
-    }
-    last_failure = result.failure;
+    const auto failure = settle(result, verdict);
     result.outputs.clear();
-    microbatches = refine(*result.failure, rows, microbatches, retries, tried, peak.peak_bytes());
+    microbatches = refine(failure, rows, microbatches, retries, tried, peak.peak_bytes());
   }
 }
 

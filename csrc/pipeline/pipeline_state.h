@@ -3,6 +3,7 @@
 #include <brimful/sizer/batch_norm.h>
 #include <brimful/step/kept_gradients.h>
 
+#include "pipeline/peers.h"
 #include "sizer/one_call.h"
 
 namespace brimful::pipeline {
@@ -39,12 +40,27 @@ struct Pipeline::State {
   int64_t microbatches_for(int64_t rows) const;
   StepResult attempt(const Schedule& schedule, const std::vector<int64_t>& split,
                      const PipelineWork& work);
-  void stand(StepResult result, double ref, PipelineOutcome& outcome, KeptGradients& kept);
+  /// How the attempt has ended on all ranks.
+  PeerVerdict agree(const StepResult& result, int64_t rows);
+  void stand(StepResult result, const PeerVerdict& verdict, PipelineOutcome& outcome,
+             KeptGradients& kept);
+  /// Throws, or returns the failure that is worth another attempt.
+  Failure settle(StepResult& result, const PeerVerdict& verdict);
   void discard();
   /// The number of microbatches to go on with.
   int64_t refine(const Failure& failure, int64_t rows, int64_t microbatches, int64_t retries,
                  std::vector<TriedSplit>& tried, int64_t peak_bytes);
-  [[noreturn]] void raise(Failure failure);
+  /// What `work` returns; when it throws, the attempt is undone first.
+  template <typename Work>
+  auto undone_if_thrown(const Work& work) {
+    try {
+      return work();
+    } catch (...) {
+      discard();
+      transaction.restore();
+      throw;
+    }
+  }
 };
 
 }  // namespace brimful::pipeline

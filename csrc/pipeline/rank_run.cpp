@@ -5,6 +5,7 @@
 
 #include <chrono>
 
+#include "pipeline/group_channel.h"
 #include "pipeline/known_parameters.h"
 
 namespace brimful::pipeline {
@@ -79,6 +80,31 @@ void RankRun::run(StageRun& stage, const Action& action) {
       return;
     case ActionKind::receive_backward:
       stage.received_gradients[microbatch] = receive(*stage.output_gradients, nullptr, microbatch);
+      return;
+  }
+}
+
+void RankRun::make_up(StageRun& stage, const Action& action) {
+  const auto microbatch = action.microbatch;
+  const auto discard = [&](Channel* channel) {
+    if (auto* remote = dynamic_cast<GroupChannel*>(channel)) {
+      remote->discard(microbatch);
+    }
+  };
+  const auto send_failure = [&](Channel* channel) {
+    if (auto* remote = dynamic_cast<GroupChannel*>(channel)) {
+      remote->send_failure(microbatch);
+    }
+  };
+  switch (action.kind) {
+    case ActionKind::forward:
+      discard(stage.inputs);
+      return send_failure(stage.outputs);
+    case ActionKind::backward:
+    case ActionKind::backward_input:
+      discard(stage.output_gradients);
+      return send_failure(stage.input_gradients);
+    default:  // what receives comes before, and what sends after: both are made up for there
       return;
   }
 }

@@ -55,6 +55,9 @@ class RankRun {
 
   /// @throws Cancelled, and what the stage throws
   void run(StageRun& stage, const Action& action);
+  /// In place of an action that will not run: what another process waits for, or sends.
+  /// @throws c10::Error if the group broke
+  static void make_up(StageRun& stage, const Action& action);
   /// How long the last action waited for its message.
   int64_t waited_ns() const { return waited_ns_; }
 

@@ -511,6 +511,7 @@ class Pipeline:
         keepers: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]],
         before_action: Callable[[int, int, str], object] | None,
         splitter: Splitter,
+        group: ProcessGroup | None,
     ) -> None: ...
     def step(
         self, batch: object, target: object, loss_fn: Callable[[Any, Any], Any]

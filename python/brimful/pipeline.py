@@ -23,8 +23,8 @@ Stage = Callable[[Any], Any]
 def stash(name: str, tensor: torch.Tensor) -> None:
     """Within a stage's forward: leave ``tensor`` for a later stage, which gets it by ``pop(name)``.
 
-    That is in the same microbatch. It goes past the stages in between, and its gradient comes back the same way. Raises ``ValueError`` outside a stage,
-    or if ``name`` was stashed in this microbatch already.
+    It goes past the stages in between, within its microbatch, and its gradient comes back the same way. Raises
+    ``ValueError`` outside a stage, or if ``name`` was stashed in this microbatch already.
     """
     _C._stash(name, tensor)
 
@@ -123,8 +123,8 @@ class Pipeline:
     and "interleaved_1f1b" and "looped_bfs" for any number. ``loss_fn(output, target)`` gets the last stage's output and
     returns the mean loss of its rows, or ``(mean loss, weight)``.
 
-    Threads and queues are C++; the GIL is taken only inside a stage or ``loss_fn`` of Python, so that forwards of Python
-    stages take turns, and their backwards run side by side. The caller's grad mode, autocast and devices hold in the
+    Threads and queues are C++; the GIL is taken only inside a stage or ``loss_fn`` of Python, so that forwards of
+    Python stages take turns, and their backwards run side by side. The caller's grad mode and autocast hold in the
     stages. ``threads_per_rank`` is the number of threads that a stage's CPU operators use; 0: the caller's, shared out.
 
     When memory runs out in any stage, all stop, what the step has done is undone (gradients, buffers, random numbers),
@@ -132,6 +132,11 @@ class Pipeline:
     fitted. ``batch_norm`` says what to do about BatchNorm, which normalises every microbatch by itself, as in
     ``BatchSizer``; ``"rescale"`` moves running statistics once a step, as far as one batch does. ``batch_dim``, or
     ``size_fn`` and ``split_fn``, say how batch and target are cut, and ``scaler`` scales the loss's gradient, as there.
+
+    With a ``group`` (gloo) the ranks are processes: each gives its own rank's ``stages`` and calls ``step`` and
+    ``forward`` with the same batch. What moves between them are tensors. After each attempt they agree how it ended: a
+    shortage on one is repeated by all, another failure raises ``RankFailed`` on the others, and no process waits for
+    one that has failed. ``forward`` returns ``None`` where the last stage is not.
 
     One call at a time: a step within a step raises ``ValueError``.
     """
@@ -152,11 +157,16 @@ class Pipeline:
         batch_dim: BatchDim = 0,
         size_fn: Callable[[Any], int] | None = None,
         split_fn: Callable[[Any, int, int], Any] | None = None,
+        group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         stages = list(stages)
         if not stages:
             raise ValueError("a pipeline has at least one stage (stages: 0)")
-        chosen = _devices(stages, devices)
+        chosen = _devices(stages, devices) if group is None else [torch.device("cpu")]
+        if devices is not None and group is not None:
+            raise ValueError(
+                f"a process of a group has its stages on the CPU (devices: {devices}); leave devices out"
+            )
         if devices is not None:
             _to_devices(stages, chosen, schedule)
         parts = [_parts(index, stage) for index, stage in enumerate(stages)]
@@ -177,6 +187,7 @@ class Pipeline:
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
             before_action=None,
             splitter=_C.Splitter(batch_dim=batch_dim, size_fn=size_fn, split_fn=split_fn),
+            group=group,
         )
 
     def step(self, batch: Any, target: Any = None) -> _C.PipelineOutcome:

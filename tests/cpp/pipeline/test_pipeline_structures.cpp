@@ -32,7 +32,7 @@ PipelineOptions in_three() {
 void require_equal(const Layers& model, const std::vector<Stage>& stages, const at::Tensor& loss,
                    PipelineOptions options = in_three()) {
   loss.backward();
-  const auto expected = copies(model.gradients());
+  const auto expected = model.gradients();
   model.zero_grad();
   const Data data;
   Pipeline pipe(stages, std::move(options));
@@ -133,9 +133,25 @@ TEST_CASE("Skips outside a stage, twice, and of unknown names are refused", "[pi
   };
   Pipeline first({make_stage(twice), make_stage(model.layers[1])}, in_three());
   CHECK_THROWS_WITH(first.step(data.x, data.y, mse), Catch::Contains("already (name: h)"));
-  Pipeline second({make_stage(stash), make_stage(unknown)}, in_three());
+  Pipeline second({make_stage(stash, model.layers[0].parameters()), make_stage(unknown)},
+                  in_three());
   CHECK_THROWS_WITH(second.step(data.x, data.y, mse),
                     Catch::Contains("name: g, there are: h") && Catch::Contains("in stage 1"));
+}
+
+TEST_CASE("A stage that uses parameters which it does not name is refused", "[pipeline]") {
+  const Data data;
+  const Layers model(2);
+  const int which = GENERATE(0, 1);
+  auto stages = model.stages();
+  stages[which].parameters = {model.layers[which].weight};
+  Pipeline pipe(stages, in_three());
+  CHECK_THROWS_WITH(pipe.step(data.x, data.y, mse),
+                    Catch::Contains("does not know of (stage: " + std::to_string(which)) &&
+                        Catch::Contains("parameters: 1, shape of one: [4]"));
+  for (const auto& gradient : model.gradients()) {
+    CHECK_FALSE(gradient.defined());
+  }
 }
 
 TEST_CASE("Weights that stages share get the gradients of both", "[pipeline]") {

@@ -1,5 +1,6 @@
 #pragma once
 #include <brimful/export.h>
+#include <brimful/pipeline/peers.h>
 #include <brimful/pipeline/schedule.h>
 #include <brimful/pipeline/stage.h>
 #include <brimful/pipeline/value.h>
@@ -19,7 +20,9 @@ namespace brimful::pipeline {
 
 struct ExecutorOptions {
   std::vector<c10::Device> devices;  ///< by rank: one thread each
-  int threads_per_rank = 0;          ///< of CPU operators in a stage; 0: the caller's, shared out
+  /// The other ranks are other processes, and this one has one device and its own stages. None: all ranks are here.
+  std::shared_ptr<Peers> peers;
+  int threads_per_rank = 0;  ///< of CPU operators in a stage; 0: the caller's, shared out
   /// How long a rank looks for its next message before it sleeps; none where there are more ranks than cores.
   std::chrono::microseconds spin{30};
   bool trace = true;  ///< note when each action began and ended
@@ -57,6 +60,7 @@ struct Failure {
   std::string stage;   ///< its name
   std::string shapes;  ///< of the stage's inputs in this microbatch, as far as they were there
   std::string text;
+  bool elsewhere = false;  ///< in another process: no more than the rank and the text is known
   bool out_of_memory = false;
   std::exception_ptr error;  ///< none if out of memory: it would pin the tensors of its frames
 };
@@ -67,6 +71,7 @@ struct StepResult {
   std::optional<Failure> failure;
   std::vector<PieceLoss> losses;               ///< by microbatch, without a graph
   std::vector<Value> outputs;                  ///< by microbatch, of inference
+  bool peer_failed = false;                    ///< another process's step has; it tells what
   std::vector<std::vector<ActionTime>> times;  ///< by rank
   std::vector<int> peak_live;  ///< by stage: microbatches whose graph was held at once
   int64_t begin_ns = 0;
@@ -89,8 +94,12 @@ class BRIMFUL_API Executor {
   /// @throws c10::ValueError if the schedule is for another number of ranks or stages
   StepResult run(const Schedule& schedule, const StepWork& work);
 
+  /// Those of this process.
   const std::vector<Stage>& stages() const;
   const ExecutorOptions& options() const;
+  /// Of all processes.
+  int ranks() const;
+  int all_stages() const;
 
  private:
   class Impl;

@@ -23,6 +23,9 @@ namespace brimful::pipeline {
 struct PipelineOptions {
   /// By rank: as many as there are stages, or fewer where the schedule gives a rank several. Empty: the CPU, once a stage.
   std::vector<c10::Device> devices;
+  /// The processes of this pipeline: each has the stages of one rank, and calls step() and forward() with the same batch.
+  /// They agree after each attempt: what fails on one is repeated, or raised, on all.
+  std::shared_ptr<Peers> peers;
   std::string schedule = "1f1b";  ///< a name that make_schedule() knows
   /// In place of `schedule`: one of your own for a number of microbatches, which must be the one asked for.
   std::function<Schedule(int microbatches)> schedule_for;
@@ -59,7 +62,7 @@ class BRIMFUL_API Pipeline {
   /// Adds one step's gradients to those of the stages' parameters. When memory runs out anywhere, all stages stop, what the
   /// step has done is undone (gradients, buffers, RNG), and it is repeated with twice the microbatches.
   /// @throws what a stage throws, of the same type, with stage, microbatch, action and shapes in its words where the type
-  /// allows; BatchTooLarge if no number of microbatches fits; c10::ValueError for fewer rows than microbatches, or a stage
+  /// allows, and RankFailed for what another process's does; BatchTooLarge if no number of microbatches fits; c10::ValueError for fewer rows than microbatches, or a stage
   /// that uses parameters which it does not name. Parameters,
   /// gradients, buffers and RNG are then as before the call.
   /// Waits for the devices once, for the loss.
@@ -69,7 +72,8 @@ class BRIMFUL_API Pipeline {
   template <typename Batch, typename Target, typename LossFn>
   PipelineOutcome step(const Batch& batch, const Target& target, const LossFn& loss_fn);
 
-  /// The last stage's outputs, in the order of the rows; microbatches stream through the stages. Without gradients;
+  /// The last stage's outputs, in the order of the rows; microbatches stream through the stages. Without gradients; empty
+  /// on processes that do not have that stage;
   /// modules are as they are, in training or not. Retries as step().
   Value forward(int64_t rows, const PipelineWork& work);
   template <typename Batch>
