@@ -11,4 +11,5 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_amp(m);
   brimful::bind_inference(m);
   brimful::bind_verify_split(m);
+  brimful::bind_pipeline_schedule(m);
 }

@@ -31,6 +31,7 @@ from brimful.checkpoint import load, save_on_rank0
 from brimful.finder import find_executable_batch_size
 from brimful.inference import map_batches
 from brimful.reducer import DistributedDataParallel
+from brimful.schedule import Schedule
 from brimful.sizer import NO_DATA, BatchSizer
 from brimful.verify import verify_split
 
@@ -51,6 +52,7 @@ __all__ = [
     "PlanMismatch",
     "RankFailed",
     "RankOutOfMemory",
+    "Schedule",
     "SplitCheck",
     "__version__",
     "cmake_prefix_path",
