@@ -11,6 +11,7 @@ void bind_foreign(py::module_& m);
 void bind_launch(py::module_& m);
 void bind_memory(py::module_& m);
 void bind_batch(py::module_& m);
+void bind_pipeline_schedule(py::module_& m);
 void bind_reducer(py::module_& m);
 void bind_sizer(py::module_& m);
 void bind_inference(py::module_& m);

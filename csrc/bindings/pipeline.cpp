@@ -196,9 +196,26 @@ std::string repr_of(const PipelineOutcome& outcome) {
   return out.str();
 }
 
+/// A name, a schedule, or a function that makes one for a number of microbatches.
+void set_schedule(const py::object& schedule, pipeline::PipelineOptions& options) {
+  if (py::isinstance<py::str>(schedule)) {
+    options.schedule = schedule.cast<std::string>();
+  } else if (py::isinstance<pipeline::Schedule>(schedule)) {
+    options.schedule_for = [fixed = schedule.cast<pipeline::Schedule>()](int) { return fixed; };
+  } else {
+    TORCH_CHECK_TYPE(PyCallable_Check(schedule.ptr()) != 0,
+                     "a schedule is a name, a Schedule, or a function of a number of microbatches "
+                     "(type: ",
+                     py::str(py::type::handle_of(schedule)).cast<std::string>(), ")");
+    options.schedule_for = [make = shared(schedule)](int microbatches) {
+      return call_python([&] { return (*make)(microbatches).cast<pipeline::Schedule>(); });
+    };
+  }
+}
+
 std::unique_ptr<PythonPipeline> make_pipeline(
     const std::vector<PythonStage>& stages, const std::vector<c10::Device>& devices,
-    const std::string& schedule, int64_t microbatches, int64_t max_retries, int threads_per_rank,
+    const py::object& schedule, int64_t microbatches, int64_t max_retries, int threads_per_rank,
     bool trace, const std::string& batch_norm,
     const std::optional<PythonPipeline::ScalerTensors>& scaler,
     const std::vector<std::pair<py::function, py::function>>& keepers,
@@ -207,7 +224,7 @@ std::unique_ptr<PythonPipeline> make_pipeline(
   pipeline::PipelineOptions options;
   options.devices = devices;
   options.peers = group ? pipeline::peers_of(group) : nullptr;
-  options.schedule = schedule;
+  set_schedule(schedule, options);
   options.microbatches = microbatches;
   options.max_retries = max_retries;
   options.threads_per_rank = threads_per_rank;
@@ -258,7 +275,7 @@ void bind_pipeline(py::module_& m) {
       .def("trace", [](PythonPipeline& self) { return self.pipeline().trace(); })
       .def("schedule",
            [](PythonPipeline& self) {
-             return pipeline::to_csv(self.pipeline().schedule(self.pipeline().microbatches()));
+             return self.pipeline().schedule(self.pipeline().microbatches());
            })
       .def("__str__", [](PythonPipeline& self) { return self.pipeline().to_string(); });
   m.def("_stash", &pipeline::stash, py::arg("name"), py::arg("tensor"),

@@ -33,6 +33,7 @@ from brimful.finder import find_executable_batch_size
 from brimful.inference import map_batches
 from brimful.pipeline import Pipeline, split_sequential
 from brimful.reducer import DistributedDataParallel
+from brimful.schedule import Schedule
 from brimful.sizer import NO_DATA, BatchSizer
 from brimful.verify import verify_split
 
@@ -55,6 +56,7 @@ __all__ = [
     "PlanMismatch",
     "RankFailed",
     "RankOutOfMemory",
+    "Schedule",
     "SplitCheck",
     "__version__",
     "cmake_prefix_path",

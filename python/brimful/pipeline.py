@@ -77,7 +77,13 @@ def _devices(stages: Sequence[Any], devices: Sequence[Any] | None) -> list[torch
     return chosen
 
 
-def _to_devices(stages: Sequence[Any], devices: Sequence[torch.device], schedule: str) -> None:
+def _microbatches(wanted: int | None, schedule: Any) -> int:
+    if wanted is not None:
+        return wanted
+    return schedule.microbatches if isinstance(schedule, _C.Schedule) else 8
+
+
+def _to_devices(stages: Sequence[Any], devices: Sequence[torch.device], schedule: Any) -> None:
     ranks = len(devices)
     folded = schedule in ("zbv", "dualpipev")  # the second half goes back over the ranks
     for index, stage in enumerate(stages):
@@ -146,8 +152,8 @@ class Pipeline:
         stages: Sequence[Stage],
         *,
         devices: Sequence[torch.device | str | int] | None = None,
-        schedule: str = "1f1b",
-        microbatches: int = 8,
+        schedule: str | _C.Schedule | Callable[[int], _C.Schedule] = "1f1b",
+        microbatches: int | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         max_retries: int = 8,
         threads_per_rank: int = 0,
@@ -178,7 +184,7 @@ class Pipeline:
             stages=parts,
             devices=chosen,
             schedule=schedule,
-            microbatches=microbatches,
+            microbatches=_microbatches(microbatches, schedule),
             max_retries=max_retries,
             threads_per_rank=threads_per_rank,
             trace=trace,
@@ -215,8 +221,8 @@ class Pipeline:
         """
         return self._core.trace()
 
-    def schedule(self) -> str:
-        """The schedule of a step, as CSV in the grammar of torch.distributed.pipelining."""
+    def schedule(self) -> _C.Schedule:
+        """The schedule of a step with the microbatches that were asked for; ``print`` draws it."""
         return self._core.schedule()
 
     def __repr__(self) -> str:

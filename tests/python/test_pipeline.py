@@ -445,7 +445,24 @@ def test_a_pipeline_shows_its_stages():
     assert "stage 1 (Sequential): cpu, 42 parameters" in repr(pipe)
     pipe.step(*data())
     assert "% of the time" in repr(pipe) and "1f1b, 3 microbatches" in repr(pipe)
-    assert pipe.schedule().splitlines()[1].startswith("1F0,1B0")
+    assert pipe.schedule().to_csv().splitlines()[1].startswith("1F0,1B0")
+
+
+def test_a_schedule_may_be_ones_own():
+    order = brimful.Schedule("gpipe", 2, 3)
+    model = net()
+    x, y = data()
+    stages = split_sequential(model, [2, 2])
+    for schedule in (order, lambda count: brimful.Schedule("zb_h1", 2, count)):
+        check(model, stages, x, y, schedule=schedule, microbatches=3)
+    check(model, stages, x, y, schedule=order.with_communication(), microbatches=None)
+    with pytest.raises(ValueError, match="wanted: 2, 2, 4"):
+        Pipeline(stages, schedule=order, microbatches=4, loss_fn=F.mse_loss)
+    broken = brimful.Schedule.from_csv("0F0\n1F0,1B0")
+    with pytest.raises(ValueError, match="0B0|stage 0"):
+        Pipeline(stages, schedule=broken, microbatches=1, loss_fn=F.mse_loss)
+    with pytest.raises(TypeError, match="a name, a Schedule"):
+        Pipeline(stages, schedule=3, loss_fn=F.mse_loss)
 
 
 @pytest.mark.parametrize("balance", [[1, 2], [5, 1], [4, 0], []])

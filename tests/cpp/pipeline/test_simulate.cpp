@@ -189,6 +189,8 @@ TEST_CASE("What I frees counts", "[pipeline]") {
   costs.input_share = 0.5;
   CHECK(simulate(zb_h1(2, 1, 4), costs).peak_live == Values{2, 1.5});
   CHECK(simulate(zb_h1(2, 1, 4), costs).peak_bytes == Values{20, 45});
+  const auto alone = from_csv("0F0,0I0,0W0,0F1,0F2,0I1,0W1,0I2,0W2");
+  CHECK(simulate(alone, {{1}, {1}, {1}, {}, 0, {1}, 0.5}).peak_live == Values{2});
   costs.activation = {1, 10, 100, 1000};
   CHECK(simulate(zbv(2, 4), costs).peak_bytes[0] == 1003);
 }

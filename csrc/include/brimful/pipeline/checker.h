@@ -26,7 +26,7 @@ struct CheckResult {
 
   bool ok() const { return problems.empty() && cycle.empty(); }
   /// "valid", or all that is wrong, in a line.
-  std::string to_text() const;
+  BRIMFUL_API std::string to_text() const;
 };
 
 /// Whether ranks that do their actions in order, and wait in receives and in sends for which there is no room, come to

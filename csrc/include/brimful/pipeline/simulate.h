@@ -38,7 +38,7 @@ struct Timeline {
   /// The share of `rank`'s time in which it computes nothing: 1 - busy / makespan.
   double bubble(int rank) const { return makespan > 0 ? 1 - busy[rank] / makespan : 0; }
   /// The same of all ranks together.
-  double bubble() const;
+  BRIMFUL_API double bubble() const;
 };
 
 /// The times at which ranks do their actions as early as possible: in order, sends without waiting, receives when the
