@@ -17,6 +17,9 @@ struct StageNorms {
   int64_t pieces = 0;  ///< 0: not in a step
 };
 
+/// Each once.
+std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices);
+
 struct Pipeline::State {
   State(std::vector<Stage> stages, PipelineOptions wanted);
 

@@ -212,53 +212,55 @@ std::vector<at::Tensor> RankRun::output_gradients(StageRun& stage, int microbatc
   return std::move(message.value.tensors);
 }
 
-void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
+RankRun::Roots RankRun::roots_of(StageRun& stage, int microbatch) {
   auto& flight = stage.flights[microbatch];
   const auto gradients = output_gradients(stage, microbatch);
-  std::vector<at::Tensor> roots;
-  std::vector<at::Tensor> seeds;
-  const auto add_root = [&](const at::Tensor& output, const at::Tensor& gradient) {
+  Roots roots;
+  const auto add = [&](const at::Tensor& output, const at::Tensor& gradient) {
     if (output.defined() && gradient.defined()) {
-      roots.push_back(output);
-      seeds.push_back(gradient.device() == output.device()
-                          ? gradient
-                          : gradient.to(output.device(), /*non_blocking=*/true));
+      roots.outputs.push_back(output);
+      roots.gradients.push_back(gradient.device() == output.device()
+                                    ? gradient
+                                    : gradient.to(output.device(), /*non_blocking=*/true));
     }
   };
   for (size_t i = 0; i < flight.outputs.size(); ++i) {
-    add_root(flight.outputs[i], gradients[i]);
+    add(flight.outputs[i], gradients[i]);
   }
   for (const auto& [name, tensor] : flight.stashed) {
-    add_root(tensor, skips_.take_gradient(name, microbatch));
+    add(tensor, skips_.take_gradient(name, microbatch));
   }
+  return roots;
+}
+
+void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
+  auto& flight = stage.flights[microbatch];
+  const auto roots = roots_of(stage, microbatch);
   std::vector<at::Tensor> leaves;
-  std::vector<int64_t> places(flight.inputs.size(), -1);
+  std::vector<size_t> places;  // of the first leaves among the inputs
   for (size_t i = 0; stage.inputs != nullptr && i < flight.inputs.size(); ++i) {
     if (flight.inputs[i].defined() && flight.inputs[i].requires_grad()) {
-      places[i] = static_cast<int64_t>(leaves.size());
+      places.push_back(i);
       leaves.push_back(flight.inputs[i]);
     }
   }
-  const auto skips_begin = leaves.size();
   for (const auto& [name, tensor] : flight.popped) {
     leaves.push_back(tensor);
   }
   std::vector<at::Tensor> of_leaves(leaves.size());
-  if (!roots.empty() && input_only) {
-    auto split = backward_input(roots, seeds, leaves);
+  if (!roots.outputs.empty() && input_only) {
+    auto split = backward_input(roots.outputs, roots.gradients, leaves);
     of_leaves = std::move(split.input_gradients);
     flight.weight_work = std::move(split.weight_work);
-  } else if (!roots.empty()) {
-    of_leaves = backward_full(roots, seeds, leaves);
+  } else if (!roots.outputs.empty()) {
+    of_leaves = backward_full(roots.outputs, roots.gradients, leaves);
   }
   std::vector<at::Tensor> of_inputs(flight.inputs.size());
   for (size_t i = 0; i < places.size(); ++i) {
-    if (places[i] >= 0) {
-      of_inputs[i] = std::move(of_leaves[places[i]]);
-    }
+    of_inputs[places[i]] = std::move(of_leaves[i]);
   }
   for (size_t i = 0; i < flight.popped.size(); ++i) {
-    skips_.put_gradient(flight.popped[i].name, microbatch, std::move(of_leaves[skips_begin + i]));
+    skips_.put_gradient(flight.popped[i].name, microbatch, std::move(of_leaves[places.size() + i]));
   }
   if (input_only) {
     flight.inputs.clear();

@@ -68,6 +68,12 @@ class RankRun {
   void backward(StageRun& stage, int microbatch, bool input_only);
   void backward_weight(StageRun& stage, int microbatch);
   Message receive(Channel& channel, std::optional<Message>* received, int microbatch);
+  /// Where a backward begins.
+  struct Roots {
+    std::vector<at::Tensor> outputs;
+    std::vector<at::Tensor> gradients;
+  };
+  Roots roots_of(StageRun& stage, int microbatch);
   std::vector<at::Tensor> output_gradients(StageRun& stage, int microbatch);
   void send_gradients(StageRun& stage, int microbatch, std::vector<at::Tensor> gradients);
 

@@ -459,7 +459,7 @@ def test_a_schedule_may_be_ones_own():
     with pytest.raises(ValueError, match="wanted: 2, 2, 4"):
         Pipeline(stages, schedule=order, microbatches=4, loss_fn=F.mse_loss)
     broken = brimful.Schedule.from_csv("0F0\n1F0,1B0")
-    with pytest.raises(ValueError, match="0B0|stage 0"):
+    with pytest.raises(ValueError, match="0B0"):
         Pipeline(stages, schedule=broken, microbatches=1, loss_fn=F.mse_loss)
     with pytest.raises(TypeError, match="a name, a Schedule"):
         Pipeline(stages, schedule=3, loss_fn=F.mse_loss)

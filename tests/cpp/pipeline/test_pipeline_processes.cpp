@@ -41,6 +41,13 @@ struct Rank {
       const int place = folded ? std::min(i, ranks * per_rank - 1 - i) : i % ranks;
       if (place == rank) {
         own.push_back(pipeline::make_stage(model.layers[i], model.layers[i].parameters()));
+        own.back().forward = [this, inner = own.back().forward](const pipeline::Value& input) {
+          auto output = inner(input);
+          if (stage_calls++ == fail_in_stage) {
+            throw std::runtime_error("planted");
+          }
+          return output;
+        };
         own_stages.push_back(i);
       }
     }
@@ -80,6 +87,8 @@ struct Rank {
   at::Tensor y = filled({kRows, 4}, 4, at::kDouble);
   at::Tensor whole;
   std::vector<at::Tensor> expected;
+  int stage_calls = 0;
+  int fail_in_stage = -1;
   int fail_at = -1;
   int fail_left = 0;
   bool out_of_memory = false;
@@ -162,6 +171,38 @@ TEST_CASE("Whatever fails in a process, all return within a second and go on",
                       name + ": " + text);
         mine->pipe->step(mine->x, mine->y, mse);
         checks.expect(mine->as_expected(), name + ": the next step");
+      }
+    }
+  });
+  CHECK(checks.failures().empty());
+}
+
+TEST_CASE("A stage that has its input when it fails leaves no message unsent",
+          "[pipeline][processes][faults]") {
+  const QuietLog quiet;
+  const Watchdog watchdog("faults in stages of processes", std::chrono::seconds(60));
+  Checks checks;
+  run_ranks({3}, [&](int rank, const Group& group) {
+    Rank own(rank, group, "1f1b", 1);
+    for (int failing = 0; failing < 3; ++failing) {
+      for (int microbatch = 0; microbatch < kMicrobatches; ++microbatch) {
+        const auto name =
+            "rank " + std::to_string(failing) + ", microbatch " + std::to_string(microbatch);
+        own.stage_calls = 0;
+        own.fail_in_stage = rank == failing ? microbatch : -1;
+        own.model.zero_grad();
+        bool right = false;
+        try {
+          own.pipe->step(own.x, own.y, mse);
+        } catch (const RankFailed& error) {
+          right = rank != failing && error.rank() == failing;
+        } catch (const std::runtime_error& error) {
+          right = rank == failing && std::string(error.what()).find("planted (in the ") == 0;
+        }
+        checks.expect(right, name);
+        own.fail_in_stage = -1;
+        own.pipe->step(own.x, own.y, mse);
+        checks.expect(own.as_expected(), name + ": the next step");
       }
     }
   });
