@@ -129,7 +129,7 @@ TEST_CASE("The backward for the inputs frees what the one for the parameters doe
   const brimful::memory::PeakScope peak(kCpu);
   auto result = backward_input(outputs, {gradient}, inputs);
   const auto peak_bytes = peak.peak_bytes() - before;
-  gradient = {};
+  gradient = at::Tensor();
   outputs.clear();
   result.input_gradients.clear();
   CHECK(result.weight_work.bytes() == kLayers * kTensor);
@@ -269,7 +269,7 @@ TEST_CASE("Wrong arguments of a split backward are refused by name", "[pipeline]
   const auto y = x * 2;
   using Catch::Contains;
   CHECK_THROWS_WITH(backward_input({y}, {y, y}, {x}), Contains("outputs: 1, gradients: 2"));
-  CHECK_THROWS_WITH(backward_input({y.sin()}, {y}, {y}), Contains("input: 0, from: MulBackward0"));
+  CHECK_THROWS_WITH(backward_input({y.sin()}, {y}, {y}), Contains("input: 0, from: MulBackward"));
   CHECK_THROWS_WITH(backward_full({y}, {}, {x}), Contains("output: 0, shape: [3, 4]"));
   CHECK_THROWS_AS(backward_full({y}, {}, {x}), c10::ValueError);
   CHECK_THROWS_AS(backward_input({y}, {filled({2}, 1)}, {x}), c10::Error);
@@ -297,7 +297,7 @@ TEST_CASE("A graph of a hundred thousand nodes is split", "[pipeline]") {
     y = y + 1e-6;
   }
   auto result = backward_input({y * w}, {at::ones({2})}, x);
-  y = {};
+  y = at::Tensor();
   result.weight_work.run();
   CHECK(at::allclose(result.input_gradients[0], w.detach() * w.detach()));
   CHECK(w.grad().defined());
