@@ -379,3 +379,26 @@ TEST_CASE("The reducer's buckets leave in the backward for the parameters", "[pi
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }
+
+TEST_CASE("Of scales and shifts the sums are kept, not what they are made of",
+          "[pipeline][memory]") {
+  brimful::memory::install();
+  const auto scale = leaf(filled({32}, 1));
+  const auto shift = leaf(filled({32}, 2));
+  const Tensors x{leaf(filled({64, 32}, 3))};
+  const auto gradient = filled({64, 32}, 4);
+  const auto before = used_bytes();
+  const auto stage = [&] { return at::layer_norm(x[0].sin(), {32}, scale, shift) + shift; };
+  auto result = backward_input({stage()}, {gradient}, x);
+  result.input_gradients.clear();
+  CHECK(result.split);
+  CHECK(result.note.empty());
+  CHECK_FALSE(scale.grad().defined());
+  CHECK(used_bytes() - before == 3 * 32 * 4);
+  CHECK(result.weight_work.bytes() == 3 * 32 * 4);
+  result.weight_work.run();
+  const Tensors split{scale.grad(), shift.grad()};
+  scale.mutable_grad() = shift.mutable_grad() = at::Tensor();
+  backward_full({stage()}, {gradient}, x);
+  CHECK(same_bits(split, {scale.grad(), shift.grad()}));
+}
