@@ -58,7 +58,7 @@ class Case:
         between("forward")
         if way == OURS:
             result = _C._backward_input([y], [self.gradient], [x])
-            result.input_gradients.clear()
+            result.take_input_gradients()
             del y
             between("input")
             result.run_weight()

@@ -33,6 +33,8 @@ auto without_gil(const std::vector<at::Tensor>& outputs,
 void bind_split_backward(py::module_& m) {
   py::class_<InputBackward>(m, "_InputBackward")
       .def_readonly("input_gradients", &InputBackward::input_gradients)
+      .def("take_input_gradients",
+           [](InputBackward& self) { return std::exchange(self.input_gradients, {}); })
       .def_readonly("split", &InputBackward::split)
       .def_readonly("note", &InputBackward::note)
       .def_readonly("recomputed", &InputBackward::recomputed)

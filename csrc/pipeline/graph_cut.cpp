@@ -1,6 +1,7 @@
 #include "pipeline/graph_cut.h"
 
 #include <c10/util/flat_hash_map.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <cstring>
 #include <typeinfo>
@@ -92,6 +93,13 @@ bool may_run_twice(const Node& node) {
   return is_generated(node) && node.post_hooks().empty();
 }
 
+/// A scale or a shift: its gradient is a sum that comes with the inputs' gradients at little cost, and is much smaller than
+/// what would have to be kept to compute it later.
+bool is_vector(const Node& node) {
+  const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node);
+  return leaf != nullptr && leaf->variable.dim() <= 1;
+}
+
 void add_name(std::string& names, const std::string& name) {
   if (names.find(name) == std::string::npos) {
     names += (names.empty() ? "" : ", ") + name;
@@ -99,18 +107,27 @@ void add_name(std::string& names, const std::string& name) {
 }
 
 void find_roles(GraphCut& cut) {
+  std::vector<bool> gives_vectors(cut.nodes.size(), false);
   for (const auto& link : cut.links) {
-    auto& role = cut.roles[static_cast<size_t>(link.from)];
-    if (role != Role::inner || cut.roles[static_cast<size_t>(link.to)] != Role::weight) {
+    const auto from = static_cast<size_t>(link.from);
+    const auto to = static_cast<size_t>(link.to);
+    auto& role = cut.roles[from];
+    if (role == Role::weight || role == Role::once || cut.roles[to] != Role::weight) {
       continue;
     }
-    const auto& node = *cut.nodes[static_cast<size_t>(link.from)];
-    if (may_run_twice(node)) {
+    if (!may_run_twice(*cut.nodes[from])) {
+      role = Role::once;
+      add_name(cut.once_names, cut.nodes[from]->name());
+    } else if (is_vector(*cut.nodes[to])) {
+      gives_vectors[from] = true;
+    } else {
       role = Role::shared;
       cut.has_shared = true;
-    } else {
-      role = Role::once;
-      add_name(cut.once_names, node.name());
+    }
+  }
+  for (size_t i = 0; i < cut.nodes.size(); ++i) {
+    if (gives_vectors[i] && cut.roles[i] == Role::inner) {
+      cut.roles[i] = Role::once;
     }
   }
 }

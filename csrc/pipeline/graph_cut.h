@@ -14,7 +14,7 @@ enum class Role : uint8_t {
   input,   ///< an input's AccumulateGrad: its gradient is the result of I
   inner,   ///< leads to inputs alone: runs in I
   shared,  ///< leads to both, and can run for each side by itself: in I and in W
-  once     ///< leads to both, and may run but once: in I, which keeps what it has for W
+  once     ///< leads to both, and may run but once, or had better: in I, which keeps what it has for W
 };
 
 /// The graph between a stage's outputs and its leaves. Plain data about nodes that the caller keeps alive.
@@ -33,7 +33,7 @@ struct GraphCut {
   bool has_shared = false;
   /// Why the backward must not be split; empty if it may be.
   std::string obstacle;
-  /// The functions of Role::once, for people.
+  /// Of Role::once, the functions that may not run twice, for people.
   std::string once_names;
 
   Role role_of_root(size_t root) const { return roles[static_cast<size_t>(roots[root])]; }

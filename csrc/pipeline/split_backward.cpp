@@ -1,7 +1,6 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/ops/ones_like.h>
 #include <brimful/pipeline/split_backward.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
@@ -9,6 +8,7 @@
 #include <utility>
 
 #include "pipeline/graph_cut.h"
+#include "pipeline/run_engine.h"
 #include "pipeline/split_nodes.h"
 
 namespace brimful::pipeline {
@@ -17,15 +17,6 @@ using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-
-enum class Keep : uint8_t { graph, nothing };
-
-variable_list run_engine(const edge_list& roots, const variable_list& gradients, Keep keep,
-                         const edge_list& captured) {
-  return torch::autograd::Engine::get_default_engine().execute(
-      roots, gradients, keep == Keep::graph, /*create_graph=*/false,
-      /*accumulate_grad=*/captured.empty(), captured);
-}
 
 bool takes_part(const at::Tensor& tensor) {
   return tensor.defined() && tensor.requires_grad();

@@ -3,8 +3,9 @@
 #include <torch/csrc/autograd/functions/tensor.h>
 
 #include <memory>
-#include <type_traits>
 #include <utility>
+
+#include "pipeline/make_node.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -50,15 +51,6 @@ struct Relay : Node {
   }
   variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
 };
-
-template <typename Pointer>
-Pointer make_relay(const Edge& target) {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {  // torch 2.14 and before
-    return std::make_shared<Relay>(target);
-  } else {
-    return c10::make_intrusive<Relay>(target);
-  }
-}
 }  // namespace
 
 void release_after_run(Node& node) {
@@ -77,7 +69,7 @@ void drop_hooks_before(Node& node) noexcept {
 
 Edge put_relay(Node& node, uint32_t edge, Edge& target) {
   target = node.next_edges()[edge];
-  const Edge relay(make_relay<decltype(Edge::function)>(target), 0);
+  const Edge relay(make_node<Relay>(target), 0);
   node.next_edges()[edge] = relay;
   // An operation in place on a view runs another node within, which computes what that node's own edges ask for.
   if (auto* slices = dynamic_cast<torch::autograd::CopySlices*>(&node)) {

@@ -193,7 +193,7 @@ def test_a_compiled_stage_is_not_split(trained):
 def test_checkpointed_blocks_are_computed_anew_for_each_half():
     stage = make("checkpointed")
     forwards = []
-    stage.module[0].register_forward_hook(lambda *_: forwards.append(1))
+    stage.module[0].register_forward_pre_hook(lambda *_: forwards.append(1))
     leaves, outputs = run_forward(stage)
     result = _C._backward_input(outputs, gradients_for(outputs), leaves)
     assert result.split and result.recomputed
