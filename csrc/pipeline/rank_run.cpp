@@ -6,7 +6,6 @@
 #include <chrono>
 
 #include "pipeline/group_channel.h"
-#include "pipeline/known_parameters.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -22,9 +21,8 @@ void end_flight(StageRun& stage, InFlight& flight) {
   flight = {};
 }
 
-/// Once for each stage, before its first backward.
 void require_known_parameters(StageRun& stage, const InFlight& flight) {
-  if (stage.parameters_checked) {
+  if (stage.known_parameters.done()) {
     return;
   }
   std::vector<at::Tensor> outputs = flight.outputs;
@@ -36,8 +34,7 @@ void require_known_parameters(StageRun& stage, const InFlight& flight) {
     popped.push_back(tensor);
   }
   const auto& given = stage.stage->parameters;
-  require_known(outputs, {&given, &flight.inputs, &popped}, stage.index);
-  stage.parameters_checked = true;
+  stage.known_parameters.check(outputs, {&given, &flight.inputs, &popped}, stage.index);
 }
 
 std::vector<at::Tensor> detached(const std::vector<at::Tensor>& tensors) {

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "pipeline/known_parameters.h"
 #include "pipeline/skips.h"
 
 namespace brimful::pipeline {
@@ -39,7 +40,7 @@ struct StageRun {
   std::vector<Message> waiting_gradients;
   std::vector<std::optional<Message>> received;
   std::vector<std::optional<Message>> received_gradients;
-  bool parameters_checked = false;
+  KnownParameters known_parameters;
   int live = 0;
   int peak_live = 0;
 

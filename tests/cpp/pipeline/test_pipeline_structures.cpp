@@ -149,9 +149,20 @@ TEST_CASE("A stage that uses parameters which it does not name is refused", "[pi
   CHECK_THROWS_WITH(pipe.step(data.x, data.y, mse),
                     Catch::Contains("does not know of (stage: " + std::to_string(which)) &&
                         Catch::Contains("parameters: 1, shape of one: [4]"));
-  for (const auto& gradient : model.gradients()) {
-    CHECK_FALSE(gradient.defined());
-  }
+  CHECK_FALSE(model.layers[0].weight.grad().defined());
+  CHECK_FALSE(model.layers[1].weight.grad().defined());
+}
+
+TEST_CASE("A stage may make leaves of its own", "[pipeline]") {
+  const Data data;
+  const Layers model(2);
+  const auto head = [&](const at::Tensor& x) {
+    return model.layers[0](x.detach().set_requires_grad(true));
+  };
+  require_equal(model,
+                {make_stage(head, model.layers[0].parameters()),
+                 make_stage(model.layers[1], model.layers[1].parameters())},
+                mse(model(data.x), data.y));
 }
 
 TEST_CASE("Weights that stages share get the gradients of both", "[pipeline]") {
