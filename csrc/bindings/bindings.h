@@ -11,9 +11,12 @@ void bind_foreign(py::module_& m);
 void bind_launch(py::module_& m);
 void bind_memory(py::module_& m);
 void bind_batch(py::module_& m);
+void bind_pipeline_schedule(py::module_& m);
 void bind_reducer(py::module_& m);
 void bind_sizer(py::module_& m);
 void bind_inference(py::module_& m);
+void bind_pipeline(py::module_& m);
 void bind_verify_split(py::module_& m);
+void bind_split_backward(py::module_& m);
 
 }  // namespace brimful

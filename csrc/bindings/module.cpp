@@ -11,4 +11,7 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_amp(m);
   brimful::bind_inference(m);
   brimful::bind_verify_split(m);
+  brimful::bind_pipeline(m);
+  brimful::bind_split_backward(m);
+  brimful::bind_pipeline_schedule(m);
 }

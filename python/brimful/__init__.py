@@ -20,6 +20,7 @@ from brimful._C import (
     BatchTooLarge,
     HalfStepError,
     Outcome,
+    PipelineOutcome,
     PlanMismatch,
     RankFailed,
     RankOutOfMemory,
@@ -30,7 +31,9 @@ from brimful._log import connect_logging
 from brimful.checkpoint import load, save_on_rank0
 from brimful.finder import find_executable_batch_size
 from brimful.inference import map_batches
+from brimful.pipeline import Pipeline, split_sequential
 from brimful.reducer import DistributedDataParallel
+from brimful.schedule import Schedule
 from brimful.sizer import NO_DATA, BatchSizer
 from brimful.verify import verify_split
 
@@ -48,9 +51,12 @@ __all__ = [
     "DistributedDataParallel",
     "HalfStepError",
     "Outcome",
+    "Pipeline",
+    "PipelineOutcome",
     "PlanMismatch",
     "RankFailed",
     "RankOutOfMemory",
+    "Schedule",
     "SplitCheck",
     "__version__",
     "cmake_prefix_path",
@@ -59,5 +65,6 @@ __all__ = [
     "map_batches",
     "memory",
     "save_on_rank0",
+    "split_sequential",
     "verify_split",
 ]

@@ -1,6 +1,7 @@
 """The benchmark harness: what it writes when all is well, and when something is not."""
 
 import dataclasses
+import importlib
 import json
 import math
 import sys
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import callgrind, common, intervals, ranks, run  # noqa: E402
+from benchmarks.pipeline import bench as pipeline_bench  # noqa: E402
 from benchmarks.reducer import (  # noqa: E402
     bench,
     cases,
@@ -209,6 +211,12 @@ class TestIds:
     def test_every_sizer_benchmark_is_listed_and_no_other(self):
         measured = [figure_id for module in sizer_bench.MODULES for figure_id in module.IDS]
         assert sorted(measured) == sorted(n for n in common.load_ids() if n.startswith("sizer."))
+
+    def test_every_pipeline_benchmark_is_listed_and_no_other(self):
+        measured = [name for names in pipeline_bench.MODULES.values() for name in names]
+        assert sorted(measured) == sorted(n for n in common.load_ids() if n.startswith("pipeline."))
+        for module in pipeline_bench.MODULES:
+            assert callable(importlib.import_module(f"benchmarks.pipeline.{module}").figures)
 
     def test_every_id_belongs_to_a_subsystem_with_benchmarks(self):
         for name in common.load_ids():

@@ -8,6 +8,10 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/memory/system_limit.h>
+#include <brimful/pipeline/peers.h>
+#include <brimful/pipeline/pipeline.h>
+#include <brimful/pipeline/schedules.h>
+#include <brimful/pipeline/skip.h>
 #include <brimful/reducer/distributed_data_parallel.h>
 #include <brimful/sizer/autocast.h>
 #include <brimful/sizer/batch_sizer.h>

@@ -1,0 +1,118 @@
+"""How well the executor keeps to its schedule: sleeping stages, F = B = W = 4 ms and one unequal set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import common
+from benchmarks.pipeline import program
+
+MILLISECONDS = 12  # of F, B and W together, in the equal set
+#: Schedules with their stages a rank.
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "looped_bfs": 2,
+    "zb_h1": 1,
+    "zb_h2": 1,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+RANKS, QUICK_RANKS = (2, 4, 8), (2,)
+STEPS = 4  # the first warms up; the fastest of the others counts: a busy machine only adds
+
+
+def formula_s(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
+    """Returns the makespan where one is stated in closed form and its condition on the microbatches holds."""
+    if schedule in ("gpipe", "1f1b"):
+        return (microbatches + ranks - 1) * MILLISECONDS / 1e3
+    if schedule == "interleaved_1f1b" and microbatches % ranks == 0:
+        return (stages_per_rank * microbatches + ranks - 1) * MILLISECONDS / 1e3
+    return None
+
+
+def formula_live(schedule: str, ranks: int, microbatches: int, stage: int) -> int | None:
+    """Returns a stage's microbatches in flight, where a formula is stated."""
+    if schedule == "gpipe":
+        return microbatches
+    return min(microbatches, ranks - stage) if schedule == "1f1b" else None
+
+
+def figures(quick: bool) -> Iterator[common.Figure]:
+    """Yields the worst share above the expected makespan, and stages that held more or less than expected."""
+    conditions = common.machine_conditions()
+    cases: list[dict[str, Any]] = []
+    try:
+        for ranks in QUICK_RANKS if quick else RANKS:
+            for microbatches in (ranks,) if quick else (ranks, 4 * ranks, 16 * ranks):
+                for schedule, per_rank in SCHEDULES.items():
+                    for equal in (1, 0):
+                        cases.append(_case(schedule, ranks, per_rank, microbatches, equal))
+    except program.Unavailable as error:
+        for figure_id in ("pipeline.bubble_worst", "pipeline.live_bad"):
+            yield common.unmeasured(figure_id, str(error), conditions=conditions)
+        return
+    worst = max(cases, key=lambda case: case["above"])
+    _print(cases)
+    yield common.Figure(
+        "pipeline.bubble_worst",
+        "fraction",
+        worst["above"],
+        worst["above"],
+        worst["above"],
+        None,
+        rounds=STEPS - 1,
+        conditions={**conditions, "worst": worst, "cases": cases},
+    )
+    bad = sum(case["live_bad"] for case in cases)
+    yield common.Figure(
+        "pipeline.live_bad",
+        "count",
+        bad,
+        bad,
+        bad,
+        None,
+        rounds=1,
+        conditions={**conditions, "stages": sum(case["stages"] for case in cases)},
+    )
+
+
+def _case(
+    schedule: str, ranks: int, per_rank: int, microbatches: int, equal: int
+) -> dict[str, Any]:
+    lines = program.run("sleep", schedule, ranks, per_rank, microbatches, equal, STEPS)[1:]
+    closed = formula_s(schedule, ranks, per_rank, microbatches) if equal else None
+    expected = lines[0]["planned_s"] if closed is None else closed
+    took = min(line["makespan_s"] for line in lines)
+    bad = 0
+    for line in lines:
+        for index, stage in enumerate(line["stages"]):
+            wanted = formula_live(schedule, ranks, microbatches, index)
+            wanted = stage["planned"] if wanted is None else wanted
+            held = stage["bytes"] / line["activation_bytes"]
+            bad += stage["live"] != wanted or held != wanted or line["left"] != 0
+    return {
+        "schedule": schedule,
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "equal": bool(equal),
+        "expected_by": "simulator" if closed is None else "formula",
+        "expected_s": expected,
+        "took_s": took,
+        "above": took / expected - 1,
+        "live_bad": bad,
+        "stages": ranks * per_rank,
+    }
+
+
+def _print(cases: list[dict[str, Any]]) -> None:
+    print("\npipeline.bubble_worst: makespan in seconds")
+    for case in cases:
+        print(
+            f"  {case['schedule']:18s} p={case['ranks']} m={case['microbatches']:<4d}"
+            f"{'F=B=W' if case['equal'] else 'unequal':8s} {case['took_s']:7.3f} of "
+            f"{case['expected_s']:7.3f} by {case['expected_by']:10s} {case['above']:+7.2%}"
+            f"{'' if case['live_bad'] == 0 else '  live activations differ'}"
+        )

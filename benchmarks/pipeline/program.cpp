@@ -1,0 +1,202 @@
+// What the pipeline's benchmarks measure in C++; prints one JSON object a line.
+//   brimful_bench_pipeline actions STEPS TRACE              microseconds of a step of two Linear(64, 64) stages
+//   brimful_bench_pipeline sleep SCHEDULE RANKS STAGES_PER_RANK MICROBATCHES EQUAL STEPS
+//   brimful_bench_pipeline matmul SIZE MICROBATCHES ROUNDS  two stages, two free threads, and one thread
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <brimful/memory/stats.h>
+#include <brimful/pipeline/pipeline.h>
+#include <brimful/pipeline/schedules.h>
+#include <brimful/pipeline/simulate.h>
+
+#include <cstdio>
+#include <ctime>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "sleep_stage.h"
+
+namespace {
+using namespace brimful;
+using pipeline::Pipeline;
+using pipeline::PipelineOptions;
+using pipeline::Stage;
+
+double wall() {
+  return std::chrono::duration<double>(bench::Clock::now().time_since_epoch()).count();
+}
+
+/// Of all threads of the process.
+double cpu() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+}
+
+struct Linear {
+  explicit Linear(int64_t size)
+      : weight((at::randn({size, size}) / 8).set_requires_grad(true)),
+        bias(at::zeros({size}).set_requires_grad(true)) {}
+  at::Tensor operator()(const at::Tensor& x) const { return at::linear(x, weight, bias); }
+  Stage stage() const { return pipeline::make_stage(*this, {weight, bias}); }
+  void zero_grad() const {
+    weight.mutable_grad().reset();
+    bias.mutable_grad().reset();
+  }
+  at::Tensor weight;
+  at::Tensor bias;
+};
+
+at::Tensor mse(const at::Tensor& output, const at::Tensor& target) {
+  return at::mse_loss(output, target);
+}
+
+int actions(int steps, bool trace) {
+  constexpr int64_t kSize = 64;
+  constexpr int64_t kMicrobatches = 32;
+  const Linear first(kSize);
+  const Linear second(kSize);
+  PipelineOptions options;
+  options.microbatches = kMicrobatches;
+  options.threads_per_rank = 1;
+  options.trace = trace;
+  Pipeline pipe({first.stage(), second.stage()}, options);
+  const auto x = at::randn({kMicrobatches, kSize});
+  const auto y = at::randn({kMicrobatches, kSize});
+  for (int step = -20; step < steps; ++step) {
+    const double began[] = {wall(), cpu()};
+    pipe.step(x, y, mse);
+    if (step >= 0) {
+      std::printf("{\"wall_us\": %.3f, \"cpu_us\": %.3f}\n", (wall() - began[0]) * 1e6,
+                  (cpu() - began[1]) * 1e6);
+    }
+    first.zero_grad();
+    second.zero_grad();
+  }
+  return 0;
+}
+
+int sleep(const std::string& schedule, int ranks, int per_rank, int microbatches, bool equal,
+          int steps) {
+  const int stages = ranks * per_rank;
+  std::vector<Stage> parts;
+  std::vector<std::shared_ptr<bench::Live>> live;
+  pipeline::Costs costs;
+  costs.forward.clear();
+  costs.backward_input.clear();
+  costs.backward_weight.clear();
+  for (int i = 0; i < stages; ++i) {
+    const bench::Seconds seconds =
+        equal ? bench::Seconds{0.004, 0.004, 0.004}
+              : bench::Seconds{0.003 + 0.001 * (i % 2), 0.004 + 0.001 * ((i + 1) % 2), 0.003};
+    live.push_back(std::make_shared<bench::Live>());
+    parts.push_back(bench::sleep_stage(seconds, live.back()));
+    const bool first = i == 0;  // it has no I to speak of: its input needs no gradient
+    costs.forward.push_back(seconds.forward);
+    costs.backward_input.push_back(first ? 0 : seconds.input);
+    costs.backward_weight.push_back(first ? seconds.input + seconds.weight : seconds.weight);
+  }
+  PipelineOptions options;
+  options.devices.assign(ranks, c10::Device(c10::DeviceType::CPU));
+  options.schedule = schedule;
+  options.microbatches = microbatches;
+  options.threads_per_rank = 1;
+  Pipeline pipe(std::move(parts), options);
+  const auto planned = pipeline::simulate(pipe.schedule(microbatches), costs);
+  const auto data = at::zeros({microbatches, 1});
+  for (int step = 0; step < steps; ++step) {
+    for (const auto& counter : live) {
+      counter->peak = 0;
+    }
+    const auto outcome = pipe.step(data, data, mse);
+    std::printf("{\"makespan_s\": %.6f, \"planned_s\": %.6f, \"stages\": [", outcome.total_ms / 1e3,
+                planned.makespan);
+    for (int i = 0; i < stages; ++i) {
+      std::printf("%s{\"live\": %d, \"bytes\": %ld, \"planned\": %.0f}", i == 0 ? "" : ", ",
+                  outcome.stages[i].peak_live,
+                  static_cast<long>(live[i]->peak.load() * bench::Live::kBytes),
+                  planned.peak_live[i]);
+    }
+    std::printf("], \"left\": %d, \"activation_bytes\": %ld}\n", live[0]->now.load(),
+                static_cast<long>(bench::Live::kBytes));
+    std::fflush(stdout);
+  }
+  return 0;
+}
+
+/// Both passes of one stage, without the other.
+void alone(const Linear& layer, const at::Tensor& x, int64_t microbatches) {
+  c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+  for (int64_t i = 0; i < microbatches; ++i) {
+    const auto input = x.detach().set_requires_grad(true);
+    layer(input).sum().backward();
+  }
+}
+
+int matmul(int64_t size, int64_t microbatches, int rounds) {
+  at::set_num_threads(1);
+  const Linear first(size);
+  const Linear second(size);
+  PipelineOptions options;
+  options.microbatches = microbatches;
+  options.threads_per_rank = 1;
+  // As a stage in the middle has it, the first one computes its input's gradient too.
+  const auto with_gradient = [&](const at::Tensor& x) {
+    return first(x.detach().set_requires_grad(true));
+  };
+  Pipeline pipe({pipeline::make_stage(with_gradient, {first.weight, first.bias}), second.stage()},
+                options);
+  const auto batch = at::randn({size * microbatches, size});
+  const auto one = batch.narrow(0, 0, size);
+  const auto sum = [](const at::Tensor& output, const at::Tensor&) { return output.sum(); };
+  const auto in_pipe = [&] { pipe.step(batch, batch, sum); };
+  const auto free = [&] {
+    std::thread other([&] {
+      at::set_num_threads(1);
+      alone(second, one, microbatches);
+    });
+    alone(first, one, microbatches);
+    other.join();
+  };
+  const auto in_turn = [&] {
+    alone(first, one, microbatches);
+    alone(second, one, microbatches);
+  };
+  const auto timed = [&](const std::function<void()>& work) {
+    first.zero_grad();
+    second.zero_grad();
+    const auto began = wall();
+    work();
+    return wall() - began;
+  };
+  for (int round = -2; round < rounds; ++round) {
+    const double seconds[] = {timed(in_pipe), timed(free), timed(in_turn)};
+    if (round >= 0) {
+      std::printf("{\"pipeline_s\": %.6f, \"free_s\": %.6f, \"in_turn_s\": %.6f}\n", seconds[0],
+                  seconds[1], seconds[2]);
+      std::fflush(stdout);
+    }
+  }
+  return 0;
+}
+}  // namespace
+
+int main(int count, char** words) {
+  const std::vector<std::string> arguments(words + 1, words + count);
+  const auto number = [&](size_t i) { return std::stoi(arguments.at(i)); };
+  memory::install();
+  const auto& mode = arguments.at(0);
+  if (mode == "actions") {
+    return actions(number(1), number(2) != 0);
+  }
+  if (mode == "sleep") {
+    return sleep(arguments.at(1), number(2), number(3), number(4), number(5) != 0, number(6));
+  }
+  if (mode == "matmul") {
+    return matmul(number(1), number(2), number(3));
+  }
+  std::fprintf(stderr, "no such mode (mode: %s)\n", mode.c_str());
+  return 2;
+}

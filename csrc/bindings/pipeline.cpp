@@ -1,0 +1,286 @@
+#include <brimful/pipeline/pipeline.h>
+#include <brimful/pipeline/schedule_text.h>
+#include <brimful/pipeline/skip.h>
+#include <brimful/sizer/grad_scaler.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <sstream>
+
+#include "base/format.h"
+#include "bindings/batch.h"
+#include "bindings/callbacks.h"
+#include "bindings/pipeline_value.h"
+#include "bindings/sizer_parts.h"
+
+namespace brimful {
+namespace {
+
+using pipeline::Pipeline;
+using pipeline::PipelineOutcome;
+using pipeline::Stage;
+using pipeline::StageNote;
+using pipeline::Value;
+
+/// A stage's thread keeps its Python state: making one for every call would cost more than the call.
+class PythonThread {
+ public:
+  PythonThread() : ensured_(PyGILState_Ensure()), state_(PyEval_SaveThread()) {}
+  ~PythonThread() {
+    if (Py_IsInitialized() != 0) {
+      PyEval_RestoreThread(state_);
+      PyGILState_Release(ensured_);
+    }
+  }
+  PythonThread(const PythonThread&) = delete;
+  PythonThread& operator=(const PythonThread&) = delete;
+
+ private:
+  PyGILState_STATE ensured_;
+  PyThreadState* state_;
+};
+
+/// An object that threads without the GIL may let go of.
+std::shared_ptr<py::object> shared(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* owned) {
+            const py::gil_scoped_acquire gil;
+            delete owned;
+          }};
+}
+
+/// Errors of Python hooks and functions inside a backward come as torch's own type.
+std::exception_ptr translated(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(std::move(error));
+  } catch (python_error& python) {
+    try {
+      call_python([&] {
+        python.restore();
+        throw py::error_already_set();
+      });
+    } catch (...) {
+      return std::current_exception();
+    }
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;  // not reached: the above throws
+}
+
+/// Name, callable, parameters, buffers, and BatchNorms with their names.
+using PythonStage =
+    std::tuple<std::string, py::object, std::vector<at::Tensor>, std::vector<at::Tensor>,
+               std::vector<std::pair<std::string, py::object>>>;
+
+Stage stage_of(const PythonStage& parts) {
+  Stage stage;
+  stage.name = std::get<0>(parts);
+  stage.forward = [forward = shared(std::get<1>(parts))](const Value& input) {
+    return call_python([&] { return as_value((*forward)(as_object(input))); });
+  };
+  stage.parameters = std::get<2>(parts);
+  stage.buffers = std::get<3>(parts);
+  stage.batch_norms = batch_norms_of(std::get<4>(parts));
+  return stage;
+}
+
+/// Pipeline with batches, stages and losses of Python.
+class PythonPipeline {
+ public:
+  using ScalerTensors = std::pair<at::Tensor, at::Tensor>;
+
+  PythonPipeline(std::vector<Stage> stages, pipeline::PipelineOptions options,
+                 const std::optional<ScalerTensors>& scaler, std::shared_ptr<Splitter> splitter)
+      : scaler_(scaler ? std::make_unique<GradScaler>(scaler->first, scaler->second) : nullptr),
+        splitter_(std::move(splitter)) {
+    options.scaler = scaler_.get();
+    options.translate = translated;
+    options.thread_scope = [] { return std::make_shared<PythonThread>(); };
+    const py::gil_scoped_release no_gil;  // the threads start with it
+    pipeline_ = std::make_unique<Pipeline>(std::move(stages), std::move(options));
+  }
+  ~PythonPipeline() {
+    const py::gil_scoped_release no_gil;  // the threads end with it
+    pipeline_.reset();
+  }
+  PythonPipeline(const PythonPipeline&) = delete;
+  PythonPipeline& operator=(const PythonPipeline&) = delete;
+
+  PipelineOutcome step(const py::object& batch, const py::object& target,
+                       const py::object& loss_fn) {
+    const auto rows = splitter_->rows_of(batch);
+    const bool has_target = !target.is_none();
+    if (has_target) {
+      const auto target_rows = splitter_->rows_of(target);
+      TORCH_CHECK_VALUE(rows == target_rows, "batch and target disagree in size (rows: ", rows,
+                        " and ", target_rows, "); give both the same number");
+    }
+    std::vector<py::object> targets;
+    auto work = work_for(batch, rows);
+    work.begin = [&, slice_inputs = work.begin](const std::vector<int64_t>& split) {
+      slice_inputs(split);
+      call_python([&] {
+        targets.clear();
+        int64_t begin = 0;
+        for (const auto count : split) {
+          targets.push_back(has_target ? splitter_->slice(target, rows, begin, begin + count)
+                                       : py::none());
+          begin += count;
+        }
+      });
+    };
+    work.loss = [&](int i, int64_t begin, int64_t end, const Value& output) {
+      return call_python(
+          [&] { return as_piece_loss(loss_fn(as_object(output), targets[i]), end - begin); });
+    };
+    return noted([&] {
+      const py::gil_scoped_release no_gil;
+      return pipeline_->step(rows, work);
+    });
+  }
+
+  py::object forward(const py::object& batch) {
+    const auto rows = splitter_->rows_of(batch);
+    const auto work = work_for(batch, rows);
+    const auto whole = noted([&] {
+      const py::gil_scoped_release no_gil;
+      return pipeline_->forward(rows, work);
+    });
+    const bool elsewhere = whole.tensors.empty() && whole.form == nullptr;
+    return elsewhere ? py::none() : as_object(whole);
+  }
+
+  Pipeline& pipeline() { return *pipeline_; }
+
+ private:
+  pipeline::PipelineWork work_for(const py::object& batch, int64_t rows) const {
+    pipeline::PipelineWork work;
+    const auto inputs = std::make_shared<std::vector<Value>>();
+    work.begin = [this, inputs, &batch, rows](const std::vector<int64_t>& split) {
+      call_python([&] {
+        inputs->clear();
+        int64_t begin = 0;
+        for (const auto count : split) {
+          inputs->push_back(as_value(splitter_->slice(batch, rows, begin, begin + count)));
+          begin += count;
+        }
+      });
+    };
+    work.input = [inputs](int i, int64_t, int64_t) { return inputs->at(i); };
+    return work;
+  }
+
+  /// Where an error of Python has come from is a note of it.
+  template <typename Fn>
+  std::invoke_result_t<Fn> noted(const Fn& fn) {
+    try {
+      return fn();
+    } catch (py::error_already_set& error) {
+      if (const auto& failure = pipeline_->last_failure()) {
+        error.value().attr("add_note")("in the " + describe(*failure));
+      }
+      throw;
+    }
+  }
+
+  std::unique_ptr<GradScaler> scaler_;
+  std::shared_ptr<Splitter> splitter_;
+  std::unique_ptr<Pipeline> pipeline_;
+};
+
+std::string repr_of(const PipelineOutcome& outcome) {
+  std::ostringstream out;
+  out << "PipelineOutcome(loss=" << outcome.loss << ", weight=" << outcome.weight
+      << ", microbatches=" << outcome.microbatches << ", retries=" << outcome.retries
+      << ", total_ms=" << outcome.total_ms << ")";
+  return out.str();
+}
+
+/// A name, a schedule, or a function that makes one for a number of microbatches.
+void set_schedule(const py::object& schedule, pipeline::PipelineOptions& options) {
+  if (py::isinstance<py::str>(schedule)) {
+    options.schedule = schedule.cast<std::string>();
+  } else if (py::isinstance<pipeline::Schedule>(schedule)) {
+    options.schedule_for = [fixed = schedule.cast<pipeline::Schedule>()](int) { return fixed; };
+  } else {
+    TORCH_CHECK_TYPE(PyCallable_Check(schedule.ptr()) != 0,
+                     "a schedule is a name, a Schedule, or a function of a number of microbatches "
+                     "(type: ",
+                     py::str(py::type::handle_of(schedule)).cast<std::string>(), ")");
+    options.schedule_for = [make = shared(schedule)](int microbatches) {
+      return call_python([&] { return (*make)(microbatches).cast<pipeline::Schedule>(); });
+    };
+  }
+}
+
+std::unique_ptr<PythonPipeline> make_pipeline(
+    const std::vector<PythonStage>& stages, const std::vector<c10::Device>& devices,
+    const py::object& schedule, int64_t microbatches, int64_t max_retries, int threads_per_rank,
+    bool trace, const std::string& batch_norm,
+    const std::optional<PythonPipeline::ScalerTensors>& scaler,
+    const std::vector<std::pair<py::function, py::function>>& keepers,
+    const std::optional<py::function>& before_action, std::shared_ptr<Splitter> splitter,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  pipeline::PipelineOptions options;
+  options.devices = devices;
+  options.peers = group ? pipeline::peers_of(group) : nullptr;
+  set_schedule(schedule, options);
+  options.microbatches = microbatches;
+  options.max_retries = max_retries;
+  options.threads_per_rank = threads_per_rank;
+  options.trace = trace;
+  options.batch_norm = batch_norm_policy(batch_norm);
+  for (const auto& [capture, restore] : keepers) {
+    options.keepers.push_back(keeper_of(capture, restore));
+  }
+  if (before_action) {
+    options.before_action = [call = shared(*before_action)](int rank, int index,
+                                                            const pipeline::Action& action) {
+      call_python([&] { (*call)(rank, index, pipeline::to_text(action)); });
+    };
+  }
+  std::vector<Stage> made;
+  for (const auto& stage : stages) {
+    made.push_back(stage_of(stage));
+  }
+  return std::make_unique<PythonPipeline>(std::move(made), std::move(options), scaler,
+                                          std::move(splitter));
+}
+}  // namespace
+
+void bind_pipeline(py::module_& m) {
+  py::class_<StageNote>(m, "StageNote", "A stage's part of a step.")
+      .def_readonly("peak_live", &StageNote::peak_live)
+      .def_readonly("forward_ms", &StageNote::forward_ms)
+      .def_readonly("backward_ms", &StageNote::backward_ms)
+      .def_readonly("wait_ms", &StageNote::wait_ms);
+  py::class_<PipelineOutcome>(m, "PipelineOutcome", "How a step ended; see Pipeline.step.")
+      .def_readonly("loss", &PipelineOutcome::loss)
+      .def_readonly("weight", &PipelineOutcome::weight)
+      .def_readonly("microbatches", &PipelineOutcome::microbatches)
+      .def_readonly("split", &PipelineOutcome::split)
+      .def_readonly("retries", &PipelineOutcome::retries)
+      .def_readonly("total_ms", &PipelineOutcome::total_ms)
+      .def_readonly("peak_bytes", &PipelineOutcome::peak_bytes)
+      .def_readonly("stages", &PipelineOutcome::stages)
+      .def("__repr__", &repr_of);
+  py::class_<PythonPipeline>(m, "Pipeline")
+      .def(py::init(&make_pipeline), py::kw_only(), py::arg("stages"), py::arg("devices"),
+           py::arg("schedule"), py::arg("microbatches"), py::arg("max_retries"),
+           py::arg("threads_per_rank"), py::arg("trace"), py::arg("batch_norm"), py::arg("scaler"),
+           py::arg("keepers"), py::arg("before_action"), py::arg("splitter"),
+           py::arg("group").none(true))
+      .def("step", &PythonPipeline::step, py::arg("batch"), py::arg("target"), py::arg("loss_fn"))
+      .def("forward", &PythonPipeline::forward, py::arg("batch"))
+      .def("trace", [](PythonPipeline& self) { return self.pipeline().trace(); })
+      .def("schedule",
+           [](PythonPipeline& self) {
+             return self.pipeline().schedule(self.pipeline().microbatches());
+           })
+      .def("__str__", [](PythonPipeline& self) { return self.pipeline().to_string(); });
+  m.def("_stash", &pipeline::stash, py::arg("name"), py::arg("tensor"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("_pop", &pipeline::pop, py::arg("name"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace brimful

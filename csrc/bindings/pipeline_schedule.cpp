@@ -1,0 +1,164 @@
+#include <brimful/pipeline/checker.h>
+#include <brimful/pipeline/picture.h>
+#include <brimful/pipeline/schedule_text.h>
+#include <brimful/pipeline/schedules.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <variant>
+#include <vector>
+
+#include "bindings/bindings.h"
+
+namespace brimful {
+namespace {
+using namespace pipeline;
+
+using Cost = std::variant<double, std::vector<double>>;
+
+std::vector<double> values_of(const Cost& cost) {
+  const auto* value = std::get_if<double>(&cost);
+  return value != nullptr ? std::vector<double>{*value} : std::get<std::vector<double>>(cost);
+}
+
+std::vector<std::vector<std::string>> texts_of(const Schedule& schedule) {
+  std::vector<std::vector<std::string>> texts;
+  for (const auto& actions : schedule.ranks) {
+    auto& rank = texts.emplace_back();
+    for (const auto& action : actions) {
+      rank.push_back(to_text(action));
+    }
+  }
+  return texts;
+}
+
+Schedule communicating(const Schedule& schedule, const std::string& receives) {
+  const bool early = receives == "when_sent";
+  TORCH_CHECK_VALUE(early || receives == "before_use",
+                    "receives are put before_use or when_sent (receives: '", receives, "')");
+  return with_communication(schedule, early ? ReceivePlace::when_sent : ReceivePlace::before_use);
+}
+
+CheckResult checked(const Schedule& schedule, std::optional<int64_t> channel_capacity,
+                    const std::string& channels) {
+  const bool by_stage = channels == "by_stage";
+  TORCH_CHECK_VALUE(by_stage || channels == "by_rank",
+                    "channels are by_rank or by_stage (channels: '", channels, "')");
+  return check(schedule,
+               {channel_capacity, by_stage ? ChannelKind::by_stage : ChannelKind::by_rank});
+}
+
+std::string repr_of(const Schedule& schedule) {
+  return "Schedule('" + schedule.name + "', ranks=" + std::to_string(schedule.ranks.size()) +
+         ", stages=" + std::to_string(schedule.stages) +
+         ", microbatches=" + std::to_string(schedule.microbatches) + ")";
+}
+
+/// A picture where the schedule can be run, else its actions and why it cannot.
+std::string str_of(const Schedule& schedule) {
+  const auto result = check(schedule, {std::nullopt, ChannelKind::by_stage});
+  return result.ok() ? to_picture_text(simulate(schedule))
+                     : schedule.name + ": " + result.to_text() + "\n" + to_csv(schedule);
+}
+
+std::vector<std::vector<std::tuple<std::string, double, double>>> times_of(
+    const Timeline& timeline) {
+  std::vector<std::vector<std::tuple<std::string, double, double>>> times;
+  for (const auto& actions : timeline.ranks) {
+    auto& rank = times.emplace_back();
+    for (const auto& [action, start, end] : actions) {
+      rank.emplace_back(to_text(action), start, end);
+    }
+  }
+  return times;
+}
+
+std::vector<double> bubbles_of(const Timeline& timeline) {
+  std::vector<double> bubbles;
+  for (size_t rank = 0; rank < timeline.ranks.size(); ++rank) {
+    bubbles.push_back(timeline.bubble(static_cast<int>(rank)));
+  }
+  return bubbles;
+}
+
+void bind_schedule(py::module_& m) {
+  py::class_<Schedule>(m, "Schedule",
+                       "What each rank of a pipeline does in a step; see brimful.schedule.")
+      .def(py::init([](const std::string& name, int ranks, int microbatches, int stages_per_rank) {
+             return make_schedule(name, ranks, stages_per_rank, microbatches);
+           }),
+           py::arg("name"), py::arg("ranks"), py::arg("microbatches"), py::kw_only(),
+           py::arg("stages_per_rank") = 1)
+      .def_static("from_csv", &from_csv, py::arg("text"), py::arg("name") = "csv")
+      .def_static("names", &schedule_names)
+      .def("to_csv", &to_csv)
+      .def_readonly("name", &Schedule::name)
+      .def_readonly("stages", &Schedule::stages)
+      .def_readonly("microbatches", &Schedule::microbatches)
+      .def_readonly("ignored", &Schedule::ignored)
+      .def_property_readonly("ranks",
+                             [](const Schedule& schedule) { return schedule.ranks.size(); })
+      .def_property_readonly("actions", &texts_of)
+      .def_property_readonly("rank_of_stage", &rank_of_stage)
+      .def_property_readonly("has_communication", &has_communication)
+      .def("with_communication", &communicating, py::kw_only(), py::arg("receives") = "before_use")
+      .def("check", &checked, py::kw_only(), py::arg("channel_capacity") = py::none(),
+           py::arg("channels") = "by_rank")
+      .def(
+          "simulate",
+          [](const Schedule& schedule, const Cost& forward, const Cost& backward_input,
+             const Cost& backward_weight, const std::optional<Cost>& backward, double hop,
+             const Cost& activation, double input_share) {
+            return simulate(schedule, {values_of(forward), values_of(backward_input),
+                                       values_of(backward_weight),
+                                       backward ? values_of(*backward) : std::vector<double>(), hop,
+                                       values_of(activation), input_share});
+          },
+          py::kw_only(), py::arg("forward") = 1.0, py::arg("backward_input") = 1.0,
+          py::arg("backward_weight") = 1.0, py::arg("backward") = py::none(), py::arg("hop") = 0.0,
+          py::arg("activation") = 1.0, py::arg("input_share") = 0.0)
+      .def("svg", [](const Schedule& schedule) { return to_picture_svg(simulate(schedule)); })
+      .def(
+          "__eq__",
+          [](const Schedule& one, const Schedule& other) {
+            return one.stages == other.stages && one.microbatches == other.microbatches &&
+                   one.ranks == other.ranks;
+          },
+          py::is_operator())
+      .def("__repr__", &repr_of)
+      .def("__str__", &str_of);
+}
+}  // namespace
+
+void bind_pipeline_schedule(py::module_& m) {
+  bind_schedule(m);
+  py::class_<CheckResult>(m, "ScheduleCheck", "What is wrong with a schedule; see Schedule.check.")
+      .def_property_readonly("ok", &CheckResult::ok)
+      .def_readonly("problems", &CheckResult::problems)
+      .def_readonly("cycle", &CheckResult::cycle)
+      .def("__bool__", &CheckResult::ok)
+      .def("__str__", &CheckResult::to_text)
+      .def("__repr__",
+           [](const CheckResult& result) { return "ScheduleCheck(" + result.to_text() + ")"; });
+  py::class_<Timeline>(m, "Timeline", "A schedule with its times; see Schedule.simulate.")
+      .def_readonly("name", &Timeline::name)
+      .def_readonly("makespan", &Timeline::makespan)
+      .def_readonly("period", &Timeline::period)
+      .def_readonly("busy", &Timeline::busy)
+      .def_readonly("peak_live", &Timeline::peak_live)
+      .def_readonly("peak_bytes", &Timeline::peak_bytes)
+      .def_property_readonly("bubble", [](const Timeline& timeline) { return timeline.bubble(); })
+      .def_property_readonly("bubbles", &bubbles_of)
+      .def_property_readonly("actions", &times_of)
+      .def("svg", &to_picture_svg)
+      .def("text", &to_picture_text, py::kw_only(), py::arg("columns") = 0)
+      .def("__repr__",
+           [](const Timeline& timeline) {
+             const auto text = to_picture_text(timeline, 1);
+             return "Timeline(" + text.substr(0, text.find('\n')) + ")";
+           })
+      .def("__str__", [](const Timeline& timeline) { return to_picture_text(timeline); });
+}
+
+}  // namespace brimful

@@ -1,0 +1,87 @@
+#include "bindings/pipeline_value.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "bindings/structure.h"
+
+namespace brimful {
+namespace {
+
+/// Stands where a tensor was.
+const py::handle& placeholder() {
+  static const py::handle object = py::module_::import("builtins").attr("object")().release();
+  return object;
+}
+
+/// The structure with placeholders. Parts of it may belong to Python alone, so that it dies under the GIL.
+class PythonForm : public pipeline::Form {
+ public:
+  explicit PythonForm(py::object skeleton) : skeleton_(std::move(skeleton)) {}
+  ~PythonForm() override {
+    const py::gil_scoped_acquire gil;
+    skeleton_ = py::object();
+  }
+  PythonForm(const PythonForm&) = delete;
+  PythonForm& operator=(const PythonForm&) = delete;
+
+  std::string describe() const override {
+    const py::gil_scoped_acquire gil;
+    return type_name(skeleton_);
+  }
+  const py::object& skeleton() const { return skeleton_; }
+
+ private:
+  py::object skeleton_;
+};
+
+/// The structure with each leaf replaced.
+template <typename Replace>
+py::object rebuilt(const py::handle& object, const Replace& replace) {
+  auto kind = part_kind(object);
+  kind = kind == Kind::packed ? Kind::tuple : kind;
+  if (!has_entries(kind)) {
+    return replace(object);
+  }
+  const WalkDepth depth;
+  const auto before = entries_of(object, kind);
+  auto entries = before;
+  for (auto& entry : entries) {
+    entry.value = rebuilt(entry.value, replace);
+  }
+  return rebuild(object, kind, before, entries);
+}
+}  // namespace
+
+pipeline::Value as_value(const py::handle& object) {
+  pipeline::Value value;
+  if (THPVariable_Check(object.ptr())) {
+    value.tensors.push_back(THPVariable_Unpack(object.ptr()));
+    return value;
+  }
+  auto skeleton = rebuilt(object, [&](const py::handle& leaf) {
+    if (!THPVariable_Check(leaf.ptr())) {
+      return py::reinterpret_borrow<py::object>(leaf);
+    }
+    value.tensors.push_back(THPVariable_Unpack(leaf.ptr()));
+    return py::reinterpret_borrow<py::object>(placeholder());
+  });
+  value.form = std::make_shared<PythonForm>(std::move(skeleton));
+  return value;
+}
+
+py::object as_object(const pipeline::Value& value) {
+  if (value.form == nullptr) {
+    return value.tensors.size() == 1 ? py::cast(value.tensors[0])
+                                     : py::object(py::tuple(py::cast(value.tensors)));
+  }
+  const auto* form = dynamic_cast<const PythonForm*>(value.form.get());
+  TORCH_CHECK_TYPE(form != nullptr, "a stage of Python got a value of another language (form: ",
+                   value.form->describe(), "); pass tensors between such stages");
+  size_t next = 0;
+  return rebuilt(form->skeleton(), [&](const py::handle& leaf) -> py::object {
+    return leaf.is(placeholder()) ? py::cast(value.tensors.at(next++))
+                                  : py::reinterpret_borrow<py::object>(leaf);
+  });
+}
+
+}  // namespace brimful

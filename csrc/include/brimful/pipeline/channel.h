@@ -1,0 +1,40 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <brimful/export.h>
+#include <brimful/pipeline/value.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+namespace brimful::pipeline {
+
+/// What moves between two stages: a stage's outputs, cut off from their graph, or the gradients of a stage's inputs, in
+/// the same order, undefined where there is none.
+struct Message {
+  Value value;
+  std::vector<char> needs_gradient;  ///< by tensor, of outputs: whether a gradient is to come back
+};
+
+/// Thrown inside a stage's thread when another one has failed; never leaves the executor.
+class BRIMFUL_API Cancelled : public std::runtime_error {
+ public:
+  Cancelled() : std::runtime_error("the step was cancelled") {}
+};
+
+/// One direction between two stages. One thread sends, one receives, each microbatch once a step, in the order in which
+/// the schedule has their actions. A transport over a process group puts a header (shapes, dtypes, and the verdict of the
+/// sender's step) in front of the payload; in one process the message itself is handed over.
+class BRIMFUL_API Channel {
+ public:
+  virtual ~Channel() = default;
+  /// Does not wait for the receiver.
+  virtual void send(int microbatch, Message message) = 0;
+  /// Waits until the microbatch's message is there.
+  /// @throws Cancelled
+  virtual Message receive(int microbatch) = 0;
+  /// Before each step, by the thread that calls it: nothing is under way.
+  virtual void reset(int microbatches) = 0;
+};
+
+}  // namespace brimful::pipeline

@@ -1,0 +1,109 @@
+#pragma once
+#include <brimful/export.h>
+#include <brimful/pipeline/peers.h>
+#include <brimful/pipeline/schedule.h>
+#include <brimful/pipeline/stage.h>
+#include <brimful/pipeline/value.h>
+#include <brimful/step/step.h>
+#include <c10/core/Device.h>
+
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace brimful::pipeline {
+
+struct ExecutorOptions {
+  std::vector<c10::Device> devices;  ///< by rank: one thread each
+  /// The other ranks are other processes, and this one has one device and its own stages. None: all ranks are here.
+  std::shared_ptr<Peers> peers;
+  int threads_per_rank = 0;  ///< of CPU operators in a stage; 0: the caller's, shared out
+  /// How long a rank looks for its next message before it sleeps; none where there are more ranks than cores.
+  std::chrono::microseconds spin{30};
+  bool trace = true;  ///< note when each action began and ended
+  /// Called by the rank's thread before each action (its number in the rank's order); what it throws fails the action.
+  std::function<void(int rank, int index, const Action& action)> before_action;
+  /// Turns an error of another language into what the core understands; called inside its handler.
+  std::function<std::exception_ptr(std::exception_ptr)> translate;
+  /// What it returns is kept as long as the rank's thread runs, and is destroyed by that thread.
+  std::function<std::shared_ptr<void>()> thread_scope;
+};
+
+/// What a step's actions do beside the stages' own work; each is called by a stage's thread.
+struct StepWork {
+  std::function<Value(int microbatch)> input;  ///< of the first stage
+  /// Of the last stage's output. Nothing: inference, and outputs are kept.
+  std::function<PieceLoss(int microbatch, const Value& output)> loss;
+  /// Makes the seed of a microbatch's backward of its share of the loss. Default: that share.
+  std::function<at::Tensor(const at::Tensor& share)> seed;
+  double ref = 1;  ///< what the losses' weights are divided by
+};
+
+/// When an action ran, in nanoseconds of the steady clock; `begin_ns` comes after its messages did.
+struct ActionTime {
+  Action action;
+  int64_t wait_ns = 0;
+  int64_t begin_ns = 0;
+  int64_t end_ns = 0;
+};
+
+/// The first action that failed.
+struct Failure {
+  int rank = 0;
+  int index = 0;  ///< in the rank's order
+  Action action;
+  std::string stage;   ///< its name
+  std::string shapes;  ///< of the stage's inputs in this microbatch, as far as they were there
+  std::string text;
+  bool elsewhere = false;  ///< in another process: no more than the rank and the text is known
+  bool out_of_memory = false;
+  std::exception_ptr error;  ///< none if out of memory: it would pin the tensors of its frames
+};
+/// "forward of microbatch 3 in stage 1 (decoder; rank 1, action 5, inputs: [8, 64] Float)"
+BRIMFUL_API std::string describe(const Failure& failure);
+
+struct StepResult {
+  std::optional<Failure> failure;
+  std::vector<PieceLoss> losses;               ///< by microbatch, without a graph
+  std::vector<Value> outputs;                  ///< by microbatch, of inference
+  bool peer_failed = false;                    ///< another process's step has; it tells what
+  std::vector<std::vector<ActionTime>> times;  ///< by rank
+  std::vector<int> peak_live;  ///< by stage: microbatches whose graph was held at once
+  int64_t begin_ns = 0;
+  int64_t end_ns = 0;
+};
+
+/// A thread per rank, for ever, that runs its part of a schedule over the stages it has. Not thread-safe.
+class BRIMFUL_API Executor {
+ public:
+  /// @throws c10::ValueError for no stages, no devices, or more devices than stages
+  Executor(std::vector<Stage> stages, ExecutorOptions options);
+  /// Waits for the threads.
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  /// Runs every action of a schedule that was found to be valid, in the caller's grad mode, autocast and dispatch state.
+  /// Returns when all ranks are idle: after a failure all others are cancelled before their next action, and nothing of
+  /// the step is held. Synchronises no device.
+  /// @throws c10::ValueError if the schedule is for another number of ranks or stages
+  StepResult run(const Schedule& schedule, const StepWork& work);
+
+  /// Those of this process.
+  const std::vector<Stage>& stages() const;
+  const ExecutorOptions& options() const;
+  /// Of all processes.
+  int ranks() const;
+  int all_stages() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace brimful::pipeline

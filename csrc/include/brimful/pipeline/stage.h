@@ -1,0 +1,134 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <brimful/export.h>
+#include <brimful/pipeline/value.h>
+#include <brimful/sizer/batch_norm.h>
+
+#include <concepts>
+#include <functional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace brimful::pipeline {
+
+/// One part of a model, run by one thread.
+struct Stage {
+  std::string name;
+  /// Called by the stage's thread, with the caller's grad mode, autocast and dispatch state. What it takes is what the
+  /// stage before returned, cut off from its graph.
+  std::function<Value(const Value& input)> forward;
+  std::vector<at::Tensor> parameters;  ///< trained or not
+  std::vector<at::Tensor> buffers;     ///< put back when a step is repeated
+  std::vector<BatchNormModule> batch_norms;
+};
+
+namespace detail {
+// An IValue can be made of a tensor, so that what takes one can be called with a tensor: ask for the type itself.
+template <typename Signature>
+struct FirstArgument {};
+template <typename Result, typename First, typename... Rest>
+struct FirstArgument<Result (*)(First, Rest...)> : std::type_identity<std::remove_cvref_t<First>> {
+};
+template <typename Result, typename Fn, typename First, typename... Rest>
+struct FirstArgument<Result (Fn::*)(First, Rest...)>
+    : std::type_identity<std::remove_cvref_t<First>> {};
+template <typename Result, typename Fn, typename First, typename... Rest>
+struct FirstArgument<Result (Fn::*)(First, Rest...) const>
+    : std::type_identity<std::remove_cvref_t<First>> {};
+template <typename Fn>
+concept TakesIValue = std::same_as<typename FirstArgument<Fn>::type, c10::IValue> ||
+    std::same_as<typename FirstArgument<decltype(&Fn::operator())>::type, c10::IValue>;
+
+template <typename Fn>
+Value call_stage(Fn& fn, const Value& input) {
+  const auto& tensors = input.tensors;
+  const auto count = [&](size_t wanted) {
+    TORCH_CHECK_TYPE(tensors.size() == wanted && input.form == nullptr,
+                     "a stage takes another number of tensors than it got (takes: ", wanted,
+                     ", got: ", shapes_of(tensors), ")");
+  };
+  if constexpr (TakesIValue<Fn>) {
+    return value_of(fn(to_ivalue(input)));
+  } else if constexpr (std::is_invocable_v<Fn&, at::Tensor>) {
+    count(1);
+    return value_of(fn(tensors[0]));
+  } else if constexpr (std::is_invocable_v<Fn&, at::Tensor, at::Tensor>) {
+    count(2);
+    return value_of(fn(tensors[0], tensors[1]));
+  } else if constexpr (std::is_invocable_v<Fn&, at::Tensor, at::Tensor, at::Tensor>) {
+    count(3);
+    return value_of(fn(tensors[0], tensors[1], tensors[2]));
+  } else if constexpr (std::is_invocable_v<Fn&, const std::vector<at::Tensor>&>) {
+    return value_of(fn(tensors));
+  } else {
+    static_assert(std::is_invocable_v<Fn&, const Value&>,
+                  "a stage takes one to three tensors, a vector of them, a Value or an IValue");
+    return value_of(fn(input));
+  }
+}
+}  // namespace detail
+
+/// A stage of anything that can be called with one to three tensors, a vector of tensors, a Value or an IValue, and
+/// returns a tensor, a vector, pair or tuple of tensors, a Value or an IValue.
+template <typename Fn>
+Stage make_stage(Fn fn, std::vector<at::Tensor> parameters = {},
+                 std::vector<at::Tensor> buffers = {}, std::string name = "") {
+  Stage stage;
+  stage.name = std::move(name);
+  stage.forward = [fn = std::move(fn)](const Value& input) mutable {
+    return detail::call_stage(fn, input);
+  };
+  stage.parameters = std::move(parameters);
+  stage.buffers = std::move(buffers);
+  return stage;
+}
+
+/// A stage of a module as torch::nn has them: a holder or a shared pointer of what has forward(), parameters() and
+/// buffers(). It is kept alive. brimful/sizer/batch_norms.h finds its BatchNorms for Stage::batch_norms.
+template <typename Module>
+requires requires(Module& module) {
+  module->parameters();
+  module->buffers();
+}
+Stage stage_of(Module module, std::string name = "") {
+  const auto parameters = module->parameters();
+  const auto buffers = module->buffers();
+  auto call = [module](const std::same_as<at::Tensor> auto&... inputs) mutable
+      -> decltype(module->forward(inputs...)) { return module->forward(inputs...); };
+  return make_stage(std::move(call), {parameters.begin(), parameters.end()},
+                    {buffers.begin(), buffers.end()}, std::move(name));
+}
+
+/// A stage of a torch::jit::Module, or of what else takes a vector of IValues and has lists of parameters and buffers.
+/// A value of several tensors, or a tuple, is given as several arguments.
+template <typename Module>
+requires requires(Module& module, std::vector<c10::IValue> inputs) {
+  { module.forward(inputs) } -> std::convertible_to<c10::IValue>;
+  module.parameters();
+  module.buffers();
+}
+Stage stage_of(Module module, std::string name = "") {
+  std::vector<at::Tensor> parameters;
+  std::vector<at::Tensor> buffers;
+  for (const at::Tensor& parameter : module.parameters()) {
+    parameters.push_back(parameter);
+  }
+  for (const at::Tensor& buffer : module.buffers()) {
+    buffers.push_back(buffer);
+  }
+  auto call = [module](const Value& input) mutable {
+    const auto whole = to_ivalue(input);
+    std::vector<c10::IValue> inputs{whole};
+    if (whole.isTuple()) {
+      const auto& elements = whole.toTupleRef().elements();
+      inputs.assign(elements.begin(), elements.end());
+    }
+    return value_of(module.forward(std::move(inputs)));
+  };
+  return make_stage(std::move(call), std::move(parameters), std::move(buffers), std::move(name));
+}
+
+}  // namespace brimful::pipeline

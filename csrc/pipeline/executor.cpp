@@ -1,0 +1,378 @@
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <brimful/step/oom.h>
+#include <c10/core/AutogradState.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/thread_name.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "pipeline/executor_impl.h"
+
+namespace brimful::pipeline {
+namespace {
+using Clock = std::chrono::steady_clock;
+
+int64_t now_ns() {
+  return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
+}
+
+const char* words_for(ActionKind kind) {
+  switch (kind) {
+    case ActionKind::forward:
+      return "forward";
+    case ActionKind::backward:
+      return "backward";
+    case ActionKind::backward_input:
+      return "backward to the inputs";
+    case ActionKind::backward_weight:
+      return "backward to the weights";
+    case ActionKind::send_forward:
+      return "sending the outputs";
+    case ActionKind::receive_forward:
+      return "receiving the inputs";
+    case ActionKind::send_backward:
+      return "sending the gradients";
+    case ActionKind::receive_backward:
+      return "receiving the gradients";
+  }
+  return "action";
+}
+
+/// While a stage's thread works: the caller's state, but backward runs on this thread.
+class CallerState {
+ public:
+  CallerState(const at::ThreadLocalState& caller, bool autocast)
+      : guard_(caller), autocast_(autocast) {
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+    if (autocast_) {  // a scope inside a stage would else be the outermost, and clear the casts of all
+      at::autocast::increment_nesting();
+    }
+  }
+  ~CallerState() {
+    if (autocast_) {
+      at::autocast::decrement_nesting();
+    }
+  }
+  CallerState(const CallerState&) = delete;
+  CallerState& operator=(const CallerState&) = delete;
+
+ private:
+  at::ThreadLocalStateGuard guard_;
+  bool autocast_;
+};
+}  // namespace
+
+std::string describe(const Failure& failure) {
+  std::ostringstream text;
+  text << words_for(failure.action.kind) << " of microbatch " << failure.action.microbatch
+       << " in stage " << failure.action.stage << " (";
+  if (!failure.stage.empty()) {
+    text << failure.stage << "; ";
+  }
+  text << "rank " << failure.rank << ", action " << failure.index << ", inputs: " << failure.shapes
+       << ")";
+  return text.str();
+}
+
+Executor::Executor(std::vector<Stage> stages, ExecutorOptions options)
+    : impl_(std::make_unique<Impl>(std::move(stages), std::move(options))) {}
+Executor::~Executor() = default;
+StepResult Executor::run(const Schedule& schedule, const StepWork& work) {
+  return impl_->run(schedule, work);
+}
+const std::vector<Stage>& Executor::stages() const {
+  return impl_->stages;
+}
+const ExecutorOptions& Executor::options() const {
+  return impl_->options;
+}
+int Executor::ranks() const {
+  return impl_->all_ranks();
+}
+int Executor::all_stages() const {
+  return impl_->all_stages();
+}
+
+Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
+    : stages(std::move(stages_of_model)), options(std::move(wanted)), bells_(ranks()) {
+  TORCH_CHECK_VALUE(!stages.empty(), "a pipeline has at least one stage (stages: 0)");
+  TORCH_CHECK_VALUE(
+      !options.devices.empty() && options.devices.size() <= stages.size(),
+      "a pipeline has one device for each rank, and at least one stage for each (devices: ",
+      options.devices.size(), ", stages: ", stages.size(), ")");
+  TORCH_CHECK_VALUE(!options.peers || ranks() == 1,
+                    "a process of several has one rank, with one device (devices: ", ranks(), ")");
+  const bool crowded = ranks() > static_cast<int>(std::thread::hardware_concurrency());
+  for (auto& bell : bells_) {
+    bell.set_spin(crowded ? std::chrono::microseconds(0) : options.spin);
+  }
+  caller_bell_.set_spin(std::chrono::microseconds(0));
+  const int callers_threads = at::get_num_threads();
+  running_.store(ranks(), std::memory_order_relaxed);
+  for (int rank = 0; rank < ranks(); ++rank) {
+    threads_.emplace_back([this, rank, callers_threads] {
+      const int share = std::max(1, callers_threads / ranks());
+      at::set_num_threads(options.threads_per_rank > 0 ? options.threads_per_rank : share);
+      thread_main(rank);
+    });
+  }
+  await_ranks();
+  at::set_num_threads(callers_threads);  // of threads to come: the stages have set it for all
+}
+
+Executor::Impl::~Impl() {
+  stop_.store(true, std::memory_order_release);
+  for (auto& bell : bells_) {
+    bell.ring();
+  }
+}
+
+void Executor::Impl::place_stages(const Schedule& schedule) {
+  const auto count = all_stages();
+  TORCH_CHECK_VALUE(schedule.stages == count && std::ssize(schedule.ranks) == all_ranks(),
+                    "the schedule is for another pipeline (", schedule.name,
+                    ": stages: ", schedule.stages, ", ranks: ", schedule.ranks.size(),
+                    "; pipeline: stages: ", count, ", ranks: ", all_ranks(), ")");
+  auto placed = pipeline::rank_of_stage(schedule);
+  const auto here =
+      std::count_if(placed.begin(), placed.end(), [&](int rank) { return is_here(rank); });
+  TORCH_CHECK_VALUE(here == std::ssize(stages),
+                    "the schedule gives the ranks of this process another number of stages (",
+                    schedule.name, ": ", here, ", pipeline: ", stages.size(), ")");
+  if (placed != rank_of_stage_) {
+    rank_of_stage_ = std::move(placed);
+    connect();
+  }
+}
+
+Channel* Executor::Impl::connect(int from, int to, int number) {
+  if (is_here(from) && is_here(to)) {
+    channels_.push_back(std::make_unique<LocalChannel>(bells_[to - first_rank()], cancelled_));
+  } else if (is_here(from) || is_here(to)) {
+    channels_.push_back(options.peers->channel(is_here(from) ? to : from, number));
+  } else {
+    return nullptr;
+  }
+  return channels_.back().get();
+}
+
+void Executor::Impl::connect() {
+  const auto count = all_stages();
+  runs_.clear();
+  runs_.resize(count);
+  channels_.clear();
+  size_t next = 0;
+  for (int stage = 0; stage < count; ++stage) {
+    auto& run = runs_[stage];
+    run.index = stage;
+    const int rank = rank_of_stage_[stage];
+    if (is_here(rank)) {
+      run.stage = &stages[next++];
+      run.device = options.devices[rank - first_rank()];
+    }
+  }
+  for (int stage = 0; stage + 1 < count; ++stage) {
+    const int rank = rank_of_stage_[stage];
+    const int following = rank_of_stage_[stage + 1];
+    auto* const forward = connect(rank, following, 2 * stage);
+    auto* const backward = connect(following, rank, 2 * stage + 1);
+    runs_[stage].outputs = runs_[stage + 1].inputs = forward;
+    runs_[stage].output_gradients = runs_[stage + 1].input_gradients = backward;
+  }
+}
+
+void Executor::Impl::prepare(const Schedule& schedule, StepResult& result) {
+  const auto microbatches = static_cast<size_t>(schedule.microbatches);
+  for (auto& run : runs_) {
+    run.outputs_apart = run.gradients_apart = false;
+    run.flights.resize(microbatches);
+    run.waiting_outputs.resize(microbatches);
+    run.waiting_gradients.resize(microbatches);
+    run.received.resize(microbatches);
+    run.received_gradients.resize(microbatches);
+    run.live = run.peak_live = 0;
+  }
+  for (const auto& order : schedule.ranks) {
+    for (const auto& action : order) {
+      runs_[action.stage].outputs_apart |= action.kind == ActionKind::send_forward;
+      runs_[action.stage].gradients_apart |= action.kind == ActionKind::send_backward;
+    }
+  }
+  for (const auto& channel : channels_) {
+    channel->reset(schedule.microbatches);
+  }
+  result.losses.resize(job_.work->loss ? microbatches : 0);
+  result.outputs.resize(job_.work->loss ? 0 : microbatches);
+  result.times.resize(all_ranks());
+}
+
+StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
+  place_stages(schedule);
+  const at::ThreadLocalState caller;
+  StepResult result;
+  result.begin_ns = now_ns();
+  bool autocast = false;
+  for (const auto device : options.devices) {
+    autocast |= at::autocast::is_autocast_enabled(device.type());
+  }
+  job_ = {&schedule, &work, &result, &caller, autocast};
+  prepare(schedule, result);
+  cancelled_.store(false, std::memory_order_relaxed);
+  running_.store(ranks(), std::memory_order_relaxed);
+  job_number_.fetch_add(1, std::memory_order_release);
+  for (auto& bell : bells_) {
+    bell.ring();
+  }
+  await_ranks();
+  for (const auto& channel : channels_) {
+    if (auto* remote = dynamic_cast<GroupChannel*>(channel.get())) {
+      remote->flush();
+    }
+  }
+  job_ = {};
+  skips_.clear();
+  if (cancelled_.load(std::memory_order_relaxed)) {  // what was under way pins memory
+    for (const auto& channel : channels_) {
+      channel->reset(schedule.microbatches);
+    }
+  }
+  for (const auto& run : runs_) {
+    result.peak_live.push_back(run.peak_live);
+  }
+  result.end_ns = now_ns();
+  return result;
+}
+
+void Executor::Impl::thread_main(int rank) {
+  c10::setThreadName("pipeline " + std::to_string(rank));
+  const auto scope = options.thread_scope ? options.thread_scope() : nullptr;
+  end_work();
+  uint64_t done = 0;
+  while (true) {
+    bells_[rank].wait_until([&] {
+      return job_number_.load(std::memory_order_acquire) != done ||
+             stop_.load(std::memory_order_acquire);
+    });
+    if (stop_.load(std::memory_order_acquire)) {
+      return;
+    }
+    ++done;
+    run_rank(rank);
+    end_work();
+  }
+}
+
+void Executor::Impl::end_work() {
+  if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    caller_bell_.ring();
+  }
+}
+
+void Executor::Impl::await_ranks() {
+  caller_bell_.wait_until([&] { return running_.load(std::memory_order_acquire) == 0; });
+}
+
+void Executor::Impl::run_rank(int rank) {
+  const c10::DeviceGuard device(options.devices[rank]);
+  const CallerState state(*job_.caller, job_.autocast);
+  const EvidenceScope evidence;
+  RankRun run(*job_.work, skips_, *job_.result);
+  run_actions(first_rank() + rank, run);
+  if (cancelled_.load(std::memory_order_acquire)) {
+    for (auto& stage : runs_) {
+      if (rank_of_stage_[stage.index] == first_rank() + rank) {
+        stage.drop();
+      }
+    }
+  }
+}
+
+void Executor::Impl::run_actions(int rank, RankRun& run) {
+  const auto& order = job_.schedule->ranks[rank];
+  auto& times = job_.result->times[rank];
+  if (options.trace) {
+    times.reserve(order.size());
+  }
+  for (size_t i = 0; i < order.size(); ++i) {
+    if (cancelled_.load(std::memory_order_relaxed)) {
+      return;
+    }
+    const auto& action = order[i];
+    const auto began = options.trace ? now_ns() : 0;
+    std::exception_ptr error;
+    try {
+      if (options.before_action) {
+        options.before_action(rank, static_cast<int>(i), action);
+      }
+      run.run(runs_[action.stage], action);
+    } catch (const PeerFailed&) {
+      job_.result->peer_failed = true;
+      cancel();
+      return drain(rank, i, run);
+    } catch (const Cancelled&) {
+      return;
+    } catch (...) {
+      error = std::current_exception();
+      if (options.translate) {
+        error = options.translate(std::move(error));
+      }
+    }
+    if (error) {
+      note_failure(rank, static_cast<int>(i), std::move(error));
+      return drain(rank, i, run);
+    }
+    if (options.trace) {
+      times.push_back({action, run.waited_ns(), began + run.waited_ns(), now_ns()});
+    }
+  }
+}
+
+// Other processes wait for the messages of this one, and send theirs, whatever has happened: each is made up for by one
+// that says so.
+void Executor::Impl::drain(int rank, size_t from, RankRun& run) {
+  if (!options.peers) {
+    return;
+  }
+  const auto& order = job_.schedule->ranks[rank];
+  try {
+    for (size_t i = from; i < order.size(); ++i) {
+      run.make_up(runs_[order[i].stage], order[i]);
+    }
+  } catch (
+      const std::
+          exception&) {  // the group broke: the ranks cannot agree on a verdict either, and say so
+    return;
+  }
+}
+
+// Called when the handler has ended, so that only the pointer pins the frames in which memory ran out.
+void Executor::Impl::note_failure(int rank, int index, std::exception_ptr error) {
+  {
+    const std::lock_guard lock(failure_mutex_);
+    if (!job_.result->failure) {
+      Failure failure;
+      failure.rank = rank;
+      failure.index = index;
+      failure.action = job_.schedule->ranks[rank][index];
+      const auto& run = runs_[failure.action.stage];
+      failure.stage = run.stage->name;
+      failure.shapes = shapes_of(run.flights[failure.action.microbatch].inputs);
+      failure.text = brimful::describe(error);
+      failure.out_of_memory = is_out_of_memory(error);
+      failure.error = failure.out_of_memory ? nullptr : std::move(error);
+      job_.result->failure = std::move(failure);
+    }
+  }
+  cancel();
+}
+
+void Executor::Impl::cancel() {
+  cancelled_.store(true, std::memory_order_release);
+  for (auto& bell : bells_) {
+    bell.ring();
+  }
+}
+
+}  // namespace brimful::pipeline

@@ -1,0 +1,71 @@
+#pragma once
+#include <ATen/ThreadLocalState.h>
+#include <brimful/pipeline/executor.h>
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+#include "pipeline/bell.h"
+#include "pipeline/local_channel.h"
+#include "pipeline/peers.h"
+#include "pipeline/rank_run.h"
+
+namespace brimful::pipeline {
+
+class Executor::Impl {
+ public:
+  Impl(std::vector<Stage> stages, ExecutorOptions options);
+  ~Impl();
+  StepResult run(const Schedule& schedule, const StepWork& work);
+  /// Of all processes.
+  int all_ranks() const { return options.peers ? options.peers->size() : ranks(); }
+  int all_stages() const { return static_cast<int>(stages.size()) * all_ranks() / ranks(); }
+
+  const std::vector<Stage> stages;
+  const ExecutorOptions options;
+
+ private:
+  /// What the ranks' threads work on; set by run() before they are woken.
+  struct Job {
+    const Schedule* schedule = nullptr;
+    const StepWork* work = nullptr;
+    StepResult* result = nullptr;
+    const at::ThreadLocalState* caller = nullptr;
+    bool autocast = false;
+  };
+
+  /// Of this process, and the schedule's number of the first of them.
+  int ranks() const { return static_cast<int>(options.devices.size()); }
+  int first_rank() const { return options.peers ? options.peers->rank() : 0; }
+  /// The rank's place in this process; none of them for one in another.
+  bool is_here(int rank) const { return rank >= first_rank() && rank < first_rank() + ranks(); }
+  void place_stages(const Schedule& schedule);
+  void connect();
+  Channel* connect(int from, int to, int number);
+  void prepare(const Schedule& schedule, StepResult& result);
+  void thread_main(int rank);
+  void run_rank(int rank);
+  void run_actions(int rank, RankRun& run);
+  void drain(int rank, size_t from, RankRun& run);
+  void note_failure(int rank, int index, std::exception_ptr error);
+  void cancel();
+  void await_ranks();
+  void end_work();
+
+  std::vector<Bell> bells_;  ///< by rank
+  Bell caller_bell_;
+  std::atomic<uint64_t> job_number_{0};
+  std::atomic<int> running_{0};
+  std::atomic<bool> cancelled_{false};
+  std::atomic<bool> stop_{false};
+  Job job_;
+  std::mutex failure_mutex_;
+  SkipBoard skips_;
+  std::vector<int> rank_of_stage_;
+  std::vector<StageRun> runs_;  ///< by stage; empty ones for those of other processes
+  std::vector<std::unique_ptr<Channel>> channels_;  ///< that end or begin here
+  std::vector<std::jthread> threads_;               ///< last: they use all of the above
+};
+
+}  // namespace brimful::pipeline

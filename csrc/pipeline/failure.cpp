@@ -1,0 +1,75 @@
+#include "pipeline/failure.h"
+
+#include <brimful/log.h>
+#include <brimful/memory/stats.h>
+
+#include <sstream>
+#include <stdexcept>
+#include <typeinfo>
+
+#include "base/format.h"
+
+namespace brimful::pipeline {
+namespace {
+/// Of exactly this type: one that is derived from it would lose what it adds.
+template <typename Error>
+void throw_with(const Error& error, const std::string& where) {
+  if (typeid(error) == typeid(Error)) {
+    throw Error(std::string(error.what()) + " (in the " + where + ")");
+  }
+}
+}  // namespace
+
+void rethrow(Failure failure) {
+  const auto where = describe(failure);
+  try {
+    std::rethrow_exception(std::move(failure.error));
+  } catch (c10::Error& error) {
+    error.add_context("in the " + where);
+    throw;
+  } catch (const std::exception& error) {
+    if (const auto* known = dynamic_cast<const std::runtime_error*>(&error)) {
+      throw_with(*known, where);
+    } else if (const auto* wrong = dynamic_cast<const std::invalid_argument*>(&error)) {
+      throw_with(*wrong, where);
+    } else if (const auto* logic = dynamic_cast<const std::logic_error*>(&error)) {
+      throw_with(*logic, where);
+    }
+    log(LogLevel::error, "a step failed in the " + where);
+    throw;
+  }
+}
+
+BatchTooLarge too_large(const Failure& failure, int64_t rows, std::vector<TriedSplit> tried,
+                        int64_t max_retries, c10::Device device) {
+  TooLargeFacts facts;
+  facts.rank = failure.rank;
+  facts.device = device.str();
+  facts.limit_bytes = memory::stats(device).limit_bytes;
+  facts.advice = {"checkpoint the activations of stage " + std::to_string(failure.action.stage) +
+                      " (torch.utils.checkpoint)",
+                  "move layers from stage " + std::to_string(failure.action.stage) +
+                      " to others, or add stages",
+                  "use a schedule that holds fewer microbatches, such as 1f1b",
+                  "use a smaller batch, or a device with more memory"};
+  std::ostringstream text;
+  text << "no number of microbatches fits (rows: " << rows << ", retries: " << tried.size() - 1
+       << ", max_retries: " << max_retries << ", device: " << facts.device;
+  if (facts.limit_bytes) {
+    text << ", limit: " << format_bytes(*facts.limit_bytes);
+  }
+  text << "): memory ran out in the " << describe(failure) << ".\nTried: ";
+  for (size_t i = 0; i < tried.size(); ++i) {
+    text << (i == 0 ? "" : "; ") << tried[i].pieces << " of " << tried[i].piece_rows
+         << " rows (peak: " << format_bytes(tried[i].peak_bytes) << ")";
+  }
+  text << ".\nTry next: ";
+  for (size_t i = 0; i < facts.advice.size(); ++i) {
+    text << (i == 0 ? "" : "; ") << i + 1 << ". " << facts.advice[i];
+  }
+  text << ".\nThe last error was: " << failure.text;
+  facts.tried = std::move(tried);
+  return BatchTooLarge(text.str(), std::move(facts));
+}
+
+}  // namespace brimful::pipeline

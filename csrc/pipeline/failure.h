@@ -1,0 +1,17 @@
+#pragma once
+#include <brimful/error.h>
+#include <brimful/pipeline/executor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace brimful::pipeline {
+
+/// The error of the action, of the same type, with describe(failure) in its words where its type allows.
+[[noreturn]] void rethrow(Failure failure);
+
+/// What a step raises that no number of microbatches would save.
+BatchTooLarge too_large(const Failure& failure, int64_t rows, std::vector<TriedSplit> tried,
+                        int64_t max_retries, c10::Device device);
+
+}  // namespace brimful::pipeline

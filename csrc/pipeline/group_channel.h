@@ -1,0 +1,56 @@
+#pragma once
+#include <brimful/pipeline/channel.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <vector>
+
+namespace brimful::pipeline {
+
+/// Thrown where a message says that its sender's step has failed.
+class PeerFailed : public Cancelled {};
+
+/// One direction between stages of two processes, over gloo. A message is one send of a size that both ends know: a header
+/// (verdict, shapes, dtypes) with the tensors behind it. Where they do not fit, the header goes alone and says how large
+/// the send is that follows it, and from the next step on both ends take that size. Stages, directions and microbatches
+/// have tags of their own, so that messages may overtake each other.
+class GroupChannel : public Channel {
+ public:
+  GroupChannel(c10::intrusive_ptr<c10d::ProcessGroup> group, int peer, int first_tag)
+      : group_(std::move(group)), peer_(peer), first_tag_(first_tag) {}
+
+  void send(int microbatch, Message message) override;
+  /// @throws PeerFailed; c10::Error if the group broke
+  Message receive(int microbatch) override;
+  void reset(int microbatches) override;
+
+  /// Sends that there is no message, in its place; receives what comes, and lets go of it. Each does nothing where the
+  /// microbatch's message has been sent, or received.
+  void send_failure(int microbatch);
+  void discard(int microbatch);
+  /// Waits until all that was sent has arrived, or the group has broken.
+  void flush() noexcept;
+
+ private:
+  struct Place {
+    int64_t capacity = 0;
+    bool sent = false;
+    bool received = false;
+  };
+  void post(const at::Tensor& bytes, int tag);
+  at::Tensor take(int64_t bytes, int tag);
+  int tag_of(int microbatch) const { return first_tag_ + 2 * microbatch; }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  int peer_;
+  int first_tag_;
+  std::vector<Place> places_;  ///< by microbatch
+  std::vector<std::pair<c10::intrusive_ptr<c10d::Work>, at::Tensor>> under_way_;
+};
+
+/// Tags of a channel: `channel` counts a pipeline's channels. Above those that programs use themselves.
+constexpr int kMostMicrobatches = 1 << 12;
+constexpr int first_tag(int channel) {
+  return (1 << 24) + channel * 2 * kMostMicrobatches;
+}
+
+}  // namespace brimful::pipeline

@@ -1,0 +1,222 @@
+#include <brimful/pipeline/picture.h>
+#include <brimful/pipeline/schedule_text.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+
+#include "pipeline/picture_parts.h"
+
+namespace brimful::pipeline {
+namespace {
+constexpr double kLeft = 70;    // for the ranks' names
+constexpr double kRight = 70;   // for their idle time
+constexpr double kTop = 66;     // for the title and the legend
+constexpr double kBottom = 34;  // for the axis
+constexpr double kRow = 30;
+constexpr double kCell = 24;  // the height of a row's cells
+constexpr double kLetter = 6.6;
+constexpr double kNarrowest = 640;
+constexpr double kWidest = 3000;
+constexpr double kCellWish = 22;  // a width at which two digits fit
+
+struct Colour {
+  double red, green, blue;
+};
+struct Kind {
+  ActionKind kind;
+  const char* name;
+  Colour colour;
+};
+constexpr std::array<Kind, 4> kKinds{{
+    {ActionKind::forward, "forward (F)", {76, 120, 168}},
+    {ActionKind::backward, "backward (B)", {217, 119, 54}},
+    {ActionKind::backward_input, "backward of inputs (I)", {45, 149, 150}},
+    {ActionKind::backward_weight, "backward of weights (W)", {116, 160, 66}},
+}};
+
+/// `colour` lighter for the first of a rank's stages, darker for the last.
+Colour shade(const Colour& colour, int index, int count) {
+  const double depth = count > 1 ? 0.38 - 0.62 * index / (count - 1) : 0;  // of white, or of black
+  const auto mix = [&](double value) {
+    return depth > 0 ? value + (255 - value) * depth : value * (1 + depth);
+  };
+  return {mix(colour.red), mix(colour.green), mix(colour.blue)};
+}
+
+std::string hex(const Colour& colour) {
+  constexpr std::string_view digits = "0123456789abcdef";
+  std::string text = "#";
+  for (const double part : {colour.red, colour.green, colour.blue}) {
+    const auto value = static_cast<size_t>(std::lround(part));
+    text += digits[value / 16];
+    text += digits[value % 16];
+  }
+  return text;
+}
+
+/// White or nearly black, whichever is read better on it.
+const char* ink_on(const Colour& colour) {
+  return 0.299 * colour.red + 0.587 * colour.green + 0.114 * colour.blue < 158 ? "#ffffff"
+                                                                               : "#1f2933";
+}
+
+std::string escaped(const std::string& text) {
+  std::string result;
+  for (const char c : text) {
+    switch (c) {
+      case '&':
+        result += "&amp;";
+        break;
+      case '<':
+        result += "&lt;";
+        break;
+      case '>':
+        result += "&gt;";
+        break;
+      default:
+        // Control characters are not allowed in XML at all.
+        result += static_cast<unsigned char>(c) < ' ' ? ' ' : c;
+    }
+  }
+  return result;
+}
+
+/// An attribute: ` x="12.5"`.
+std::string attribute(const char* name, double value) {
+  return std::string(" ") + name + "=\"" + number_text(std::round(value * 100) / 100, 8) + "\"";
+}
+
+std::string rectangle(double x, double y, double width, double height, const std::string& fill) {
+  return "<rect" + attribute("x", x) + attribute("y", y) + attribute("width", width) +
+         attribute("height", height) + " fill=\"" + fill + "\"";
+}
+
+std::string text_at(double x, double y, const char* classes, const std::string& text) {
+  return "<text" + attribute("x", x) + attribute("y", y) + " class=\"" + classes + "\">" +
+         escaped(text) + "</text>\n";
+}
+
+/// 1, 2 or 5 times a power of ten, such that about `count` of them make `length`.
+double round_step(double length, double count) {
+  const double raw = length / std::max(count, 1.0);
+  const double power = std::pow(10, std::floor(std::log10(raw)));
+  for (const double factor : {1.0, 2.0, 5.0}) {
+    if (factor * power >= raw) {
+      return factor * power;
+    }
+  }
+  return 10 * power;
+}
+
+class Svg {
+ public:
+  explicit Svg(const Timeline& timeline) : timeline_(timeline), stages_(timeline.ranks.size()) {
+    double shortest = std::numeric_limits<double>::max();
+    for_each_cell(timeline, [&](int rank, const TimedAction& timed) {
+      shortest = std::min(shortest, timed.end - timed.start);
+      auto& stages = stages_[rank];
+      if (std::find(stages.begin(), stages.end(), timed.action.stage) == stages.end()) {
+        stages.push_back(timed.action.stage);
+      }
+      used_[static_cast<size_t>(timed.action.kind)] = true;
+    });
+    for (auto& stages : stages_) {
+      std::sort(stages.begin(), stages.end());
+    }
+    const double length = timeline.makespan > 0 ? timeline.makespan : 1;
+    width_ = std::clamp(length * kCellWish / shortest, kNarrowest, kWidest);
+    scale_ = width_ / length;
+    bottom_ = kTop + kRow * static_cast<double>(timeline.ranks.size());
+  }
+
+  std::string document() {
+    const double width = kLeft + width_ + kRight;
+    const double height = bottom_ + kBottom;
+    out_ = "<svg xmlns=\"http://www.w3.org/2000/svg\"" + attribute("width", width) +
+           attribute("height", height) + " viewBox=\"0 0 " + number_text(width, 8) + " " +
+           number_text(height, 8) +
+           "\">\n<style>text{font-family:Helvetica,Arial,sans-serif;font-size:12px;fill:#3e4c59}"
+           ".title{font-size:15px;font-weight:bold;fill:#1f2933}.cell{font-size:11px;"
+           "text-anchor:middle}.axis{font-size:11px;text-anchor:middle;fill:#7b8794}"
+           ".end{text-anchor:end}</style>\n";
+    out_ += rectangle(0, 0, width, height, "#ffffff") + "/>\n";
+    out_ += text_at(kLeft, 24, "title", title_of(timeline_));
+    legend();
+    rows();
+    axis();
+    for_each_cell(timeline_, [&](int rank, const TimedAction& timed) { cell(rank, timed); });
+    return out_ + "</svg>\n";
+  }
+
+ private:
+  void legend() {
+    double x = kLeft;
+    for (const auto& kind : kKinds) {
+      if (used_[static_cast<size_t>(kind.kind)]) {
+        out_ += rectangle(x, 38, 12, 12, hex(kind.colour)) + " rx=\"2\"/>\n";
+        out_ += text_at(x + 18, 48, "name", kind.name);
+        x += 40 + kLetter * static_cast<double>(std::string_view(kind.name).size());
+      }
+    }
+  }
+
+  void rows() {
+    out_ += text_at(kLeft + width_ + 8, kTop - 8, "name", "idle");
+    for (size_t rank = 0; rank < timeline_.ranks.size(); ++rank) {
+      const double y = kTop + kRow * static_cast<double>(rank);
+      out_ += rectangle(kLeft, y, width_, kCell, "#eef1f4") + "/>\n";
+      out_ += text_at(kLeft - 10, y + 16, "end", "rank " + std::to_string(rank));
+      out_ += text_at(kLeft + width_ + 8, y + 16, "name",
+                      percent_text(timeline_.bubble(static_cast<int>(rank))));
+    }
+  }
+
+  void axis() {
+    if (timeline_.makespan <= 0) {
+      return;
+    }
+    const double step = round_step(timeline_.makespan, width_ / 90);
+    for (int tick = 0; tick * step <= timeline_.makespan * (1 + 1e-9); ++tick) {
+      const double x = kLeft + tick * step * scale_;
+      out_ += "<path d=\"M" + number_text(x) + " " + number_text(kTop - 4) + "V" +
+              number_text(bottom_ + 2) + "\" stroke=\"#d3dae2\"/>\n";
+      out_ += text_at(x, bottom_ + 18, "axis", number_text(tick * step));
+    }
+  }
+
+  void cell(int rank, const TimedAction& timed) {
+    const auto& [action, start, end] = timed;
+    const auto& stages = stages_[rank];
+    const auto index = std::find(stages.begin(), stages.end(), action.stage) - stages.begin();
+    const auto colour = shade(kKinds[static_cast<size_t>(action.kind)].colour,
+                              static_cast<int>(index), static_cast<int>(stages.size()));
+    const double x = kLeft + start * scale_;
+    const double y = kTop + kRow * rank;
+    const double width = (end - start) * scale_;
+    out_ += rectangle(x, y, width, kCell, hex(colour)) + " stroke=\"#ffffff\"><title>" +
+            to_text(action) + ": " + number_text(start) + " to " + number_text(end) +
+            "</title></rect>\n";
+    const auto label = std::to_string(action.microbatch);
+    if (width >= kLetter * static_cast<double>(label.size()) + 3) {
+      out_ += "<text" + attribute("x", x + width / 2) + attribute("y", y + 16) +
+              " class=\"cell\" style=\"fill:" + ink_on(colour) + "\">" + label + "</text>\n";
+    }
+  }
+
+  const Timeline& timeline_;
+  std::vector<std::vector<int>> stages_;  ///< by rank
+  std::array<bool, 4> used_{};            ///< by kind
+  double width_ = 0;
+  double scale_ = 0;
+  double bottom_ = 0;
+  std::string out_;
+};
+}  // namespace
+
+std::string to_picture_svg(const Timeline& timeline) {
+  return Svg(timeline).document();
+}
+
+}  // namespace brimful::pipeline

@@ -1,0 +1,153 @@
+// What a pipeline is made of.
+#include <brimful/pipeline/checker.h>
+#include <brimful/pipeline/schedules.h>
+#include <brimful/sizer/grad_scaler.h>
+
+#include <algorithm>
+
+#include "pipeline/pipeline_state.h"
+#include "sizer/loss_scale.h"
+
+namespace brimful::pipeline {
+namespace {
+
+std::vector<at::Tensor> trained_of(const std::vector<Stage>& stages) {
+  std::vector<at::Tensor> trained;
+  for (const auto& stage : stages) {
+    for (const auto& parameter : stage.parameters) {
+      const bool known = std::any_of(trained.begin(), trained.end(),
+                                     [&](const auto& t) { return t.is_same(parameter); });
+      if (parameter.requires_grad() && !known) {
+        trained.push_back(parameter);
+      }
+    }
+  }
+  return trained;
+}
+
+std::vector<at::Tensor> buffers_of(const std::vector<Stage>& stages) {
+  std::vector<at::Tensor> buffers;
+  for (const auto& stage : stages) {
+    buffers.insert(buffers.end(), stage.buffers.begin(), stage.buffers.end());
+  }
+  return buffers;
+}
+
+PipelineOptions with_devices(PipelineOptions options, size_t stages) {
+  if (options.devices.empty()) {
+    options.devices.assign(options.peers ? 1 : stages, c10::Device(c10::DeviceType::CPU));
+  }
+  return options;
+}
+
+/// Wraps each stage's forward, so that its BatchNorms know which microbatch it is.
+std::vector<Stage> with_norms(std::vector<Stage> stages, BatchNormPolicy policy,
+                              std::vector<std::shared_ptr<StageNorms>>& all) {
+  for (auto& stage : stages) {
+    if (stage.batch_norms.empty()) {
+      continue;
+    }
+    auto norms = std::make_shared<StageNorms>(policy, stage.batch_norms);
+    all.push_back(norms);
+    stage.forward = [norms, inner = std::move(stage.forward)](const Value& input) {
+      if (norms->pieces > 0) {
+        norms->norms.before_piece(norms->next++, norms->pieces);
+      }
+      return inner(input);
+    };
+  }
+  return stages;
+}
+
+ExecutorOptions executor_options(const PipelineOptions& options) {
+  ExecutorOptions result;
+  result.devices = options.devices;
+  result.peers = options.peers;
+  result.threads_per_rank = options.threads_per_rank;
+  result.spin = options.spin;
+  result.trace = options.trace;
+  result.before_action = options.before_action;
+  result.translate = options.translate;
+  result.thread_scope = options.thread_scope;
+  return result;
+}
+}  // namespace
+
+std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices) {
+  std::vector<c10::Device> result;
+  for (const auto device : devices) {
+    if (std::find(result.begin(), result.end(), device) == result.end()) {
+      result.push_back(device);
+    }
+  }
+  return result;
+}
+
+Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
+    : options(with_devices(std::move(wanted), stages.size())),
+      parameters(trained_of(stages)),
+      transaction(buffers_of(stages), distinct(options.devices)) {
+  TORCH_CHECK_VALUE(options.microbatches >= 1,
+                    "a step has at least one microbatch (microbatches: ", options.microbatches,
+                    ")");
+  TORCH_CHECK_VALUE(options.max_retries >= 0,
+                    "max_retries must not be negative (max_retries: ", options.max_retries, ")");
+  executor = std::make_unique<Executor>(with_norms(std::move(stages), options.batch_norm, norms),
+                                        executor_options(options));
+  const auto first = schedule(options.microbatches, true);
+  const auto placed = rank_of_stage(first);
+  size_t next = 0;
+  for (size_t i = 0; i < placed.size(); ++i) {
+    const auto rank = options.peers ? placed[i] - options.peers->rank() : placed[i];
+    if (rank < 0 || rank >= std::ssize(options.devices)) {
+      continue;  // another process's
+    }
+    const auto device = options.devices[rank];
+    for (const auto& parameter : executor->stages()[next++].parameters) {
+      TORCH_CHECK_VALUE(
+          parameter.device() == device, "a stage's parameters are not on its device (stage: ", i,
+          ", parameters: ", parameter.device(), ", device: ", device, "); move them there");
+    }
+  }
+  if (options.scaler != nullptr && options.scaler->enabled()) {
+    const auto device = options.peers ? options.devices[0] : options.devices[placed.back()];
+    const auto [scale, tracker] = options.scaler->tensors(device);
+    transaction.add(keeper_of({scale, tracker}));
+  }
+  for (auto& keeper : options.keepers) {
+    transaction.add(keeper);
+  }
+}
+
+Schedule Pipeline::State::schedule(int64_t microbatches, bool training) const {
+  const auto stages = executor->all_stages();
+  const auto ranks = executor->ranks();
+  TORCH_CHECK_VALUE(stages % ranks == 0,
+                    "every rank has the same number of stages (stages: ", stages,
+                    ", devices: ", ranks, "); give as many devices as stages, or a divisor");
+  Schedule made;
+  if (options.schedule_for) {
+    made = options.schedule_for(static_cast<int>(microbatches));
+    TORCH_CHECK_VALUE(made.microbatches == microbatches && made.stages == stages &&
+                          std::ssize(made.ranks) == ranks,
+                      "the schedule is for another pipeline (", made.name,
+                      ": ranks: ", made.ranks.size(), ", stages: ", made.stages,
+                      ", microbatches: ", made.microbatches, "; wanted: ", ranks, ", ", stages,
+                      ", ", microbatches, ")");
+    require_valid(made);
+  } else {
+    made = make_schedule(options.schedule, ranks, stages / ranks, static_cast<int>(microbatches));
+  }
+  if (training) {
+    return made;
+  }
+  for (auto& order : made.ranks) {
+    std::erase_if(order, [](const Action& action) {
+      return action.kind != ActionKind::forward && action.kind != ActionKind::send_forward &&
+             action.kind != ActionKind::receive_forward;
+    });
+  }
+  return made;
+}
+
+}  // namespace brimful::pipeline

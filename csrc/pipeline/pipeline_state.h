@@ -1,0 +1,69 @@
+#pragma once
+#include <brimful/pipeline/pipeline.h>
+#include <brimful/sizer/batch_norm.h>
+#include <brimful/step/kept_gradients.h>
+
+#include "pipeline/peers.h"
+#include "sizer/one_call.h"
+
+namespace brimful::pipeline {
+
+/// A stage's BatchNorms and where they are in the step.
+struct StageNorms {
+  StageNorms(BatchNormPolicy policy, std::vector<BatchNormModule> modules)
+      : norms(policy, std::move(modules)) {}
+  BatchNorms norms;
+  int64_t next = 0;
+  int64_t pieces = 0;  ///< 0: not in a step
+};
+
+/// Each once.
+std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices);
+
+struct Pipeline::State {
+  State(std::vector<Stage> stages, PipelineOptions wanted);
+
+  PipelineOutcome step(int64_t rows, const PipelineWork& work);
+  Value forward(int64_t rows, const PipelineWork& work);
+  Schedule schedule(int64_t microbatches, bool training) const;
+
+  PipelineOptions options;
+  std::vector<at::Tensor> parameters;  ///< that need a gradient, each once
+  std::vector<std::shared_ptr<StageNorms>> norms;
+  Transaction transaction;
+  std::unique_ptr<Executor> executor;
+  OneCall calls;
+  int64_t microbatch_rows = 0;  ///< that fit; 0: memory has not run out yet
+  std::optional<Failure> last_failure;
+  // Of the last step that stood, for trace() and to_string().
+  Schedule last_schedule;
+  StepResult last_result;
+
+ private:
+  int64_t microbatches_for(int64_t rows) const;
+  StepResult attempt(const Schedule& schedule, const std::vector<int64_t>& split,
+                     const PipelineWork& work);
+  /// How the attempt has ended on all ranks.
+  PeerVerdict agree(const StepResult& result, int64_t rows);
+  void stand(StepResult result, const PeerVerdict& verdict, PipelineOutcome& outcome,
+             KeptGradients& kept);
+  /// Throws, or returns the failure that is worth another attempt.
+  Failure settle(StepResult& result, const PeerVerdict& verdict);
+  void discard();
+  /// The number of microbatches to go on with.
+  int64_t refine(const Failure& failure, int64_t rows, int64_t microbatches, int64_t retries,
+                 std::vector<TriedSplit>& tried, int64_t peak_bytes);
+  /// What `work` returns; when it throws, the attempt is undone first.
+  template <typename Work>
+  auto undone_if_thrown(const Work& work) {
+    try {
+      return work();
+    } catch (...) {
+      discard();
+      transaction.restore();
+      throw;
+    }
+  }
+};
+
+}  // namespace brimful::pipeline

@@ -1,0 +1,99 @@
+#include "pipeline/skips.h"
+
+#include <ATen/ATen.h>
+#include <brimful/pipeline/skip.h>
+
+namespace brimful::pipeline {
+namespace {
+thread_local SkipScope* current = nullptr;
+
+SkipScope& scope_of(const char* call) {
+  TORCH_CHECK_VALUE(current != nullptr, call,
+                    " belongs into a stage's forward (stage: none); call it from there");
+  return *current;
+}
+}  // namespace
+
+void SkipBoard::put(const std::string& name, int microbatch, Parcel parcel) {
+  const std::lock_guard lock(mutex_);
+  const bool fresh = parcels_.emplace(Key{microbatch, name}, std::move(parcel)).second;
+  TORCH_CHECK_VALUE(fresh,
+                    "a tensor of this name was stashed in this microbatch already (name: ", name,
+                    "); give each its own");
+}
+
+SkipBoard::Parcel SkipBoard::take(const std::string& name, int microbatch) {
+  const std::lock_guard lock(mutex_);
+  const auto found = parcels_.find({microbatch, name});
+  if (found == parcels_.end()) {
+    std::string names;
+    for (const auto& [key, parcel] : parcels_) {
+      names += key.first == microbatch ? (names.empty() ? "" : ", ") + key.second : "";
+    }
+    TORCH_CHECK_VALUE(false, "no earlier stage has stashed a tensor of this name (name: ", name,
+                      ", there are: ", names.empty() ? "none" : names,
+                      "); stash it in a stage before this one, and pop it once");
+  }
+  auto parcel = std::move(found->second);
+  parcels_.erase(found);
+  return parcel;
+}
+
+void SkipBoard::put_gradient(const std::string& name, int microbatch, at::Tensor gradient) {
+  const std::lock_guard lock(mutex_);
+  gradients_[{microbatch, name}] = std::move(gradient);
+}
+
+at::Tensor SkipBoard::take_gradient(const std::string& name, int microbatch) {
+  const std::lock_guard lock(mutex_);
+  const auto found = gradients_.find({microbatch, name});
+  if (found == gradients_.end()) {
+    return {};
+  }
+  auto gradient = std::move(found->second);
+  gradients_.erase(found);
+  return gradient;
+}
+
+void SkipBoard::clear() {
+  const std::lock_guard lock(mutex_);
+  parcels_.clear();
+  gradients_.clear();
+}
+
+SkipScope::SkipScope(SkipBoard& board, int microbatch, c10::Device device)
+    : board_(board), microbatch_(microbatch), device_(device), outer_(current) {
+  current = this;
+}
+
+SkipScope::~SkipScope() {
+  current = outer_;
+}
+
+void SkipScope::stash(const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.defined(), "there is nothing to stash (name: ", name, ")");
+  board_.put(name, microbatch_, {tensor.detach(), tensor.requires_grad()});
+  if (tensor.requires_grad()) {
+    stashed.push_back({name, tensor});
+  }
+}
+
+at::Tensor SkipScope::pop(const std::string& name) {
+  auto [tensor, needs_gradient] = board_.take(name, microbatch_);
+  tensor = tensor.to(device_, /*non_blocking=*/true);
+  if (needs_gradient) {
+    tensor.set_requires_grad(true);
+    popped.push_back({name, tensor});
+  }
+  return tensor;
+}
+
+void stash(const std::string& name, const at::Tensor& tensor) {
+  scope_of("stash").stash(name, tensor);
+}
+
+at::Tensor pop(const std::string& name) {
+  return scope_of("pop").pop(name);
+}
+
+}  // namespace brimful::pipeline

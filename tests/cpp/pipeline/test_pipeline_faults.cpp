@@ -1,0 +1,233 @@
+// What a step leaves behind when any of its actions fails: nothing, within a second, and the next step works.
+#include <brimful/error.h>
+#include <brimful/log.h>
+#include <brimful/memory/stats.h>
+#include <brimful/pipeline/schedules.h>
+#include "support/catch.h"
+#include "support/stages.h"
+#include "support/watchdog.h"
+
+#include <atomic>
+#include <chrono>
+
+using namespace brimful;
+using namespace brimful::test;
+using pipeline::Pipeline;
+using pipeline::PipelineOptions;
+
+namespace {
+
+constexpr int kMicrobatches = 5;
+constexpr int64_t kRows = 11;
+
+/// Fails one action of one rank, a number of times.
+struct Planted {
+  std::atomic<int> rank{-1};
+  std::atomic<int> index{-1};
+  std::atomic<int> left{0};
+  bool out_of_memory = false;
+
+  void arm(int at_rank, int at_index, int times = 1) {
+    rank = at_rank;
+    index = at_index;
+    left = times;
+  }
+  void reached(int at_rank, int at_index) {
+    if (at_rank == rank && at_index == index && left.fetch_sub(1) > 0) {
+      if (out_of_memory) {
+        TORCH_CHECK_WITH(OutOfMemoryError, false, "planted");
+      }
+      throw std::runtime_error("planted");
+    }
+  }
+};
+
+struct QuietLog {
+  QuietLog() { set_log_level(LogLevel::off); }
+  ~QuietLog() { set_log_level(LogLevel::warning); }
+};
+
+struct Trained {
+  Trained(const std::string& schedule, int ranks, int stages, bool out_of_memory) : model(stages) {
+    planted.out_of_memory = out_of_memory;
+    buffer = at::zeros({2}, at::kDouble);
+    auto parts = model.stages();
+    parts[0].buffers = {buffer};
+    parts[0].forward = [this, inner = parts[0].forward](const pipeline::Value& input) {
+      const at::NoGradGuard no_grad_for_the_buffer;
+      buffer.add_(1);
+      const at::AutoGradMode again(true);
+      return inner(input);
+    };
+    PipelineOptions options;
+    options.schedule = schedule;
+    options.devices.assign(ranks, c10::Device(c10::DeviceType::CPU));
+    options.microbatches = kMicrobatches;
+    options.before_action = [this](int rank, int index, const pipeline::Action&) {
+      planted.reached(rank, index);
+    };
+    pipe = std::make_unique<Pipeline>(std::move(parts), std::move(options));
+    mse(model(x), y).backward();
+    expected = copies(model.gradients());
+    model.zero_grad();
+  }
+
+  void require_good_step(double factor = 1) {
+    pipe->step(x, y, mse);
+    auto wanted = copies(expected);
+    for (auto& gradient : wanted) {
+      gradient.mul_(factor);
+    }
+    REQUIRE(all_close(model.gradients(), wanted));
+  }
+
+  Layers model;
+  at::Tensor buffer;
+  Planted planted;
+  at::Tensor x = filled({kRows, 4}, 3, at::kDouble);
+  at::Tensor y = filled({kRows, 4}, 4, at::kDouble);
+  std::vector<at::Tensor> expected;
+  std::unique_ptr<Pipeline> pipe;
+};
+
+struct Case {
+  std::string schedule;
+  int ranks;
+  int stages;
+};
+const auto kCases = {Case{"gpipe", 2, 2}, Case{"1f1b", 3, 3}, Case{"interleaved_1f1b", 2, 4},
+                     Case{"zb_h1", 2, 2}, Case{"zbv", 2, 4}};
+
+double seconds_of(const std::function<void()>& fn) {
+  const auto began = std::chrono::steady_clock::now();
+  fn();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+}  // namespace
+
+TEST_CASE("An error in any action is raised with its place, and leaves nothing of the step",
+          "[pipeline][faults]") {
+  const QuietLog quiet;
+  memory::install();
+  const Watchdog watchdog("an error in any action", std::chrono::seconds(90));
+  for (const auto& [schedule, ranks, stages] : kCases) {
+    Trained trained(schedule, ranks, stages, false);
+    trained.require_good_step();  // gradients of an earlier step are there, and stay
+    const auto order = trained.pipe->schedule(kMicrobatches);
+    const auto before = memory::stats(c10::Device(c10::DeviceType::CPU)).used_bytes;
+    for (int rank = 0; rank < ranks; ++rank) {
+      for (int index = 0; index < std::ssize(order.ranks[rank]); ++index) {
+        CAPTURE(schedule, rank, index);
+        const auto buffer = trained.buffer.clone();
+        trained.planted.arm(rank, index);
+        std::string text;
+        const auto seconds = seconds_of([&] {
+          try {
+            trained.pipe->step(trained.x, trained.y, mse);
+          } catch (const std::runtime_error& error) {
+            text = error.what();
+          }
+        });
+        const auto& action = order.ranks[rank][index];
+        REQUIRE(text.find("planted (in the ") == 0);
+        REQUIRE(text.find("microbatch " + std::to_string(action.microbatch) + " in stage " +
+                          std::to_string(action.stage)) != std::string::npos);
+        REQUIRE(seconds < 1);
+        REQUIRE(trained.pipe->last_failure()->index == index);
+        REQUIRE(at::equal(trained.buffer, buffer));
+        REQUIRE(all_close(trained.model.gradients(), trained.expected));
+        REQUIRE(memory::stats(c10::Device(c10::DeviceType::CPU)).used_bytes ==
+                before + static_cast<int64_t>(buffer.nbytes()));
+      }
+    }
+    trained.require_good_step(2);
+  }
+}
+
+TEST_CASE("Memory that runs out in any action repeats the step with twice the microbatches",
+          "[pipeline][faults]") {
+  const QuietLog quiet;
+  memory::install();
+  const Watchdog watchdog("memory that runs out", std::chrono::seconds(90));
+  for (const auto& [schedule, ranks, stages] : kCases) {
+    const auto count = Trained(schedule, ranks, stages, true).pipe->schedule(kMicrobatches);
+    for (int rank = 0; rank < ranks; ++rank) {
+      for (int index = 0; index < std::ssize(count.ranks[rank]); ++index) {
+        CAPTURE(schedule, rank, index);
+        Trained trained(schedule, ranks, stages, true);
+        trained.planted.arm(rank, index);
+        const auto outcome = trained.pipe->step(trained.x, trained.y, mse);
+        REQUIRE(outcome.retries == 1);
+        REQUIRE(outcome.microbatches == 10);
+        REQUIRE(trained.buffer[0].item<double>() == 10);
+        REQUIRE(all_close(trained.model.gradients(), trained.expected));
+        trained.model.zero_grad();
+        REQUIRE(trained.pipe->step(trained.x, trained.y, mse).microbatches == 6);  // of two rows
+      }
+    }
+  }
+}
+
+TEST_CASE("A batch that fits in no number of microbatches says where memory ran out",
+          "[pipeline][faults]") {
+  const QuietLog quiet;
+  const Watchdog watchdog("a batch that fits in no number of microbatches");
+  Trained trained("1f1b", 3, 3, true);
+  trained.require_good_step();
+  trained.planted.arm(1, 0, 100);
+  std::string text;
+  try {
+    trained.pipe->step(trained.x, trained.y, mse);
+  } catch (const BatchTooLarge& error) {
+    text = error.what_without_backtrace();
+    CHECK(error.facts().tried.size() == 3);
+    CHECK(error.facts().rank == 1);
+  }
+  CAPTURE(text);
+  CHECK(text.find("forward of microbatch 0 in stage 1") != std::string::npos);
+  CHECK(text.find("5 of 3 rows") != std::string::npos);
+  CHECK(all_close(trained.model.gradients(), trained.expected));
+  trained.planted.arm(-1, -1, 0);
+  trained.require_good_step(2);
+}
+
+TEST_CASE("A refused allocation in any stage repeats the step", "[pipeline][faults]") {
+  const QuietLog quiet;
+  memory::install();
+  const c10::Device cpu(c10::DeviceType::CPU);
+  const Watchdog watchdog("a limit of memory", std::chrono::seconds(60));
+  const Layer first(1, 64, 64);
+  const Layer second(2, 64, 64);
+  std::vector<pipeline::Stage> stages{pipeline::make_stage(first, first.parameters()),
+                                      pipeline::make_stage(second, second.parameters())};
+  PipelineOptions options;
+  options.microbatches = 2;
+  Pipeline pipe(stages, options);
+  const auto x = filled({256, 64}, 3, at::kDouble);
+  const auto y = filled({256, 64}, 4, at::kDouble);
+  pipe.step(x, y, mse);
+  const auto all = {first.weight, first.bias, second.weight, second.bias};
+  const auto expected = copies({all.begin(), all.end()});
+  std::vector<at::Tensor> gradients;
+  for (const auto& parameter : all) {
+    gradients.push_back(parameter.grad().clone());
+    parameter.mutable_grad().reset();
+  }
+  const auto used = memory::stats(cpu).used_bytes;
+  const auto peak = [&] {
+    const memory::PeakScope scope(cpu);
+    pipe.step(x, y, mse);
+    return scope.peak_bytes();
+  }();
+  for (const auto& parameter : all) {
+    parameter.mutable_grad().reset();
+  }
+  memory::set_limit(cpu, used + (peak - used) * 2 / 3);
+  const auto outcome = pipe.step(x, y, mse);
+  memory::set_limit(cpu, std::nullopt);
+  CHECK(outcome.retries > 0);
+  CHECK(outcome.microbatches == int64_t{2} << outcome.retries);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    CHECK(at::allclose(all.begin()[i].grad(), gradients[i], 1e-12, 1e-14));
+  }
+}

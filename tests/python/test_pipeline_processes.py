@@ -1,0 +1,112 @@
+"""A pipeline whose ranks are processes over gloo."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import gradients_of, relative_difference
+from torch import nn
+
+import brimful
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4)))
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(11, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+
+
+class Planted(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.calls, self.at, self.error = inner, 0, None, None
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls - 1 == self.at:
+            raise self.error
+        return self.inner(x)
+
+
+def expected_gradients(model):
+    x, y = data()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    gradients = gradients_of(model)
+    model.zero_grad()
+    return loss.item(), gradients
+
+
+def close(model, gradients, rank):
+    own = {name: g for name, g in gradients_of(model).items() if int(name[0]) // 2 == rank}
+    return relative_difference(own, {name: gradients[name] for name in own}) < 1e-12
+
+
+def train(here, schedule):
+    rank = here.index
+    model = net()
+    loss, gradients = expected_gradients(model)
+    stages = brimful.split_sequential(model, [2, 2])
+    pipe = brimful.Pipeline(
+        [stages[rank]],
+        group=torch.distributed.group.WORLD,
+        schedule=schedule,
+        microbatches=4,
+        loss_fn=F.mse_loss,
+    )
+    x, y = data()
+    outcome = pipe.step(x, y)
+    assert outcome.loss == pytest.approx(loss, rel=1e-12)
+    assert close(model, gradients, rank)
+    out = pipe.forward(x)
+    with torch.no_grad():
+        assert out is None if rank == 0 else torch.allclose(out, model(x), 1e-12)
+    return True
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_processes_give_the_gradients_of_the_whole_model(ranks, schedule):
+    assert ranks(train, schedule) == [True, True]
+
+
+def fail(here):
+    rank = here.index
+    model = net()
+    _, gradients = expected_gradients(model)
+    stages = [Planted(stage) for stage in brimful.split_sequential(model, [2, 2])]
+    pipe = brimful.Pipeline(
+        [stages[rank]],
+        group=torch.distributed.group.WORLD,
+        microbatches=4,
+        loss_fn=F.mse_loss,
+    )
+    x, y = data()
+    for failing in range(2):
+        for microbatch in range(4):
+            stage = stages[rank]
+            stage.calls, stage.at = 0, microbatch if rank == failing else None
+            stage.error = KeyError("planted")
+            began = time.monotonic()
+            wanted = KeyError if rank == failing else brimful.RankFailed
+            with pytest.raises(wanted, match="planted"):
+                pipe.step(x, y)
+            assert time.monotonic() - began < 1
+            stage.at = None
+            pipe.step(x, y)
+            assert close(model, gradients, rank)
+            model.zero_grad()
+    stages[rank].calls, stages[rank].at = 0, 1 if rank == 0 else None
+    stages[rank].error = torch.OutOfMemoryError("planted")
+    outcome = pipe.step(x, y)
+    assert (outcome.retries, outcome.microbatches) == (1, 8)
+    assert close(model, gradients, rank)
+    return True
+
+
+def test_a_failure_in_one_process_is_raised_or_repeated_in_all(ranks):
+    assert ranks(fail) == [True, True]
