@@ -175,6 +175,9 @@ def test_a_simulation_has_times_and_memory():
     assert timeline.actions[3][:2] == [("3F0", 6, 8), ("3B0", 8, 12)]
     assert schedule.simulate(forward=[1, 2, 3, 4], backward=0).busy == [8, 16, 24, 32]
     assert schedule.simulate(hop=0.5).makespan > schedule.simulate().makespan
+    early = schedule.with_communication(receives="when_sent")
+    assert early.simulate(receives_wait=False).makespan == schedule.simulate().makespan
+    assert early.simulate().makespan > schedule.simulate().makespan
     assert Schedule("zb_h1", 2, 4).simulate(input_share=1).peak_live == [2, 1]
     assert repr(timeline) == (
         "Timeline(1f1b: 4 ranks, 4 stages, 8 microbatches; time 66, bubble 27.3 %)"
