@@ -54,7 +54,7 @@ int64_t next_step_bytes(const optim::Optimizer& optimizer) {
       }
       const auto bytes = static_cast<int64_t>(parameter.nbytes());
       kept += parameter.grad().defined() ? 0 : bytes;
-      const bool is_new = !optimizer.state().contains(parameter.unsafeGetTensorImpl());
+      const bool is_new = optimizer.state().count(parameter.unsafeGetTensorImpl()) == 0;
       kept += is_new ? need->state * bytes : 0;
       meanwhile = std::max(meanwhile, need->meanwhile * bytes);
     }
