@@ -109,15 +109,16 @@ void bind_schedule(py::module_& m) {
           "simulate",
           [](const Schedule& schedule, const Cost& forward, const Cost& backward_input,
              const Cost& backward_weight, const std::optional<Cost>& backward, double hop,
-             const Cost& activation, double input_share) {
+             const Cost& activation, double input_share, bool receives_wait) {
             return simulate(schedule, {values_of(forward), values_of(backward_input),
                                        values_of(backward_weight),
                                        backward ? values_of(*backward) : std::vector<double>(), hop,
-                                       values_of(activation), input_share});
+                                       values_of(activation), input_share, receives_wait});
           },
           py::kw_only(), py::arg("forward") = 1.0, py::arg("backward_input") = 1.0,
           py::arg("backward_weight") = 1.0, py::arg("backward") = py::none(), py::arg("hop") = 0.0,
-          py::arg("activation") = 1.0, py::arg("input_share") = 0.0)
+          py::arg("activation") = 1.0, py::arg("input_share") = 0.0,
+          py::arg("receives_wait") = true)
       .def("svg", [](const Schedule& schedule) { return to_picture_svg(simulate(schedule)); })
       .def(
           "__eq__",

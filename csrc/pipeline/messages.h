@@ -46,6 +46,13 @@ constexpr Action send_of(const Action& compute) {
   return {compute.stage, kind, compute.microbatch};
 }
 
+/// The receive of what F, B or I needs; W needs none, and gets its I's, which has come.
+constexpr Action receive_for(const Action& compute) {
+  const auto kind =
+      is_forward(compute.kind) ? ActionKind::receive_forward : ActionKind::receive_backward;
+  return {compute.stage, kind, compute.microbatch};
+}
+
 /// The stage that takes what F, B or I makes: none of the schedule's, or -1, at its ends.
 constexpr int taker_of(const Action& compute) {
   return is_forward(compute.kind) ? compute.stage + 1 : compute.stage - 1;

@@ -211,7 +211,8 @@ Schedule make_schedule(std::string_view name, int ranks, int stages_per_rank, in
       TORCH_CHECK_VALUE(
           built_in.stages_per_rank == 0 || built_in.stages_per_rank == stages_per_rank,
           "this schedule is defined for ", built_in.stages_per_rank,
-          " stages a rank only (schedule: ", name, ", stages_per_rank: ", stages_per_rank,
+          built_in.stages_per_rank == 1 ? " stage" : " stages", " a rank only (schedule: ", name,
+          ", stages_per_rank: ", stages_per_rank,
           "); interleaved_1f1b, looped_bfs and zb_h1 take any number");
       return built_in.make(ranks, stages_per_rank, microbatches);
     }

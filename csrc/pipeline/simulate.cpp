@@ -6,6 +6,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "pipeline/messages.h"
 #include "pipeline/walk.h"
 
 namespace brimful::pipeline {
@@ -130,17 +131,23 @@ Timeline simulate(const Schedule& schedule, const Costs& costs) {
   timeline.stages = schedule.stages;
   timeline.microbatches = schedule.microbatches;
   timeline.ranks.resize(schedule.ranks.size());
-  std::vector<double> ends(places.size());
+  std::vector<double> ends(places.size());  // of a receive: when its message is there
   walk(places, needs, [&](int place) {
     auto& actions = timeline.ranks[places.rank(place)];
     const auto& action = places.action(place);
     const double free = actions.empty() ? 0 : actions.back().end;
     const int giver = needs[place].place;
-    const double there = giver < 0 ? 0 : ends[giver] + costs.hop;
-    const bool waits = !is_compute(action.kind);  // a receive is over when its message is there
-    const double start = waits ? free : std::max(free, there);
-    ends[place] = waits ? std::max(free, there) : start + stage_costs.of(action);
-    actions.push_back({action, start, ends[place]});
+    double there = giver < 0 ? 0 : ends[giver] + costs.hop;
+    if (is_compute(action.kind)) {
+      const int receive = costs.receives_wait ? -1 : places.find(receive_for(action));
+      there = receive < 0 ? there : ends[receive];
+      const double start = std::max(free, there);
+      ends[place] = start + stage_costs.of(action);
+      actions.push_back({action, start, ends[place]});
+    } else {
+      ends[place] = std::max(free, there);
+      actions.push_back({action, free, costs.receives_wait ? ends[place] : free});
+    }
   });
   add_times(timeline);
   add_peaks(timeline, stage_costs, costs.input_share, has_backward(schedule));

@@ -22,11 +22,12 @@ true if so; else ``problems`` names what is missing, doubled or misplaced, or ``
 ``simulate()`` gives each action its time. ``forward``, ``backward_input`` and ``backward_weight`` are times, one for
 all stages or one each; ``backward`` is that of a whole backward (None: the sum); ``hop`` is what a message takes to
 another rank. ``activation`` is what a forward leaves until its backward, such as bytes, and ``input_share`` the share
-that an ``I`` frees. The timeline has the ``makespan``, the ``period`` (the longest of a rank's own times from its
-first action to its last: a step's time where ranks do not wait for each other between steps), each rank's ``busy``
-time and idle share (``bubbles``; ``bubble`` is that of all), the most microbatches that each stage holds
-(``peak_live``) and ``activation`` that each rank holds (``peak_bytes``). ``text()`` and ``svg()`` draw it;
-``str(schedule)`` and ``schedule.svg()`` do with unit times.
+that an ``I`` frees. With ``receives_wait=False`` a rank does not wait in a receive but in what uses its message. The
+timeline has the ``makespan``, the ``period`` (the longest of a rank's own times from its first action to its last: a
+step's time where ranks do not wait for each other between steps), each rank's ``busy`` time and idle share
+(``bubbles``; ``bubble`` is that of all), the most microbatches that each stage holds (``peak_live``) and
+``activation`` that each rank holds (``peak_bytes``). ``text()`` and ``svg()`` draw it; ``str(schedule)`` and
+``schedule.svg()`` do with unit times.
 
 All of it is pure data: any thread may use it, and no device is touched.
 """

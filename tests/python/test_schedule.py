@@ -3,7 +3,10 @@
 import csv
 import io
 import math
+import re
+import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import brimful
 from brimful import Schedule
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.pipeline import zb_tables  # noqa: E402
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 20)]
 RUNTIME = {
@@ -167,6 +175,9 @@ def test_a_simulation_has_times_and_memory():
     assert timeline.actions[3][:2] == [("3F0", 6, 8), ("3B0", 8, 12)]
     assert schedule.simulate(forward=[1, 2, 3, 4], backward=0).busy == [8, 16, 24, 32]
     assert schedule.simulate(hop=0.5).makespan > schedule.simulate().makespan
+    early = schedule.with_communication(receives="when_sent")
+    assert early.simulate(receives_wait=False).makespan == schedule.simulate().makespan
+    assert early.simulate().makespan > schedule.simulate().makespan
     assert Schedule("zb_h1", 2, 4).simulate(input_share=1).peak_live == [2, 1]
     assert repr(timeline) == (
         "Timeline(1f1b: 4 ranks, 4 stages, 8 microbatches; time 66, bubble 27.3 %)"
@@ -215,3 +226,24 @@ def test_a_drawing_is_well_formed(name):
     titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == sum(map(len, schedule.actions))
     assert brimful.Schedule is Schedule
+
+
+def test_the_page_shows_what_is_drawn():
+    page = (ROOT / "docs" / "schedules.md").read_text()
+    head = re.compile(r"(\w+): (\d+) ranks, (\d+) stages, (\d+) microbatches; .*")
+    shown = set()
+    for block in re.findall(r"```\n(.*?)```", page, re.DOTALL):
+        name, ranks, stages, microbatches = head.match(block).groups()
+        width = int(stages) // int(ranks)
+        assert block == str(Schedule(name, int(ranks), int(microbatches), stages_per_rank=width))
+        shown.add(name)
+    assert shown == set(Schedule.names())
+
+
+def test_the_rates_of_the_zero_bubble_papers_tables_are_met():
+    figure = next(iter(zb_tables.figures(quick=False)))
+    assert len(figure.conditions["rates"]) == 93
+    errors = figure.conditions["by_schedule"]
+    assert [errors[name] for name in ("1f1b", "zb_h1", "zb_h2")] == [0, 0, 0]
+    assert errors["interleaved_1f1b"] <= 0.0051 and errors["zbv"] <= 0.0016
+    assert figure.value == pytest.approx(max(errors.values()))

@@ -118,7 +118,7 @@ TEST_CASE("A schedule is refused where it is not defined", "[pipeline]") {
       Contains("defined for 2 stages a rank only (schedule: zbv, stages_per_rank: 1)"));
   CHECK_THROWS_WITH(
       make_schedule("1f1b", 2, 2, 4),
-      Contains("defined for 1 stages a rank only (schedule: 1f1b, stages_per_rank: 2); "
+      Contains("defined for 1 stage a rank only (schedule: 1f1b, stages_per_rank: 2); "
                "interleaved_1f1b"));
   CHECK_THROWS_WITH(make_schedule("1F1B", 2, 1, 4),
                     Contains("no schedule of this name (name: '1F1B'); take one of gpipe, 1f1b, "));

@@ -181,6 +181,22 @@ TEST_CASE("Receives before their use cost no time", "[pipeline]") {
   });
 }
 
+TEST_CASE("Receives that are posted early cost no time either", "[pipeline]") {
+  for_each_size([](const Times& times, int p, int m) {
+    auto costs = times.costs();
+    costs.hop = 0.5;
+    for (const auto& schedule : {one_forward_one_backward(p, m), zbv(p, m)}) {
+      const auto early = with_communication(schedule, ReceivePlace::when_sent);
+      costs.receives_wait = false;
+      CHECK(simulate(early, costs).makespan == simulate(schedule, costs).makespan);
+      costs.receives_wait = true;
+      CHECK(simulate(early, costs).makespan >= simulate(schedule, costs).makespan);
+    }
+  });
+  CHECK(simulate(with_communication(one_forward_one_backward(2, 4), ReceivePlace::when_sent))
+            .makespan == 19);
+}
+
 TEST_CASE("What I frees counts", "[pipeline]") {
   Costs costs;
   costs.activation = {10, 30};

@@ -13,12 +13,14 @@ struct Costs {
       0;  ///< from a message's send to its arrival on another rank; ranks compute meanwhile
   std::vector<double> activation{1};  ///< what a forward leaves until its backward, such as bytes
   double input_share = 0;             ///< the share of it that I frees; W frees the rest
+  /// Ranks wait in receives. False: receives are posted, and what uses their message waits for it.
+  bool receives_wait = true;
 };
 
 struct TimedAction {
   Action action;
   double start = 0;
-  double end = 0;  ///< of a receive: when its message is there
+  double end = 0;  ///< of a receive in which a rank waits: when its message is there
 };
 
 /// A schedule with its times.
@@ -41,8 +43,8 @@ struct Timeline {
   BRIMFUL_API double bubble() const;
 };
 
-/// The times at which ranks do their actions as early as possible: in order, sends without waiting, receives when the
-/// message is there. Without communication in the schedule, an action waits for the message that it would receive.
+/// The times at which ranks do their actions as early as possible: in order, sends without waiting, receives as `costs`
+/// say. Without communication in the schedule, an action waits for the message that it would receive.
 /// @throws c10::ValueError if the schedule is not valid (see check(); channels by_stage of any capacity), or a list of
 ///         costs has another length than 1 or the number of stages, or holds a negative value or none at all
 BRIMFUL_API Timeline simulate(const Schedule& schedule, const Costs& costs = {});
