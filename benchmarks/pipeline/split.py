@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,8 +18,9 @@ IDS = ("pipeline.split_live", "pipeline.split_time")
 WIDTH, HEADS, TOKENS, ROWS, BLOCKS = 128, 8, 128, 2, 2
 WHOLE, OURS, TORCHS = "whole backward", "brimful", "torch.distributed.pipelining"
 WAYS = (WHOLE, OURS, TORCHS)
-WARM_UP = 3
-ROUNDS, QUICK_ROUNDS = 200, 3
+ORDERS = tuple(itertools.permutations(WAYS))  # what ran before tells what the heap is like
+WARM_UP = 6
+ROUNDS, QUICK_ROUNDS = 240, 6
 
 
 class Block(nn.Module):
@@ -131,7 +133,7 @@ def _time(case: Case, rounds: int, conditions: dict[str, Any]) -> common.Figure:
     wall: dict[str, list[float]] = {way: [] for way in WAYS}
     cpu: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(-WARM_UP, rounds):
-        for way in WAYS if number % 2 else reversed(WAYS):
+        for way in ORDERS[number % len(ORDERS)]:
             began = time.perf_counter(), time.process_time()
             case.run(way)
             took = time.perf_counter() - began[0], time.process_time() - began[1]

@@ -93,8 +93,8 @@ bool may_run_twice(const Node& node) {
   return is_generated(node) && node.post_hooks().empty();
 }
 
-/// A scale or a shift: its gradient is a sum that comes with the inputs' gradients at little cost, and is much smaller than
-/// what would have to be kept to compute it later.
+/// A scale or a shift: its gradient is a sum that comes with the inputs' gradients at little cost, and is much smaller
+/// than what would have to be kept to compute it later.
 bool is_vector(const Node& node) {
   const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node);
   return leaf != nullptr && leaf->variable.dim() <= 1;

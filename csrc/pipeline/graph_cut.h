@@ -14,7 +14,7 @@ enum class Role : uint8_t {
   input,   ///< an input's AccumulateGrad: its gradient is the result of I
   inner,   ///< leads to inputs alone: runs in I
   shared,  ///< leads to both, and can run for each side by itself: in I and in W
-  once     ///< leads to both, and may run but once, or had better: in I, which keeps what it has for W
+  once  ///< leads to both, and may run but once, or had better: in I, which keeps what it has for W
 };
 
 /// The graph between a stage's outputs and its leaves. Plain data about nodes that the caller keeps alive.
@@ -43,8 +43,8 @@ struct GraphCut {
 GraphCut cut_graph(const torch::autograd::edge_list& roots,
                    const torch::autograd::edge_list& inputs);
 
-/// True for the nodes that torch generates, which compute what their edges ask for and nothing besides. False for all that
-/// a person has written, which may accumulate or communicate by itself.
+/// True for the nodes that torch generates, which compute what their edges ask for and nothing besides. False for all
+/// that a person has written, which may accumulate or communicate by itself.
 bool is_generated(const torch::autograd::Node& node);
 
 }  // namespace brimful::pipeline

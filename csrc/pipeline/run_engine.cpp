@@ -19,8 +19,8 @@ struct Last : Node {
   variable_list apply(variable_list&& /*gradients*/) override { return {}; }
 };
 
-/// The engine takes what is left of a pass that failed out of the thread's queue before it comes to a node that is older
-/// than all others.
+/// The engine takes what is left of a pass that failed out of the thread's queue before it comes to a node that is
+/// older than all others.
 void empty_queue() noexcept {
   if (torch::autograd::get_current_graph_task_id() != -1) {
     return;  // within another backward, whose tasks are in the same queue

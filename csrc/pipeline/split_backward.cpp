@@ -153,8 +153,8 @@ variable_list spread(variable_list&& gradients, const std::vector<at::Tensor>& i
 }
 }  // namespace
 
-/// I: what it asks the engine for, and what it leaves for W. Cutting a graph ends what else could be done with it, so that
-/// is done when nothing can fail any more.
+/// I: what it asks the engine for, and what it leaves for W. Cutting a graph ends what else could be done with it, so
+/// that is done when nothing can fail any more.
 struct InputPass {
   InputPass(Roots roots, edge_list inputs, const GraphCut& cut)
       : cut_(cut), inputs_(inputs.size()), captured_(std::move(inputs)) {

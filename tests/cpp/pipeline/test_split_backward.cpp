@@ -360,6 +360,7 @@ TEST_CASE("The reducer's buckets leave in the backward for the parameters", "[pi
       for (int microbatch = 0; microbatch < kMicrobatches; ++microbatch) {
         const Tensors x{leaf(input_of(rank, step, microbatch))};
         const auto y = stage.forward(x);
+        reducer->watch(y[0]);
         left.push_back(backward_input(y, gradients_for(y), x));
       }
       reducer->forward_done();
