@@ -14,12 +14,16 @@ namespace bench {
 
 using Clock = std::chrono::steady_clock;
 
-/// Sleeps until `seconds` after it was called: what a late wake-up of the kernel costs is not added up.
+/// Takes `seconds` to the microsecond: sleeps, and spins at the end, as the kernel wakes threads late.
 inline void sleep_for(double seconds) {
   static thread_local const bool precise = prctl(PR_SET_TIMERSLACK, 1UL) == 0;
   (void)precise;
-  std::this_thread::sleep_until(Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                                   std::chrono::duration<double>(seconds)));
+  constexpr auto kWakeUp = std::chrono::microseconds(150);
+  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                      std::chrono::duration<double>(seconds));
+  std::this_thread::sleep_until(end - kWakeUp);
+  while (Clock::now() < end) {
+  }
 }
 
 struct Seconds {

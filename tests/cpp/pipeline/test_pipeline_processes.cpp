@@ -127,6 +127,26 @@ TEST_CASE("Processes give the gradients of the whole model", "[pipeline][process
   CHECK(checks.failures().empty());
 }
 
+TEST_CASE("Messages between processes may be of any size, and of another one in every step",
+          "[pipeline][processes]") {
+  const Watchdog watchdog("sizes of messages", std::chrono::seconds(60));
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    Rank own(rank, group, "1f1b", 1);
+    for (const int64_t rows : {40, 4000, 11, 8000, 4001, 4}) {
+      const auto x = filled({rows, 4}, 3, at::kDouble);
+      const auto y = filled({rows, 4}, 4, at::kDouble);
+      own.model.zero_grad();
+      mse(own.model(x), y).backward();
+      own.expected = copies(own.model.gradients());
+      own.model.zero_grad();
+      own.pipe->step(x, y, mse);
+      checks.expect(own.as_expected(), std::to_string(rows) + " rows");
+    }
+  });
+  CHECK(checks.failures().empty());
+}
+
 TEST_CASE("Whatever fails in a process, all return within a second and go on",
           "[pipeline][processes][faults]") {
   const QuietLog quiet;

@@ -6,6 +6,8 @@
 #include "support/stages.h"
 #include "support/watchdog.h"
 
+#include <utility>
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::make_stage;
@@ -137,6 +139,27 @@ TEST_CASE("Skips outside a stage, twice, and of unknown names are refused", "[pi
                   in_three());
   CHECK_THROWS_WITH(second.step(data.x, data.y, mse),
                     Catch::Contains("name: g, there are: h") && Catch::Contains("in stage 1"));
+}
+
+TEST_CASE("What a step that failed has stashed does not disturb the next one", "[pipeline]") {
+  const Watchdog watchdog("stashed by a step that failed");
+  const Data data;
+  const Layers model(2);
+  bool fails = true;
+  const auto head = [&](const at::Tensor& x) {
+    const auto h = model.layers[0](x);
+    pipeline::stash("h", h);
+    return h;
+  };
+  const auto tail = [&](const at::Tensor& x) {
+    TORCH_CHECK(!std::exchange(fails, false), "planted");
+    return model.layers[1](x + pipeline::pop("h"));
+  };
+  Pipeline pipe({make_stage(head, model.layers[0].parameters()),
+                 make_stage(tail, model.layers[1].parameters())},
+                in_three());
+  CHECK_THROWS_WITH(pipe.step(data.x, data.y, mse), Catch::Contains("planted"));
+  CHECK_NOTHROW(pipe.step(data.x, data.y, mse));
 }
 
 TEST_CASE("A stage that uses parameters which it does not name is refused", "[pipeline]") {
