@@ -3,7 +3,10 @@
 #include <brimful/step/oom.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/thread_name.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <sstream>
@@ -111,22 +114,41 @@ Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
   caller_bell_.set_spin(std::chrono::microseconds(0));
   const int callers_threads = at::get_num_threads();
   running_.store(ranks(), std::memory_order_relaxed);
-  for (int rank = 0; rank < ranks(); ++rank) {
-    threads_.emplace_back([this, rank, callers_threads] {
-      const int share = std::max(1, callers_threads / ranks());
-      at::set_num_threads(options.threads_per_rank > 0 ? options.threads_per_rank : share);
-      thread_main(rank);
-    });
+  try {
+    for (int rank = 0; rank < ranks(); ++rank) {
+      threads_.emplace_back([this, rank, callers_threads] {
+        const int share = std::max(1, callers_threads / ranks());
+        at::set_num_threads(options.threads_per_rank > 0 ? options.threads_per_rank : share);
+        thread_main(rank);
+      });
+    }
+  } catch (...) {  // those that began would be joined for ever
+    stop();
+    throw;
   }
   await_ranks();
   at::set_num_threads(callers_threads);  // of threads to come: the stages have set it for all
 }
 
 Executor::Impl::~Impl() {
+  if (is_forked()) {
+    for (auto& thread : threads_) {
+      thread.detach();
+    }
+    return;
+  }
+  stop();
+}
+
+void Executor::Impl::stop() {
   stop_.store(true, std::memory_order_release);
   for (auto& bell : bells_) {
     bell.ring();
   }
+}
+
+bool Executor::Impl::is_forked() const {
+  return ::getpid() != process_;
 }
 
 void Executor::Impl::place_stages(const Schedule& schedule) {
@@ -209,6 +231,9 @@ void Executor::Impl::prepare(const Schedule& schedule, StepResult& result) {
 }
 
 StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
+  TORCH_CHECK_VALUE(!is_forked(),
+                    "a pipeline does not go along into a forked process (made in process: ",
+                    process_, "); make it there");
   place_stages(schedule);
   const at::ThreadLocalState caller;
   StepResult result;
@@ -217,7 +242,13 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
   for (const auto device : options.devices) {
     autocast |= at::autocast::is_autocast_enabled(device.type());
   }
-  job_ = {&schedule, &work, &result, &caller, autocast};
+  job_ = {&schedule, &work, &result, &caller, autocast, {}, true};
+  job_.keep_casts = at::autocast::is_autocast_cache_enabled();
+  for (const auto device : options.devices) {
+    if (!device.is_cpu()) {
+      job_.streams.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    }
+  }
   prepare(schedule, result);
   cancelled_.store(false, std::memory_order_relaxed);
   running_.store(ranks(), std::memory_order_relaxed);
@@ -276,7 +307,12 @@ void Executor::Impl::await_ranks() {
 
 void Executor::Impl::run_rank(int rank) {
   const c10::DeviceGuard device(options.devices[rank]);
+  std::optional<c10::MultiStreamGuard> streams;  // of all devices: a copy waits for its source's
+  if (!job_.streams.empty()) {
+    streams.emplace(job_.streams);
+  }
   const CallerState state(*job_.caller, job_.autocast);
+  at::autocast::set_autocast_cache_enabled(job_.keep_casts);  // the thread-local state lacks it
   const EvidenceScope evidence;
   RankRun run(*job_.work, skips_, *job_.result);
   run_actions(first_rank() + rank, run);
@@ -336,14 +372,8 @@ void Executor::Impl::drain(int rank, size_t from, RankRun& run) {
     return;
   }
   const auto& order = job_.schedule->ranks[rank];
-  try {
-    for (size_t i = from; i < order.size(); ++i) {
-      run.make_up(runs_[order[i].stage], order[i]);
-    }
-  } catch (
-      const std::
-          exception&) {  // the group broke: the ranks cannot agree on a verdict either, and say so
-    return;
+  for (size_t i = from; i < order.size(); ++i) {
+    run.make_up(runs_[order[i].stage], order[i]);
   }
 }
 

@@ -1,6 +1,8 @@
 #pragma once
 #include <ATen/ThreadLocalState.h>
 #include <brimful/pipeline/executor.h>
+#include <c10/core/Stream.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <mutex>
@@ -33,6 +35,8 @@ class Executor::Impl {
     StepResult* result = nullptr;
     const at::ThreadLocalState* caller = nullptr;
     bool autocast = false;
+    std::vector<c10::Stream> streams;  ///< the caller's current ones, of devices that have some
+    bool keep_casts = true;            ///< autocast's cache
   };
 
   /// Of this process, and the schedule's number of the first of them.
@@ -50,9 +54,13 @@ class Executor::Impl {
   void drain(int rank, size_t from, RankRun& run);
   void note_failure(int rank, int index, std::exception_ptr error);
   void cancel();
+  void stop();
+  /// In a child of the process that made it, which has none of its threads.
+  bool is_forked() const;
   void await_ranks();
   void end_work();
 
+  const pid_t process_ = ::getpid();
   std::vector<Bell> bells_;  ///< by rank
   Bell caller_bell_;
   std::atomic<uint64_t> job_number_{0};

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <brimful/memory/stats.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace brimful::pipeline {
@@ -45,7 +46,7 @@ std::vector<int64_t> header_of(const std::vector<at::Tensor>& tensors,
 void put_payload(const std::vector<at::Tensor>& tensors, uint8_t* to) {
   for (const auto& tensor : tensors) {
     if (tensor.defined()) {
-      const auto dense = tensor.contiguous();
+      const auto dense = tensor.contiguous().resolve_conj().resolve_neg();
       std::memcpy(to, dense.const_data_ptr(), dense.nbytes());
       to += aligned(static_cast<int64_t>(dense.nbytes()));
     }
@@ -111,16 +112,15 @@ void GroupChannel::send(int microbatch, Message message) {
   const bool fits = whole <= place.capacity;
   auto first = bytes_of(place.capacity);
   std::memcpy(first.mutable_data_ptr(), words.data(), words.size() * sizeof(int64_t));
-  if (fits) {
-    put_payload(message.value.tensors, first.mutable_data_ptr<uint8_t>() + words[kHeaderBytes]);
-  }
+  // All is made before anything leaves: a header without its payload would be waited for.
+  const auto payload = fits ? at::Tensor() : bytes_of(words[kPayloadBytes]);
+  put_payload(message.value.tensors, fits ? first.mutable_data_ptr<uint8_t>() + words[kHeaderBytes]
+                                          : payload.mutable_data_ptr<uint8_t>());
   place.sent = true;
+  place.capacity = std::max(place.capacity, whole);
   post(first, tag_of(microbatch));
   if (!fits) {
-    auto payload = bytes_of(words[kPayloadBytes]);
-    put_payload(message.value.tensors, payload.mutable_data_ptr<uint8_t>());
     post(payload, tag_of(microbatch) + 1);
-    place.capacity = whole;
   }
 }
 

@@ -80,27 +80,40 @@ PeerVerdict Peers::receive(int peer, int tag) {
 PeerVerdict Peers::agree(const PeerVerdict& own) {
   const memory::Unlimited unlimited;
   const bool last = rank() + 1 == size();
-  try {
-    auto verdict = own;
-    if (rank() > 0) {
-      verdict = worse(receive(rank() - 1, kForwardTag), std::move(verdict));
+  auto verdict = own;
+  std::string broke;
+  // A neighbour that is gone: the other one is told, for it waits.
+  const auto talk = [&](const auto& exchange) {
+    try {
+      exchange();
+    } catch (const std::exception&) {
+      broke = "the pipeline's process group broke" +
+              (own.kind == PeerVerdict::Kind::ok ? "" : " after: " + own.text) +
+              " (error: " + brimful::describe(std::current_exception()) + ")";
+      verdict = own;
+      verdict.kind = PeerVerdict::Kind::error;
+      verdict.rank = rank();
+      verdict.text = broke;
     }
-    if (!last) {
-      send(rank() + 1, verdict, kForwardTag);
-      verdict = receive(rank() + 1, kBackTag);
-    }
-    if (rank() > 0) {
-      send(rank() - 1, verdict, kBackTag);
-    }
-    return verdict;
-  } catch (const std::exception&) {
-    const auto text = brimful::describe(std::current_exception());
-    brimful::detail::throw_rank_failed(
-        own.kind == PeerVerdict::Kind::ok ? -1 : rank(), -1, FailureKind::error,
-        "the pipeline's process group broke" +
-            (own.kind == PeerVerdict::Kind::ok ? "" : " after: " + own.text) + " (error: " + text +
-            ")");
+  };
+  if (rank() > 0) {
+    talk([&] { verdict = worse(receive(rank() - 1, kForwardTag), std::move(verdict)); });
   }
+  if (!last) {
+    talk([&] {
+      send(rank() + 1, verdict, kForwardTag);
+      auto theirs = receive(rank() + 1, kBackTag);
+      verdict = broke.empty() ? std::move(theirs) : std::move(verdict);
+    });
+  }
+  if (rank() > 0) {
+    talk([&] { send(rank() - 1, verdict, kBackTag); });
+  }
+  if (!broke.empty()) {
+    brimful::detail::throw_rank_failed(own.kind == PeerVerdict::Kind::ok ? -1 : rank(), -1,
+                                       FailureKind::error, broke);
+  }
+  return verdict;
 }
 
 std::shared_ptr<Peers> peers_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {

@@ -204,6 +204,7 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   const OneCall::Entered entered(calls, "step");
   last_failure.reset();
   require_rows(rows, options.microbatches);
+  parameters = trained_of(executor->stages());  // some may have been frozen, or unfrozen
   auto microbatches = microbatches_for(rows);
   for (const auto& each : norms) {
     each->norms.require_whole(microbatches);
@@ -244,6 +245,7 @@ Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
   last_failure.reset();
   require_rows(rows, 1);
   auto microbatches = std::min(rows, microbatches_for(rows));
+  parameters.clear();  // no gradient is this call's to undo
   transaction.capture();
   auto inference = work;
   inference.loss = nullptr;

@@ -4,26 +4,13 @@
 #include <brimful/sizer/grad_scaler.h>
 
 #include <algorithm>
+#include <unordered_set>
 
 #include "pipeline/pipeline_state.h"
 #include "sizer/loss_scale.h"
 
 namespace brimful::pipeline {
 namespace {
-
-std::vector<at::Tensor> trained_of(const std::vector<Stage>& stages) {
-  std::vector<at::Tensor> trained;
-  for (const auto& stage : stages) {
-    for (const auto& parameter : stage.parameters) {
-      const bool known = std::any_of(trained.begin(), trained.end(),
-                                     [&](const auto& t) { return t.is_same(parameter); });
-      if (parameter.requires_grad() && !known) {
-        trained.push_back(parameter);
-      }
-    }
-  }
-  return trained;
-}
 
 std::vector<at::Tensor> buffers_of(const std::vector<Stage>& stages) {
   std::vector<at::Tensor> buffers;
@@ -73,6 +60,19 @@ ExecutorOptions executor_options(const PipelineOptions& options) {
 }
 }  // namespace
 
+std::vector<at::Tensor> trained_of(const std::vector<Stage>& stages) {
+  std::vector<at::Tensor> trained;
+  std::unordered_set<const c10::TensorImpl*> known;
+  for (const auto& stage : stages) {
+    for (const auto& parameter : stage.parameters) {
+      if (parameter.requires_grad() && known.insert(parameter.unsafeGetTensorImpl()).second) {
+        trained.push_back(parameter);
+      }
+    }
+  }
+  return trained;
+}
+
 std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices) {
   std::vector<c10::Device> result;
   for (const auto device : devices) {
@@ -85,7 +85,6 @@ std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices) {
 
 Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
     : options(with_devices(std::move(wanted), stages.size())),
-      parameters(trained_of(stages)),
       transaction(buffers_of(stages), distinct(options.devices)) {
   TORCH_CHECK_VALUE(options.microbatches >= 1,
                     "a step has at least one microbatch (microbatches: ", options.microbatches,

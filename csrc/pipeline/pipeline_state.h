@@ -20,6 +20,9 @@ struct StageNorms {
 /// Each once.
 std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices);
 
+/// Parameters that need a gradient, each once.
+std::vector<at::Tensor> trained_of(const std::vector<Stage>& stages);
+
 struct Pipeline::State {
   State(std::vector<Stage> stages, PipelineOptions wanted);
 
@@ -28,7 +31,8 @@ struct Pipeline::State {
   Schedule schedule(int64_t microbatches, bool training) const;
 
   PipelineOptions options;
-  std::vector<at::Tensor> parameters;  ///< that need a gradient, each once
+  /// Whose gradients an attempt makes, and undoes if it fails: none in forward().
+  std::vector<at::Tensor> parameters;
   std::vector<std::shared_ptr<StageNorms>> norms;
   Transaction transaction;
   std::unique_ptr<Executor> executor;

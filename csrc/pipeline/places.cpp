@@ -47,8 +47,8 @@ std::string Places::full_text(int place) const {
   return text(place) + " (rank " + std::to_string(rank(place)) + ", " + number(place) + ")";
 }
 
-std::vector<Channel> channels_of(const Places& places, ChannelKind kind) {
-  std::map<std::pair<int, int>, Channel> channels;
+std::vector<MessageOrder> channels_of(const Places& places, ChannelKind kind) {
+  std::map<std::pair<int, int>, MessageOrder> channels;
   for (int place = 0; place < places.size(); ++place) {
     const auto& action = places.action(place);
     if (is_compute(action.kind)) {
@@ -64,7 +64,7 @@ std::vector<Channel> channels_of(const Places& places, ChannelKind kind) {
     auto& channel = channels[key];
     (sends ? channel.sends : channel.receives).push_back(place);
   }
-  std::vector<Channel> result;
+  std::vector<MessageOrder> result;
   for (auto& [key, channel] : channels) {
     result.push_back(std::move(channel));
   }

@@ -39,12 +39,12 @@ class Places {
 };
 
 /// The messages of a channel: places of sends in their order, and of receives in theirs.
-struct Channel {
+struct MessageOrder {
   std::vector<int> sends;
   std::vector<int> receives;
 };
 
 /// The channels of a schedule in which each message has one send and one receive, on different ranks.
-std::vector<Channel> channels_of(const Places& places, ChannelKind kind);
+std::vector<MessageOrder> channels_of(const Places& places, ChannelKind kind);
 
 }  // namespace brimful::pipeline

@@ -37,6 +37,11 @@ void require_known_parameters(StageRun& stage, const InFlight& flight) {
   stage.known_parameters.check(outputs, {&given, &flight.inputs, &popped}, stage.index);
 }
 
+/// The host does not wait, but where it reads the copy itself.
+at::Tensor moved(const at::Tensor& tensor, c10::Device device) {
+  return tensor.to(device, /*non_blocking=*/!device.is_cpu());
+}
+
 std::vector<at::Tensor> detached(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> result;
   result.reserve(tensors.size());
@@ -83,15 +88,19 @@ void RankRun::run(StageRun& stage, const Action& action) {
 
 void RankRun::make_up(StageRun& stage, const Action& action) {
   const auto microbatch = action.microbatch;
-  const auto discard = [&](Channel* channel) {
+  const auto with_remote = [](Channel* channel, const auto& make) {
     if (auto* remote = dynamic_cast<GroupChannel*>(channel)) {
-      remote->discard(microbatch);
+      try {
+        make(*remote);
+      } catch (const std::exception&) {  // that peer is gone; others wait all the same
+      }
     }
   };
+  const auto discard = [&](Channel* channel) {
+    with_remote(channel, [&](GroupChannel& remote) { remote.discard(microbatch); });
+  };
   const auto send_failure = [&](Channel* channel) {
-    if (auto* remote = dynamic_cast<GroupChannel*>(channel)) {
-      remote->send_failure(microbatch);
-    }
+    with_remote(channel, [&](GroupChannel& remote) { remote.send_failure(microbatch); });
   };
   switch (action.kind) {
     case ActionKind::forward:
@@ -101,7 +110,11 @@ void RankRun::make_up(StageRun& stage, const Action& action) {
     case ActionKind::backward_input:
       discard(stage.output_gradients);
       return send_failure(stage.input_gradients);
-    default:  // what receives comes before, and what sends after: both are made up for there
+    case ActionKind::send_forward:  // its forward may be behind it
+      return send_failure(stage.outputs);
+    case ActionKind::send_backward:
+      return send_failure(stage.input_gradients);
+    default:  // receives are made up for where their message is used
       return;
   }
 }
@@ -126,7 +139,7 @@ void RankRun::forward(StageRun& stage, int microbatch) {
     for (auto& tensor : input.tensors) {
       if (tensor.defined()) {  // no gradient leaves the first stage
         tensor = tensor.requires_grad() ? tensor.detach() : tensor;
-        tensor = tensor.to(stage.device, /*non_blocking=*/true);
+        tensor = moved(tensor, stage.device);
       }
     }
     flight.inputs = input.tensors;
@@ -136,7 +149,7 @@ void RankRun::forward(StageRun& stage, int microbatch) {
     for (size_t i = 0; i < input.tensors.size(); ++i) {
       auto& tensor = input.tensors[i];
       if (tensor.defined() && tensor.device() != stage.device) {
-        tensor = tensor.to(stage.device, /*non_blocking=*/true);
+        tensor = moved(tensor, stage.device);
       }
       if (message.needs_gradient[i] != 0) {
         tensor.set_requires_grad(true);
@@ -216,9 +229,8 @@ RankRun::Roots RankRun::roots_of(StageRun& stage, int microbatch) {
   const auto add = [&](const at::Tensor& output, const at::Tensor& gradient) {
     if (output.defined() && gradient.defined()) {
       roots.outputs.push_back(output);
-      roots.gradients.push_back(gradient.device() == output.device()
-                                    ? gradient
-                                    : gradient.to(output.device(), /*non_blocking=*/true));
+      roots.gradients.push_back(
+          gradient.device() == output.device() ? gradient : moved(gradient, output.device()));
     }
   };
   for (size_t i = 0; i < flight.outputs.size(); ++i) {

@@ -80,7 +80,14 @@ void SkipScope::stash(const std::string& name, const at::Tensor& tensor) {
 
 at::Tensor SkipScope::pop(const std::string& name) {
   auto [tensor, needs_gradient] = board_.take(name, microbatch_);
-  tensor = tensor.to(device_, /*non_blocking=*/true);
+  const auto own = std::find_if(stashed.begin(), stashed.end(),
+                                [&](const auto& parcel) { return parcel.name == name; });
+  if (own != stashed.end()) {  // of this very stage: its graph goes on
+    auto whole = std::move(own->tensor);
+    stashed.erase(own);
+    return whole;
+  }
+  tensor = tensor.to(device_, /*non_blocking=*/!device_.is_cpu());
   if (needs_gradient) {
     tensor.set_requires_grad(true);
     popped.push_back({name, tensor});
