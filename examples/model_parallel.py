@@ -144,27 +144,34 @@ def show_curve(model, batch, args):
     taken = {count: [] for count in ways}
     for turn in range(args.rounds + 1):
         for count, step in ways.items():
-            seconds = seconds_of(step, batch)
+            measured = seconds_and_cores(step, batch)
             if turn > 0:  # the first is the warm-up
-                taken[count].append(seconds)
+                taken[count].append(measured)
     best = {count: min(times) for count, times in taken.items()}
 
-    print("\nmicrobatches   images in each   seconds a batch   speed-up   ideal of two equal parts")
-    print(f"{'by hand':>12}   {args.batch:14}   {best[0]:15.4f}   {1:8.2f}")
-    for count in args.microbatches:
-        ideal = 2 * count / (count + 1)
-        images = -(-args.batch // count)
-        speed_up = best[0] / best[count]
-        print(f"{count:12}   {images:14}   {best[count]:15.4f}   {speed_up:8.2f}   {ideal:24.2f}")
+    print(
+        "\nmicrobatches   images each   seconds a batch   cores used   speed-up   ideal, equal parts"
+    )
+    for count, (seconds, cores) in best.items():
+        name, images = (count, -(-args.batch // count)) if count else ("by hand", args.batch)
+        ideal = f"{2 * count / (count + 1):.2f}" if count else ""
+        speed_up = best[0][0] / seconds
+        row = f"{name:>12}   {images:11}   {seconds:15.4f}   {cores:10.2f}   {speed_up:8.2f}   {ideal:>18}"
+        print(row.rstrip())
+    if args.devices == ["cpu", "cpu"] and max(cores for _, cores in best.values()) < 1.2:
+        print(
+            "\nNo way has had two cores to itself: are other programs busy? There is no speed-up without."
+        )
 
 
-def seconds_of(step, batch):
-    begin = time.perf_counter()
+def seconds_and_cores(step, batch):
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     step(*batch)
     for tensor in batch:
         if tensor.device.type != "cpu":
             torch.accelerator.synchronize(tensor.device)
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    return seconds, (time.process_time() - cpu_begin) / seconds
 
 
 def parse_arguments():
