@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,20 @@ def _microbatches(wanted: int | None, schedule: Any) -> int:
     return schedule.microbatches if isinstance(schedule, _C.Schedule) else 8
 
 
+@contextlib.contextmanager
+def _said_to_be_fixed(schedule: Any) -> Iterator[None]:
+    """One schedule is of one number of microbatches: a shortage of memory cannot be met by more of them."""
+    try:
+        yield
+    except _C.BatchTooLarge as error:
+        if isinstance(schedule, _C.Schedule):
+            error.add_note(
+                f"the schedule is fixed (microbatches: {schedule.microbatches}), so no other number was tried; "
+                "give one with more, or the name of a schedule, or a function of the number of microbatches"
+            )
+        raise
+
+
 def _to_devices(stages: Sequence[Any], devices: Sequence[torch.device], schedule: Any) -> None:
     ranks = len(devices)
     folded = schedule in ("zbv", "dualpipev")  # the second half goes back over the ranks
@@ -135,7 +149,8 @@ class Pipeline:
 
     When memory runs out in any stage, all stop, what the step has done is undone (gradients, buffers, random numbers),
     and it is repeated with twice the microbatches, at most ``max_retries`` times; later steps begin with what has
-    fitted. ``batch_norm`` says what to do about BatchNorm, which normalises every microbatch by itself, as in
+    fitted. A ``Schedule`` is of one number of microbatches: its step is not repeated; a function of the number is.
+    ``batch_norm`` says what to do about BatchNorm, which normalises every microbatch by itself, as in
     ``BatchSizer``; ``"rescale"`` moves running statistics once a step, as far as one batch does. ``batch_dim``, or
     ``size_fn`` and ``split_fn``, say how batch and target are cut, and ``scaler`` scales the loss's gradient, as there.
 
@@ -180,12 +195,13 @@ class Pipeline:
             raise TypeError(f"loss_fn must be callable (type: {type(loss_fn)})")
         self._stages = stages
         self._loss_fn = loss_fn
+        self._schedule = schedule
         self._core = _C.Pipeline(
             stages=parts,
             devices=chosen,
             schedule=schedule,
             microbatches=_microbatches(microbatches, schedule),
-            max_retries=max_retries,
+            max_retries=min(max_retries, 0) if isinstance(schedule, _C.Schedule) else max_retries,
             threads_per_rank=threads_per_rank,
             trace=trace,
             batch_norm=batch_norm,
@@ -205,14 +221,16 @@ class Pipeline:
         """
         if self._loss_fn is None:
             raise TypeError("step needs a loss function (loss_fn: None); give one to Pipeline")
-        return self._core.step(batch, target, self._loss_fn)
+        with _said_to_be_fixed(self._schedule):
+            return self._core.step(batch, target, self._loss_fn)
 
     def forward(self, batch: Any) -> Any:
         """The last stage's output for all rows, without gradients; microbatches stream through the stages.
 
         Modules are as they are: call their ``eval`` first. Tensors of the microbatches are joined along dimension 0.
         """
-        return self._core.forward(batch)
+        with _said_to_be_fixed(self._schedule):
+            return self._core.forward(batch)
 
     def trace(self) -> str:
         """The last step as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing: measured beside planned.

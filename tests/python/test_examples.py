@@ -31,8 +31,12 @@ def torchrun(*arguments):
         "--nproc-per-node",
         "2",
     ]
+    return run(*command, *arguments)
+
+
+def run(*command):
     done = subprocess.run(
-        [*command, *map(str, arguments)],
+        list(map(str, command)),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -104,6 +108,25 @@ def test_cpp_app_ends_with_the_parameters_of_the_python_program(demo, cpp_app, t
     assert int(pieces[1]) > 1
     right = re.search(r"test accuracy: ([\d.]+) %", printed)
     assert float(right[1]) == pytest.approx(100 * result["accuracy"], abs=0.051)
+
+
+def test_a_model_by_hand_and_its_pipeline_have_the_same_gradients():
+    sizes = {"--batch": 8, "--image": 8, "--width": 8, "--steps": 2, "--rounds": 1}
+    options = [str(word) for pair in sizes.items() for word in pair]
+    printed = run(
+        sys.executable, EXAMPLES / "model_parallel.py", *options, "--microbatches", 1, 2, 3
+    )
+    difference = re.search(r"largest difference of gradients: (\S+) of the largest", printed)
+    assert float(difference[1]) < 1e-5
+    assert "the gradients of the two ways differ" not in printed
+    losses = re.findall(r"^ +\d   +([\d.]+)   +([\d.]+)$", printed, re.MULTILINE)
+    assert len(losses) == 2
+    for by_hand, pipelined in losses:
+        assert float(by_hand) == pytest.approx(float(pipelined), rel=1e-4)
+    row = r"^ +{}   +{}   +[\d.]+   +[\d.]+   +[\d.]+   +{}$"
+    assert re.search(r"^ +by hand   +8   +[\d.]+   +[\d.]+   +1\.00$", printed, re.MULTILINE)
+    for count, images, ideal in ((1, 8, "1.00"), (2, 4, "1.33"), (3, 3, "1.50")):
+        assert re.search(row.format(count, images, ideal), printed, re.MULTILINE), printed
 
 
 def test_shares_are_uneven_and_cover_the_data():

@@ -411,6 +411,39 @@ def test_a_limit_of_memory_is_met_by_more_microbatches():
     assert caught.value.tried and caught.value.device == "cpu"
 
 
+def test_a_fixed_schedule_is_not_repeated_with_more_microbatches():
+    model = net()
+    x, y = data()
+    _, gradients = whole(model, x, y)
+    stages = split_sequential(model, [2, 2])
+    full = [True]
+
+    def loss_fn(output, target):
+        if full[0]:
+            raise torch.OutOfMemoryError("planted")
+        return F.mse_loss(output, target)
+
+    pipe = Pipeline(stages, schedule=brimful.Schedule("1f1b", 2, 3), loss_fn=loss_fn)
+    with pytest.raises(brimful.BatchTooLarge) as caught:
+        pipe.step(x, y)
+    assert [tried[0] for tried in caught.value.tried] == [3]
+    assert "the schedule is fixed (microbatches: 3)" in "".join(caught.value.__notes__)
+    full[0] = False
+    model.zero_grad()
+    assert pipe.step(x, y).microbatches == 3
+    assert relative_difference(gradients_of(model), gradients) < 1e-12
+    with pytest.raises(ValueError, match="max_retries"):
+        Pipeline(stages, schedule=brimful.Schedule("1f1b", 2, 3), max_retries=-1)
+    # A function of the number may make another.
+    full[0] = True
+    pipe = Pipeline(
+        stages, schedule=lambda n: brimful.Schedule("1f1b", 2, n), microbatches=3, loss_fn=loss_fn
+    )
+    with pytest.raises(brimful.BatchTooLarge) as caught:
+        pipe.step(x, y)
+    assert len(caught.value.tried) > 1 and not hasattr(caught.value, "__notes__")
+
+
 def test_random_numbers_of_a_repeated_step_begin_anew():
     drawn = []
 
