@@ -339,6 +339,9 @@ void Executor::Impl::run_actions(int rank, RankRun& run) {
     const auto began = options.trace ? now_ns() : 0;
     std::exception_ptr error;
     try {
+      if (job_.work->refused) {
+        std::rethrow_exception(job_.work->refused);
+      }
       if (options.before_action) {
         options.before_action(rank, static_cast<int>(i), action);
       }

@@ -21,6 +21,7 @@ struct Wire {
   int64_t kind = 0;
   int64_t rank = 0;
   int64_t rows = 0;
+  int64_t may_split = 1;
   double loss_sum = 0;
   double weight = 0;
   std::array<char, kTextBytes> text{};
@@ -29,6 +30,7 @@ struct Wire {
 PeerVerdict worse(PeerVerdict first, PeerVerdict second) {
   const double loss_sum = first.loss_sum + second.loss_sum;
   const double weight = first.weight + second.weight;
+  const bool may_split = first.may_split && second.may_split;
   const bool disagree = first.rows != second.rows;
   auto worst = second.kind > first.kind ? std::move(second) : std::move(first);
   if (disagree && worst.kind == PeerVerdict::Kind::ok) {
@@ -37,6 +39,7 @@ PeerVerdict worse(PeerVerdict first, PeerVerdict second) {
   }
   worst.loss_sum = loss_sum;
   worst.weight = weight;
+  worst.may_split = may_split;
   return worst;
 }
 }  // namespace
@@ -52,6 +55,7 @@ void Peers::send(int peer, const PeerVerdict& verdict, int tag) {
   wire.kind = static_cast<int64_t>(verdict.kind);
   wire.rank = verdict.rank;
   wire.rows = verdict.rows;
+  wire.may_split = verdict.may_split ? 1 : 0;
   wire.loss_sum = verdict.loss_sum;
   wire.weight = verdict.weight;
   std::memcpy(wire.text.data(), verdict.text.data(), std::min(verdict.text.size(), kTextBytes));
@@ -71,6 +75,7 @@ PeerVerdict Peers::receive(int peer, int tag) {
   verdict.kind = static_cast<PeerVerdict::Kind>(wire.kind);
   verdict.rank = wire.rank;
   verdict.rows = wire.rows;
+  verdict.may_split = wire.may_split != 0;
   verdict.loss_sum = wire.loss_sum;
   verdict.weight = wire.weight;
   verdict.text.assign(wire.text.data(), strnlen(wire.text.data(), kTextBytes));

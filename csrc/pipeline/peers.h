@@ -13,7 +13,8 @@ struct PeerVerdict {
   enum class Kind : int64_t { ok, out_of_memory, error };
   Kind kind = Kind::ok;
   int64_t rank = 0;
-  int64_t rows = 0;  ///< that the ranks must have alike
+  int64_t rows = 0;       ///< that the ranks must have alike
+  bool may_split = true;  ///< no rank's BatchNorms refuse to
   double loss_sum = 0;
   double weight = 0;
   std::string text;  ///< cut where it is long

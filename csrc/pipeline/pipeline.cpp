@@ -80,15 +80,16 @@ int64_t Pipeline::State::microbatches_for(int64_t rows) const {
 }
 
 StepResult Pipeline::State::attempt(const Schedule& schedule, const std::vector<int64_t>& split,
-                                    const PipelineWork& work) {
-  if (work.begin) {
-    work.begin(split);
+                                    const PipelineWork& work, std::exception_ptr refused) {
+  StepWork actions;
+  actions.refused = std::move(refused);
+  if (work.begin && !actions.refused) {
+    actions.refused = refusal_of([&] { work.begin(split); });
   }
   std::vector<int64_t> begins{0};
   for (const auto rows : split) {
     begins.push_back(begins.back() + rows);
   }
-  StepWork actions;
   actions.ref = static_cast<double>(begins.back());
   actions.input = [&](int i) { return work.input(i, begins[i], begins[i + 1]); };
   if (work.loss) {
@@ -105,6 +106,8 @@ StepResult Pipeline::State::attempt(const Schedule& schedule, const std::vector<
 PeerVerdict Pipeline::State::agree(const StepResult& result, int64_t rows) {
   PeerVerdict own;
   own.rows = rows;
+  own.may_split =
+      std::all_of(norms.begin(), norms.end(), [](const auto& n) { return n->norms.may_split(); });
   if (result.failure) {
     own.kind =
         result.failure->out_of_memory ? PeerVerdict::Kind::out_of_memory : PeerVerdict::Kind::error;
@@ -150,11 +153,9 @@ void Pipeline::State::discard() {
 }
 
 int64_t Pipeline::State::refine(const Failure& failure, int64_t rows, int64_t microbatches,
-                                int64_t retries, std::vector<TriedSplit>& tried,
-                                int64_t peak_bytes) {
+                                int64_t retries, std::vector<TriedSplit>& tried, int64_t peak_bytes,
+                                bool may_split) {
   tried.push_back({microbatches, (rows + microbatches - 1) / microbatches, peak_bytes});
-  const bool may_split =
-      std::all_of(norms.begin(), norms.end(), [](const auto& n) { return n->norms.may_split(); });
   const bool last = retries >= options.max_retries || microbatches >= rows || !may_split;
   if (last && failure.elsewhere) {
     brimful::detail::throw_rank_failed(failure.rank, -1, FailureKind::out_of_memory,
@@ -203,25 +204,27 @@ Failure Pipeline::State::settle(StepResult& result, const PeerVerdict& verdict) 
 PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   const OneCall::Entered entered(calls, "step");
   last_failure.reset();
-  require_rows(rows, options.microbatches);
   parameters = trained_of(executor->stages());  // some may have been frozen, or unfrozen
   auto microbatches = microbatches_for(rows);
-  for (const auto& each : norms) {
-    each->norms.require_whole(microbatches);
-  }
   const Peaks peaks(options.devices);
   KeptGradients kept;
   const KeptGradients::Scope give_back(kept);
-  kept.take(parameters);
+  const auto refused = refusal_of([&] {
+    require_rows(rows, options.microbatches);
+    for (const auto& each : norms) {
+      each->norms.require_whole(microbatches);
+    }
+    kept.take(parameters);
+  });
   transaction.capture();
   PipelineOutcome outcome;
   std::vector<TriedSplit> tried;
   while (true) {
-    outcome.split = split_rows(rows, microbatches);
+    outcome.split = refused ? std::vector<int64_t>(microbatches) : split_rows(rows, microbatches);
     auto order = schedule(microbatches, true);
     auto [result, verdict] = undone_if_thrown([&] {
       const NormsScope scope(norms, microbatches);
-      auto ran = attempt(order, outcome.split, work);
+      auto ran = attempt(order, outcome.split, work, refused);
       const auto end = agree(ran, rows);
       return std::pair(std::move(ran), end);
     });
@@ -233,8 +236,8 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
       return outcome;
     }
     const auto failure = settle(result, verdict);
-    microbatches =
-        refine(failure, rows, microbatches, outcome.retries, tried, total_bytes(peaks.bytes()));
+    microbatches = refine(failure, rows, microbatches, outcome.retries, tried,
+                          total_bytes(peaks.bytes()), verdict.may_split);
     ++outcome.retries;
   }
 }
@@ -253,7 +256,8 @@ Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
   for (int64_t retries = 0;; ++retries) {
     const memory::PeakScope peak(options.devices[0]);
     auto [result, verdict] = undone_if_thrown([&] {
-      auto ran = attempt(schedule(microbatches, false), split_rows(rows, microbatches), inference);
+      auto ran = attempt(schedule(microbatches, false), split_rows(rows, microbatches), inference,
+                         nullptr);
       const auto end = agree(ran, rows);
       return std::pair(std::move(ran), end);
     });
@@ -262,7 +266,8 @@ Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
     }
     const auto failure = settle(result, verdict);
     result.outputs.clear();
-    microbatches = refine(failure, rows, microbatches, retries, tried, peak.peak_bytes());
+    microbatches =
+        refine(failure, rows, microbatches, retries, tried, peak.peak_bytes(), verdict.may_split);
   }
 }
 

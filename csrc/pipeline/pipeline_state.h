@@ -46,7 +46,7 @@ struct Pipeline::State {
  private:
   int64_t microbatches_for(int64_t rows) const;
   StepResult attempt(const Schedule& schedule, const std::vector<int64_t>& split,
-                     const PipelineWork& work);
+                     const PipelineWork& work, std::exception_ptr refused);
   /// How the attempt has ended on all ranks.
   PeerVerdict agree(const StepResult& result, int64_t rows);
   void stand(StepResult result, const PeerVerdict& verdict, PipelineOutcome& outcome,
@@ -56,7 +56,20 @@ struct Pipeline::State {
   void discard();
   /// The number of microbatches to go on with.
   int64_t refine(const Failure& failure, int64_t rows, int64_t microbatches, int64_t retries,
-                 std::vector<TriedSplit>& tried, int64_t peak_bytes);
+                 std::vector<TriedSplit>& tried, int64_t peak_bytes, bool may_split);
+  /// What `work` throws where other processes must learn of it; else it is thrown.
+  template <typename Work>
+  std::exception_ptr refusal_of(const Work& work) {
+    try {
+      work();
+    } catch (...) {
+      if (!options.peers) {
+        throw;
+      }
+      return std::current_exception();
+    }
+    return nullptr;
+  }
   /// What `work` returns; when it throws, the attempt is undone first.
   template <typename Work>
   auto undone_if_thrown(const Work& work) {

@@ -1,5 +1,7 @@
 """A pipeline whose ranks are processes over gloo."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -47,18 +49,22 @@ def close(model, gradients, rank):
     return relative_difference(own, {name: gradients[name] for name in own}) < 1e-12
 
 
-def train(here, schedule):
-    rank = here.index
-    model = net()
-    loss, gradients = expected_gradients(model)
-    stages = brimful.split_sequential(model, [2, 2])
-    pipe = brimful.Pipeline(
+def pipeline_of(stages, rank, schedule="1f1b"):
+    return brimful.Pipeline(
         [stages[rank]],
         group=torch.distributed.group.WORLD,
         schedule=schedule,
         microbatches=4,
         loss_fn=F.mse_loss,
     )
+
+
+def train(here, schedule):
+    rank = here.index
+    model = net()
+    loss, gradients = expected_gradients(model)
+    stages = brimful.split_sequential(model, [2, 2])
+    pipe = pipeline_of(stages, rank, schedule)
     x, y = data()
     outcome = pipe.step(x, y)
     assert outcome.loss == pytest.approx(loss, rel=1e-12)
@@ -79,12 +85,7 @@ def fail(here):
     model = net()
     _, gradients = expected_gradients(model)
     stages = [Planted(stage) for stage in brimful.split_sequential(model, [2, 2])]
-    pipe = brimful.Pipeline(
-        [stages[rank]],
-        group=torch.distributed.group.WORLD,
-        microbatches=4,
-        loss_fn=F.mse_loss,
-    )
+    pipe = pipeline_of(stages, rank)
     x, y = data()
     for failing in range(2):
         for microbatch in range(4):
@@ -110,3 +111,54 @@ def fail(here):
 
 def test_a_failure_in_one_process_is_raised_or_repeated_in_all(ranks):
     assert ranks(fail) == [True, True]
+
+
+def refuse(here):
+    """A batch that is too small for the microbatches, on one rank alone."""
+    rank = here.index
+    model = net()
+    _, gradients = expected_gradients(model)
+    pipe = pipeline_of(brimful.split_sequential(model, [2, 2]), rank)
+    x, y = data()
+    for refusing in range(2):
+        rows = 3 if rank == refusing else len(x)
+        began = time.monotonic()
+        wanted = ValueError if rank == refusing else brimful.RankFailed
+        with pytest.raises(wanted, match="more microbatches than rows"):
+            pipe.step(x[:rows], y[:rows])
+        assert time.monotonic() - began < 1
+        pipe.step(x, y)
+        assert close(model, gradients, rank)
+        model.zero_grad()
+    return True
+
+
+def test_what_is_wrong_before_the_first_action_reaches_the_other_process(ranks):
+    assert ranks(refuse) == [True, True]
+
+
+class Dying(nn.Module):
+    def forward(self, x):
+        os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def die(here, lost):
+    rank = here.index
+    stages = [*brimful.split_sequential(net(), [1, 2, 1])]
+    if rank == lost:
+        stages[rank].append(Dying())
+    pipe = pipeline_of(stages, rank)
+    began = time.monotonic()
+    with pytest.raises(brimful.RankFailed, match="broke"):
+        pipe.step(*data())
+    seconds = time.monotonic() - began
+    time.sleep(3)  # the others must not live on this one's end
+    return seconds
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_when_a_process_dies_the_others_do_not_wait_for_each_other(ranks, lost):
+    seconds = ranks(die, lost, size=3, timeout_s=60, lost=(lost,))
+    assert seconds.pop(lost) is None
+    assert max(seconds) < 3

@@ -42,6 +42,8 @@ struct StepWork {
   /// Makes the seed of a microbatch's backward of its share of the loss. Default: that share.
   std::function<at::Tensor(const at::Tensor& share)> seed;
   double ref = 1;  ///< what the losses' weights are divided by
+  /// Fails the first action: what went wrong before it. Other processes learn of it as of any failure.
+  std::exception_ptr refused;
 };
 
 /// When an action ran, in nanoseconds of the steady clock; `begin_ns` comes after its messages did.
