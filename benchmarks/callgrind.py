@@ -53,21 +53,27 @@ def profile(program: Path, *arguments: str) -> str:
             str(program),
             *arguments,
         ]
-        try:
-            done = subprocess.run(
-                command,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise Unavailable(f"callgrind took longer than {TIMEOUT_S:g} s") from None
-        if done.returncode != 0 or not out.exists():
-            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise Unavailable(f"callgrind ended with exit status {done.returncode}: {last}")
+        run(command, "callgrind", TIMEOUT_S, makes=out)
         return out.read_text()
+
+
+def run(command: Sequence[str], name: str, timeout_s: float, makes: Path | None = None) -> str:
+    """Runs a command in one thread; returns what it prints. Raises Unavailable, also if it does not make the file."""
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"{name} took longer than {timeout_s:g} s") from None
+    if done.returncode != 0 or (makes is not None and not makes.exists()):
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise Unavailable(f"{name} ended with exit status {done.returncode}: {last}")
+    return done.stdout
 
 
 def total(text: str) -> int:
