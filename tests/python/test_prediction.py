@@ -9,8 +9,6 @@ from rank_processes import raised
 
 import brimful
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROWS = 240
 
 
