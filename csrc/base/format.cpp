@@ -30,4 +30,12 @@ std::string format_list(const std::vector<int>& numbers) {
   return text;
 }
 
+std::string format_numbered(const std::vector<std::string>& entries) {
+  std::string text;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    text += (i == 0 ? "" : "; ") + std::to_string(i + 1) + ". " + entries[i];
+  }
+  return text;
+}
+
 }  // namespace brimful

@@ -12,4 +12,7 @@ BRIMFUL_API std::string format_bytes(int64_t bytes);
 /// "0, 2, 5".
 BRIMFUL_API std::string format_list(const std::vector<int>& numbers);
 
+/// "1. this; 2. that".
+BRIMFUL_API std::string format_numbered(const std::vector<std::string>& entries);
+
 }  // namespace brimful

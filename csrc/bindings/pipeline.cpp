@@ -120,13 +120,8 @@ class PythonPipeline {
     work.begin = [&, slice_inputs = work.begin](const std::vector<int64_t>& split) {
       slice_inputs(split);
       call_python([&] {
-        targets.clear();
-        int64_t begin = 0;
-        for (const auto count : split) {
-          targets.push_back(has_target ? splitter_->slice(target, rows, begin, begin + count)
-                                       : py::none());
-          begin += count;
-        }
+        targets = has_target ? slices_of(target, rows, split)
+                             : std::vector<py::object>(split.size(), py::none());
       });
     };
     work.loss = [&](int i, int64_t begin, int64_t end, const Value& output) {
@@ -153,16 +148,25 @@ class PythonPipeline {
   Pipeline& pipeline() { return *pipeline_; }
 
  private:
+  std::vector<py::object> slices_of(const py::object& batch, int64_t rows,
+                                    const std::vector<int64_t>& split) const {
+    std::vector<py::object> slices;
+    int64_t begin = 0;
+    for (const auto count : split) {
+      slices.push_back(splitter_->slice(batch, rows, begin, begin + count));
+      begin += count;
+    }
+    return slices;
+  }
+
   pipeline::PipelineWork work_for(const py::object& batch, int64_t rows) const {
     pipeline::PipelineWork work;
     const auto inputs = std::make_shared<std::vector<Value>>();
     work.begin = [this, inputs, &batch, rows](const std::vector<int64_t>& split) {
       call_python([&] {
         inputs->clear();
-        int64_t begin = 0;
-        for (const auto count : split) {
-          inputs->push_back(as_value(splitter_->slice(batch, rows, begin, begin + count)));
-          begin += count;
+        for (const auto& piece : slices_of(batch, rows, split)) {
+          inputs->push_back(as_value(piece));
         }
       });
     };

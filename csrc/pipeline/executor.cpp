@@ -46,8 +46,9 @@ const char* words_for(ActionKind kind) {
 /// While a stage's thread works: the caller's state, but backward runs on this thread.
 class CallerState {
  public:
-  CallerState(const at::ThreadLocalState& caller, bool autocast)
+  CallerState(const at::ThreadLocalState& caller, bool autocast, bool keep_casts)
       : guard_(caller), autocast_(autocast) {
+    at::autocast::set_autocast_cache_enabled(keep_casts);  // the thread-local state lacks it
     c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
     if (autocast_) {  // a scope inside a stage would else be the outermost, and clear the casts of all
       at::autocast::increment_nesting();
@@ -238,13 +239,10 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
   const at::ThreadLocalState caller;
   StepResult result;
   result.begin_ns = now_ns();
-  bool autocast = false;
-  for (const auto device : options.devices) {
-    autocast |= at::autocast::is_autocast_enabled(device.type());
-  }
-  job_ = {&schedule, &work, &result, &caller, autocast, {}, true};
+  job_ = {&schedule, &work, &result, &caller};
   job_.keep_casts = at::autocast::is_autocast_cache_enabled();
   for (const auto device : options.devices) {
+    job_.autocast |= at::autocast::is_autocast_enabled(device.type());
     if (!device.is_cpu()) {
       job_.streams.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
     }
@@ -258,9 +256,7 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
   }
   await_ranks();
   for (const auto& channel : channels_) {
-    if (auto* remote = dynamic_cast<GroupChannel*>(channel.get())) {
-      remote->flush();
-    }
+    channel->flush();
   }
   job_ = {};
   skips_.clear();
@@ -311,8 +307,7 @@ void Executor::Impl::run_rank(int rank) {
   if (!job_.streams.empty()) {
     streams.emplace(job_.streams);
   }
-  const CallerState state(*job_.caller, job_.autocast);
-  at::autocast::set_autocast_cache_enabled(job_.keep_casts);  // the thread-local state lacks it
+  const CallerState state(*job_.caller, job_.autocast, job_.keep_casts);
   const EvidenceScope evidence;
   RankRun run(*job_.work, skips_, *job_.result);
   run_actions(first_rank() + rank, run);

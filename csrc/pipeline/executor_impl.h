@@ -35,8 +35,8 @@ class Executor::Impl {
     StepResult* result = nullptr;
     const at::ThreadLocalState* caller = nullptr;
     bool autocast = false;
-    std::vector<c10::Stream> streams;  ///< the caller's current ones, of devices that have some
-    bool keep_casts = true;            ///< autocast's cache
+    bool keep_casts = true;              ///< autocast's cache
+    std::vector<c10::Stream> streams{};  ///< the caller's current ones, of devices that have some
   };
 
   /// Of this process, and the schedule's number of the first of them.

@@ -63,11 +63,8 @@ BatchTooLarge too_large(const Failure& failure, int64_t rows, std::vector<TriedS
     text << (i == 0 ? "" : "; ") << tried[i].pieces << " of " << tried[i].piece_rows
          << " rows (peak: " << format_bytes(tried[i].peak_bytes) << ")";
   }
-  text << ".\nTry next: ";
-  for (size_t i = 0; i < facts.advice.size(); ++i) {
-    text << (i == 0 ? "" : "; ") << i + 1 << ". " << facts.advice[i];
-  }
-  text << ".\nThe last error was: " << failure.text;
+  text << ".\nTry next: " << format_numbered(facts.advice)
+       << ".\nThe last error was: " << failure.text;
   facts.tried = std::move(tried);
   return BatchTooLarge(text.str(), std::move(facts));
 }

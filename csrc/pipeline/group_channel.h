@@ -23,12 +23,9 @@ class GroupChannel : public Channel {
   Message receive(int microbatch) override;
   void reset(int microbatches) override;
 
-  /// Sends that there is no message, in its place; receives what comes, and lets go of it. Each does nothing where the
-  /// microbatch's message has been sent, or received.
-  void send_failure(int microbatch);
-  void discard(int microbatch);
-  /// Waits until all that was sent has arrived, or the group has broken.
-  void flush() noexcept;
+  void send_failure(int microbatch) override;
+  void discard(int microbatch) override;
+  void flush() noexcept override;
 
  private:
   struct Place {

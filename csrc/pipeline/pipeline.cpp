@@ -146,10 +146,11 @@ void Pipeline::State::stand(StepResult result, const PeerVerdict& verdict, Pipel
   last_result = std::move(result);
 }
 
-void Pipeline::State::discard() {
+void Pipeline::State::undo() {
   for (const auto& parameter : parameters) {
     parameter.mutable_grad().reset();
   }
+  transaction.restore();
 }
 
 int64_t Pipeline::State::refine(const Failure& failure, int64_t rows, int64_t microbatches,
@@ -178,8 +179,7 @@ int64_t Pipeline::State::refine(const Failure& failure, int64_t rows, int64_t mi
 }
 
 Failure Pipeline::State::settle(StepResult& result, const PeerVerdict& verdict) {
-  discard();
-  transaction.restore();
+  undo();
   const bool memory = verdict.kind == PeerVerdict::Kind::out_of_memory;
   if (result.failure && result.failure->out_of_memory == memory) {
     last_failure = result.failure;

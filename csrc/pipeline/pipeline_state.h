@@ -53,7 +53,8 @@ struct Pipeline::State {
              KeptGradients& kept);
   /// Throws, or returns the failure that is worth another attempt.
   Failure settle(StepResult& result, const PeerVerdict& verdict);
-  void discard();
+  /// Gradients, buffers and random numbers are as before the attempt.
+  void undo();
   /// The number of microbatches to go on with.
   int64_t refine(const Failure& failure, int64_t rows, int64_t microbatches, int64_t retries,
                  std::vector<TriedSplit>& tried, int64_t peak_bytes, bool may_split);
@@ -76,8 +77,7 @@ struct Pipeline::State {
     try {
       return work();
     } catch (...) {
-      discard();
-      transaction.restore();
+      undo();
       throw;
     }
   }

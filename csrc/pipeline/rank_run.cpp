@@ -5,8 +5,6 @@
 
 #include <chrono>
 
-#include "pipeline/group_channel.h"
-
 namespace brimful::pipeline {
 namespace {
 using Clock = std::chrono::steady_clock;
@@ -88,19 +86,22 @@ void RankRun::run(StageRun& stage, const Action& action) {
 
 void RankRun::make_up(StageRun& stage, const Action& action) {
   const auto microbatch = action.microbatch;
-  const auto with_remote = [](Channel* channel, const auto& make) {
-    if (auto* remote = dynamic_cast<GroupChannel*>(channel)) {
-      try {
-        make(*remote);
-      } catch (const std::exception&) {  // that peer is gone; others wait all the same
+  // A peer that is gone does not matter: others wait all the same.
+  const auto discard = [&](Channel* channel) {
+    try {
+      if (channel != nullptr) {
+        channel->discard(microbatch);
       }
+    } catch (const std::exception&) {
     }
   };
-  const auto discard = [&](Channel* channel) {
-    with_remote(channel, [&](GroupChannel& remote) { remote.discard(microbatch); });
-  };
   const auto send_failure = [&](Channel* channel) {
-    with_remote(channel, [&](GroupChannel& remote) { remote.send_failure(microbatch); });
+    try {
+      if (channel != nullptr) {
+        channel->send_failure(microbatch);
+      }
+    } catch (const std::exception&) {
+    }
   };
   switch (action.kind) {
     case ActionKind::forward:

@@ -190,11 +190,8 @@ std::string words_for(const Shortfall& shortfall, const TooLargeFacts& facts) {
       text << " (source: " << shortfall.others.where << ")";
     }
   }
-  text << ".\nTry next: ";
-  for (size_t i = 0; i < facts.advice.size(); ++i) {
-    text << (i == 0 ? "" : "; ") << i + 1 << ". " << facts.advice[i];
-  }
-  text << ".\nThe last error was: " << shortfall.last_error;
+  text << ".\nTry next: " << format_numbered(facts.advice)
+       << ".\nThe last error was: " << shortfall.last_error;
   return text.str();
 }
 

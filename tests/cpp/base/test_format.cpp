@@ -27,3 +27,8 @@ TEST_CASE("format_bytes takes every int64_t", "[base]") {
   CHECK(format_bytes(std::numeric_limits<int64_t>::max()) == "8.0 EiB");
   CHECK(format_bytes(std::numeric_limits<int64_t>::min()) == "-8.0 EiB");
 }
+
+TEST_CASE("Entries are numbered from 1", "[base]") {
+  CHECK(brimful::format_numbered({}).empty());
+  CHECK(brimful::format_numbered({"this", "that"}) == "1. this; 2. that");
+}

@@ -35,6 +35,15 @@ class BRIMFUL_API Channel {
   virtual Message receive(int microbatch) = 0;
   /// Before each step, by the thread that calls it: nothing is under way.
   virtual void reset(int microbatches) = 0;
+
+  // Between processes, where the other end waits whatever has happened on this one. In one process all are cancelled.
+
+  /// Sends that there is no message, in its place; nothing where it has been sent.
+  virtual void send_failure(int /*microbatch*/) {}
+  /// Receives what comes and lets go of it; nothing where it has been received.
+  virtual void discard(int /*microbatch*/) {}
+  /// Waits until all that was sent has arrived, or the transport has broken.
+  virtual void flush() noexcept {}
 };
 
 }  // namespace brimful::pipeline
