@@ -51,4 +51,8 @@ std::string json_string(const std::string& text) {
   return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
+std::string valid_utf8(const std::string& text) {
+  return nlohmann::json::parse(json_string(text)).get<std::string>();
+}
+
 }  // namespace brimful

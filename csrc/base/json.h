@@ -23,4 +23,7 @@ BRIMFUL_API std::vector<std::vector<int64_t>> lists_from_json(const std::string&
 /// One JSON string, quoted and escaped; what is not UTF-8 is replaced.
 BRIMFUL_API std::string json_string(const std::string& text);
 
+/// The text, with what is not UTF-8 replaced.
+BRIMFUL_API std::string valid_utf8(const std::string& text);
+
 }  // namespace brimful

@@ -40,7 +40,8 @@ bool lists(std::string_view comma_separated, std::string_view name) {
 }
 
 /// This process's path in the hierarchy: "4:memory:/path" of v1, "0::/path" of v2.
-std::optional<std::string> own_path(std::string_view cgroups, LimitSource version) {
+std::optional<std::string> own_path(std::string_view cgroups, LimitSource version,
+                                    std::string_view controller) {
   for (const auto line : split(cgroups, '\n')) {
     const auto first = line.find(':');
     const auto second = first == std::string_view::npos ? first : line.find(':', first + 1);
@@ -48,7 +49,7 @@ std::optional<std::string> own_path(std::string_view cgroups, LimitSource versio
       continue;
     }
     const auto controllers = line.substr(first + 1, second - first - 1);
-    if (version == LimitSource::cgroup_v2 ? controllers.empty() : lists(controllers, "memory")) {
+    if (version == LimitSource::cgroup_v2 ? controllers.empty() : lists(controllers, controller)) {
       return std::string(line.substr(second + 1));
     }
   }
@@ -78,7 +79,8 @@ struct Mount {
 };
 
 /// "31 23 0:28 ROOT POINT OPTIONS [more] - TYPE SOURCE SUPER_OPTIONS"
-std::vector<Mount> mounts_of(std::string_view mountinfo, LimitSource version) {
+std::vector<Mount> mounts_of(std::string_view mountinfo, LimitSource version,
+                             std::string_view controller) {
   std::vector<Mount> found;
   for (const auto line : split(mountinfo, '\n')) {
     const auto dash = line.find(" - ");
@@ -91,7 +93,7 @@ std::vector<Mount> mounts_of(std::string_view mountinfo, LimitSource version) {
       continue;
     }
     if (version == LimitSource::cgroup_v2 ? right[0] == "cgroup2"
-                                          : right[0] == "cgroup" && lists(right[2], "memory")) {
+                                          : right[0] == "cgroup" && lists(right[2], controller)) {
       found.push_back({unescape(left[3]), unescape(left[4])});
     }
   }
@@ -142,9 +144,9 @@ std::optional<int64_t> number_after(std::string_view text, std::string_view key)
 }
 
 std::vector<std::string> cgroup_folders(std::string_view cgroups, std::string_view mounts,
-                                        LimitSource version) {
-  const auto path = own_path(cgroups, version);
-  const auto mounted = mounts_of(mounts, version);
+                                        LimitSource version, std::string_view controller) {
+  const auto path = own_path(cgroups, version, controller);
+  const auto mounted = mounts_of(mounts, version, controller);
   if (!path || mounted.empty()) {
     return {};
   }

@@ -4,13 +4,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
+#include "memory/block_table.h"
 
 namespace brimful::memory {
 
 /// torch's CPU allocator with a count and a limit. Lives for ever: tensors may be freed at any time of the exit.
 ///
 /// Each block is | 64-byte header | data |: the data keep malloc's 64-byte alignment, and the context of a DataPtr is
-/// its data, without which torch's raw_allocate (oneDNN, conv2d) asserts. The header carries the size and a seal.
+/// its data, without which torch's raw_allocate (oneDNN, conv2d) asserts. The header carries the size, a seal and the block's
+/// place in the live table.
 /// raw_deallocate is asked for blocks of the former allocator too (oneDNN's, say): these have no seal
 /// and go back to it.
 class BudgetAllocator final : public c10::Allocator {
@@ -40,12 +43,17 @@ class BudgetAllocator final : public c10::Allocator {
  private:
   BudgetAllocator() = default;
   static void release(void* data);
-  int64_t reserve(int64_t bytes, bool unlimited);
-  void* allocate_block(size_t nbytes);
+  void* take(int64_t bytes, bool unlimited);
+  void* take_tracked(int64_t bytes, bool unlimited);
+  void give_back_tracked(Ticket ticket, int64_t bytes);
+  /// The bytes in use with these, or nothing where they would pass the limit.
+  std::optional<int64_t> reserve(int64_t bytes, bool unlimited);
+  /// nullptr where the system has none left.
+  static void* allocate_block(int64_t bytes);
   void raise_watermark(int64_t used_bytes);
-  void check_faults(size_t nbytes);
+  void check_faults(size_t nbytes, bool unlimited);
   static void record(int64_t bytes);
-  [[noreturn]] void refuse(size_t nbytes, const char* remedy);
+  [[noreturn]] void refuse(int64_t bytes, const char* remedy);
 
   alignas(64) std::atomic<int64_t> used_bytes_{0};
   std::atomic<int64_t> watermark_bytes_{0};

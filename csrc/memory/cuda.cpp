@@ -2,9 +2,12 @@
 #include <ATen/Context.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
+#include <cuda_runtime_api.h>
 #include <algorithm>
+#include <mutex>
 
 namespace brimful::memory {
 namespace {
@@ -80,6 +83,59 @@ std::optional<int64_t> cuda_refusals() noexcept {
 
 std::optional<int64_t> cuda_free_bytes() noexcept {
   return of_current_device([](c10::DeviceIndex index) { return cuda_memory(index).free_bytes; });
+}
+
+std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index) {
+  std::vector<CudaSegment> segments;
+  for (const auto& segment : caching::snapshot().segments) {
+    if (segment.device != index) {
+      continue;
+    }
+    segments.push_back({{}, segment.is_expandable});
+    size_t address = segment.address;
+    for (const auto& block : segment.blocks) {
+      const auto* const data =
+          reinterpret_cast<const void*>(address);  // NOLINT(performance-no-int-to-ptr)
+      segments.back().blocks.push_back(
+          {static_cast<int64_t>(block.size), block.allocated || block.active, data});
+      address += block.size;
+    }
+  }
+  return segments;
+}
+
+bool cuda_is_capturing() noexcept {
+  try {
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  } catch (...) {  // the device is lost: there is nothing to enqueue either
+    return true;
+  }
+}
+
+std::vector<std::string> cuda_uuids() noexcept {
+  static std::mutex mutex;
+  static std::vector<std::string> known;  // asking takes milliseconds, and the answer stays
+  const std::lock_guard lock(mutex);
+  if (!known.empty()) {
+    return known;
+  }
+  std::vector<std::string> uuids;
+  const bool in_use = of_current_device([](c10::DeviceIndex index) { return index; }).has_value();
+  for (int index = 0; in_use && index < c10::cuda::device_count(); ++index) {
+    cudaDeviceProp properties{};
+    if (cudaGetDeviceProperties(&properties, index) != cudaSuccess) {
+      (void)cudaGetLastError();  // not the next caller's
+      return {};
+    }
+    std::string digits;
+    for (const char byte : properties.uuid.bytes) {
+      constexpr const char* kDigits = "0123456789abcdef";
+      digits += kDigits[static_cast<unsigned char>(byte) >> 4];
+      digits += kDigits[static_cast<unsigned char>(byte) & 15];
+    }
+    uuids.push_back(digits);
+  }
+  return known = uuids;
 }
 
 }  // namespace brimful::memory

@@ -2,6 +2,8 @@
 #include <c10/core/Device.h>
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
 /// CUDA's side of stats.cpp: cuda.cpp where there are CUDA headers, else cuda_absent.cpp.
 namespace brimful::memory {
@@ -33,5 +35,31 @@ CudaMemory cuda_memory(c10::DeviceIndex index);
 /// free bytes. Nothing where CUDA is not in use, or answers with an error.
 std::optional<int64_t> cuda_refusals() noexcept;
 std::optional<int64_t> cuda_free_bytes() noexcept;
+
+/// A block of torch's CUDA allocator; those of a segment in the order of their addresses.
+struct CudaBlock {
+  int64_t bytes;
+  bool live;
+  const void* data;
+};
+struct CudaSegment {
+  std::vector<CudaBlock> blocks;
+  bool expandable;
+};
+/// Takes the allocator's lock for a while.
+std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index);
+
+/// Fills the live tables of all CUDA devices from now on, once a session and only where torch's allocator is in use.
+void cuda_follow(uint32_t session);
+/// What they add up to with what was there before, as asked for (torch's requested_bytes). Needs the table's lock.
+int64_t cuda_followed_bytes(c10::DeviceIndex index);
+/// Once, where that allocator has no hook: what to tell the user.
+std::optional<std::string> cuda_refusal();
+
+/// Whether this thread's stream records a CUDA graph, in which nothing else must be enqueued.
+bool cuda_is_capturing() noexcept;
+
+/// The devices of this process in CUDA's order, each as the 32 hex digits of its UUID. None where CUDA is not in use.
+std::vector<std::string> cuda_uuids() noexcept;
 
 }  // namespace brimful::memory

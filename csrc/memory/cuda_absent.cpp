@@ -47,4 +47,26 @@ std::optional<int64_t> cuda_free_bytes() noexcept {
   return std::nullopt;
 }
 
+void cuda_follow(uint32_t /*session*/) {}
+
+int64_t cuda_followed_bytes(c10::DeviceIndex index) {
+  refuse(index);
+}
+
+std::optional<std::string> cuda_refusal() {
+  return std::nullopt;
+}
+
+std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index) {
+  refuse(index);
+}
+
+bool cuda_is_capturing() noexcept {
+  return false;
+}
+
+std::vector<std::string> cuda_uuids() noexcept {
+  return {};
+}
+
 }  // namespace brimful::memory

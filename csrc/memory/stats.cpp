@@ -10,6 +10,7 @@
 #include <vector>
 #include "memory/cpu_allocator.h"
 #include "memory/cuda.h"
+#include "memory/tracker.h"
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
@@ -29,16 +30,6 @@ Slot& slot_of(c10::Device device) {
   static auto* const slots =
       new std::array<Slot, 1 + kIndices>;  // for ever: the allocator asks until the end
   return (*slots)[device.is_cpu() ? 0 : 1 + static_cast<size_t>(device.index())];
-}
-
-c10::Device checked(c10::Device device) {
-  if (device.is_cpu()) {
-    BudgetAllocator::instance().install();
-    return c10::Device(c10::DeviceType::CPU);
-  }
-  TORCH_CHECK_VALUE(device.is_cuda(), "memory of this device type is not counted (device: ", device,
-                    "); use a cpu or a cuda device");
-  return {c10::DeviceType::CUDA, checked_cuda_index(device)};
 }
 
 int64_t watermark_bytes(c10::Device device) {
@@ -74,6 +65,16 @@ CudaCounters counters(c10::Device device) {
 
 }  // namespace
 
+c10::Device checked(c10::Device device) {
+  if (device.is_cpu()) {
+    BudgetAllocator::instance().install();
+    return c10::Device(c10::DeviceType::CPU);
+  }
+  TORCH_CHECK_VALUE(device.is_cuda(), "memory of this device type is not counted (device: ", device,
+                    "); use a cpu or a cuda device");
+  return {c10::DeviceType::CUDA, checked_cuda_index(device)};
+}
+
 Stats stats(c10::Device given) {
   const auto device = checked(given);
   auto& slot = slot_of(device);
@@ -104,6 +105,7 @@ void reset_peak(c10::Device given) {
   const std::lock_guard lock(slot.mutex);
   fold(slot, device);
   slot.folded_bytes = 0;
+  reset_tracked_peak(device);
 }
 
 void release_cached(c10::Device given) {

@@ -28,10 +28,12 @@ std::string read_file(const std::string& path);
 /// The number that follows `key` in the line that begins with it.
 std::optional<int64_t> number_after(std::string_view text, std::string_view key);
 
-/// The folders of this process's memory cgroup and of all above it up to the mount point, innermost first. `cgroups` is
-/// /proc/self/cgroup, `mounts` /proc/self/mountinfo. A cgroup that lies outside of what is mounted gives the mount point.
+/// The folders of this process's cgroup (v1: of this controller) and of all above it up to the mount point, innermost
+/// first. `cgroups` is /proc/self/cgroup, `mounts` /proc/self/mountinfo. A cgroup that lies outside of what is mounted
+/// gives the mount point.
 std::vector<std::string> cgroup_folders(std::string_view cgroups, std::string_view mounts,
-                                        LimitSource version);
+                                        LimitSource version,
+                                        std::string_view controller = "memory");
 
 /// The bounds that the cgroups state, with `root` in front of every path; cgroups without one are left out.
 std::vector<Bound> cgroup_bounds(const std::string& root, const ProcessMemory& process);

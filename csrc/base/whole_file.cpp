@@ -1,0 +1,77 @@
+#include "base/whole_file.h"
+#include <fcntl.h>
+#include <unistd.h>
+#include <cerrno>
+#include <system_error>
+
+namespace brimful {
+namespace {
+
+class File {
+ public:
+  File(const std::string& path, int flags) : path_(path), fd_(open(path.c_str(), flags, 0666)) {
+    check(fd_ >= 0);
+  }
+  ~File() {
+    if (fd_ >= 0) {
+      close(fd_);
+    }
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  /// As read(2) and write(2), again where a signal came in between.
+  template <typename Call>
+  size_t move(const Call& call) const {
+    for (;;) {
+      const ssize_t moved = call(fd_);
+      if (moved >= 0 || errno != EINTR) {
+        check(moved >= 0);
+        return static_cast<size_t>(moved);
+      }
+    }
+  }
+
+  void close_whole() {
+    const int closed = close(fd_);
+    fd_ = -1;
+    check(closed == 0);
+  }
+
+ private:
+  void check(bool is_well) const {
+    if (!is_well) {
+      throw std::system_error(errno, std::generic_category(), path_);
+    }
+  }
+
+  std::string path_;
+  int fd_;
+};
+
+}  // namespace
+
+std::string read_file(const std::string& path) {
+  const File file(path, O_RDONLY | O_CLOEXEC);
+  constexpr size_t kPart = size_t{1} << 20;
+  std::string text;
+  for (;;) {
+    const size_t had = text.size();
+    text.resize(had + kPart);
+    const size_t count = file.move([&](int fd) { return read(fd, text.data() + had, kPart); });
+    text.resize(had + count);
+    if (count == 0) {
+      return text;
+    }
+  }
+}
+
+void write_file(const std::string& path, const std::string& text) {
+  File file(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC);
+  for (size_t done = 0; done < text.size();) {
+    done += file.move([&](int fd) { return write(fd, text.data() + done, text.size() - done); });
+  }
+  file.close_whole();
+}
+
+}  // namespace brimful
