@@ -1,0 +1,28 @@
+#pragma once
+#include <optional>
+#include <string_view>
+
+namespace brimful::probes {
+
+/// What an error's words tell beyond shortage_in(), where words alone decide.
+struct ErrorRule {
+  std::string_view words;
+  std::string_view more;  ///< must be there too; may be empty
+  const char* kind;
+  std::optional<bool> is_memory;
+  const char* cause;
+  const char* remedy;
+};
+
+/// The first that fits; nullptr if none does.
+const ErrorRule* rule_for(std::string_view text);
+
+/// A kernel's assertion, which says what was wrong with which input.
+struct AssertRule {
+  std::string_view assertion;
+  const char* kind;
+  const char* cause;
+};
+const AssertRule* assertion_in(std::string_view text);
+
+}  // namespace brimful::probes

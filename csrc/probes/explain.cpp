@@ -1,0 +1,286 @@
+#include <brimful/probes/explain.h>
+#include <brimful/step/oom.h>
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdlib>
+#include "base/format.h"
+#include "probes/error_rules.h"
+
+namespace brimful::probes {
+namespace {
+
+// What a library's first handle and its workspaces may need: the classifier of step/oom.cpp draws the line there too.
+constexpr int64_t kLibraryBytes = int64_t{256} << 20;
+constexpr size_t kShownOperators = 8;
+
+bool contains(std::string_view text, std::string_view words) {
+  return text.find(words) != std::string_view::npos;
+}
+
+bool is_a(const ErrorText& error, std::string_view type) {
+  return std::find(error.types.begin(), error.types.end(), type) != error.types.end();
+}
+
+std::string first_line(const std::string& text) {
+  constexpr size_t kMost = 300;
+  const auto begin = text.find_first_not_of("\n ");
+  return begin == std::string::npos
+             ? ""
+             : text.substr(begin, std::min(text.find('\n', begin) - begin, kMost));
+}
+
+/// The bytes of "12.50 GiB" behind `before`; nothing if it is not there.
+std::optional<int64_t> bytes_behind(const std::string& text, std::string_view before) {
+  const auto at = text.find(before);
+  if (at == std::string::npos) {
+    return std::nullopt;
+  }
+  char* end = nullptr;
+  const char* begin = text.c_str() + at + before.size();
+  const double number = std::strtod(begin, &end);
+  if (end == begin || !std::isfinite(number)) {
+    return std::nullopt;
+  }
+  const std::string_view rest(end);
+  constexpr std::array<std::pair<std::string_view, int>, 6> kUnits{
+      {{" bytes", 0}, {" B", 0}, {" KiB", 10}, {" MiB", 20}, {" GiB", 30}, {" TiB", 40}}};
+  for (const auto& [unit, shift] : kUnits) {
+    if (rest.starts_with(unit)) {
+      return static_cast<int64_t>(std::ldexp(number, shift));
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<int64_t> first_of(const std::string& text,
+                                std::initializer_list<std::string_view> places) {
+  for (const auto place : places) {
+    if (const auto bytes = bytes_behind(text, place)) {
+      return bytes;
+    }
+  }
+  return std::nullopt;
+}
+
+void add_bytes(Explanation& out, const char* what, const std::optional<int64_t>& bytes) {
+  if (bytes) {
+    out.evidence.push_back(std::string(what) + ": " + format_bytes(*bytes));
+  }
+}
+
+void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
+  out.kind = "out_of_memory";
+  out.is_memory = true;
+  const auto& text = error.text;
+  const auto asked = first_of(text, {"ried to allocate ", "(requested: ", "Unable to allocate "});
+  const auto idle = first_of(text, {" of the allocated memory "});
+  const auto cached = bytes_behind(text, "is allocated by PyTorch, and ");
+  add_bytes(out, "asked for", asked);
+  add_bytes(out, "cached by torch and in no tensor", cached ? cached : idle);
+  const bool expandable = contains(evidence.allocator_settings, "expandable_segments:True");
+  const bool cpu = is_a(error, "MemoryError") || contains(text, "CPU") || contains(text, "mmap");
+  if (cpu && !contains(text, "CUDA")) {
+    out.cause = "the host's memory, or the limit that was set on it, does not hold this allocation";
+    out.remedy = "a smaller batch, or a brimful.BatchSizer, which splits it; a higher limit";
+  } else if (asked && cached && *cached >= *asked) {
+    out.cause =
+        "memory is fragmented: torch has cached more than was asked for, in pieces that are "
+        "too small";
+    out.remedy =
+        expandable ? "fewer different shapes (pad to a few lengths); expandable_segments is on"
+                   : "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and fewer different shapes";
+  } else {
+    out.cause = "the device has no room for this allocation";
+    out.remedy =
+        "a smaller batch, or a brimful.BatchSizer, which splits it and keeps the gradient; "
+        "see what else is on the device with `brimful top`";
+  }
+}
+
+/// A library's status that may stand for a shortage.
+void explain_library(const ErrorEvidence& evidence, bool certain, Explanation& out) {
+  const auto need = evidence.workspace_bytes.value_or(kLibraryBytes);
+  const bool is_short = evidence.free_bytes && *evidence.free_bytes < need;
+  add_bytes(out, "free on the device before the call", evidence.free_bytes);
+  add_bytes(out, "workspace that the call needs", evidence.workspace_bytes);
+  if (evidence.refused) {
+    out.evidence.emplace_back("torch's allocator refused a request in the same step");
+  }
+  if (certain || is_short || evidence.refused) {
+    out.kind = "hidden_out_of_memory";
+    out.is_memory = true;
+    out.cause =
+        "this is an OOM in disguise: a library found no memory for its handle or workspace, "
+        "beside what torch's allocator holds";
+    out.remedy =
+        "leave the library room: a smaller batch, torch.cuda.set_per_process_memory_fraction"
+        "(0.95), or one small convolution and matrix product before the model fills the "
+        "device";
+    return;
+  }
+  out.kind = "library";
+  if (evidence.free_bytes) {
+    out.is_memory = false;
+    out.cause = "a library could not start or has no engine for this call, and memory is not short";
+    out.remedy =
+        "check that driver, CUDA, cuDNN and torch fit together (`brimful doctor`), and that "
+        "no earlier kernel failed: run once with CUDA_LAUNCH_BLOCKING=1";
+    return;
+  }
+  out.cause =
+      "a library could not start or has no engine for this call: often an OOM in disguise; "
+      "how much was free is not known";
+  out.remedy =
+      "see how much is free just before (torch.cuda.mem_get_info()), or run the step under "
+      "brimful.op_ring(), which notes it";
+}
+
+void add_operators(const ErrorEvidence& evidence, Explanation& out) {
+  const auto& all = evidence.operators;
+  const auto shown = std::min(all.size(), kShownOperators);
+  for (size_t i = all.size() - shown; i < all.size(); ++i) {
+    std::string line = "operator: " + all[i].name + "(";
+    for (size_t t = 0; t < all[i].tensors.size(); ++t) {
+      line += (t == 0 ? "" : "; ") + all[i].tensors[t];
+    }
+    out.evidence.push_back(line + ")" + (all[i].where.empty() ? "" : " at " + all[i].where));
+  }
+}
+
+void explain_assertion(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
+  out.is_memory = false;
+  out.kind = "device_lost";
+  if (const auto* rule = assertion_in(error.text)) {
+    out.kind = rule->kind;
+    out.cause = rule->cause;
+    out.evidence.push_back("the kernel's assertion: " + std::string(rule->assertion));
+  }
+  for (const auto& finding : evidence.indices) {
+    out.evidence.push_back(finding.words());
+  }
+  if (!evidence.indices.empty()) {
+    out.kind = "index";
+    out.cause = evidence.indices.front().words();
+  }
+  add_operators(evidence, out);
+  if (out.cause.empty()) {
+    out.cause =
+        "a kernel found its input wrong (as a rule an index or a label out of range), some "
+        "calls before the line in the traceback";
+  }
+  out.remedy =
+      out.evidence.empty()
+          ? "run the step under brimful.op_ring(), or once on the CPU, which names the line; the "
+            "process must be started again"
+          : "compare the indices with the size of what they index (labels with the number of "
+            "classes, "
+            "tokens with the embedding's rows); the process must be started again";
+}
+
+void explain_lost(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
+  out.kind = "device_lost";
+  out.is_memory = false;
+  add_operators(evidence, out);
+  const bool hardware = contains(error.text, "ECC") || contains(error.text, "NVLink");
+  out.cause = hardware ? "the GPU's hardware reported an error that cannot be corrected"
+                       : "a kernel broke CUDA's context, perhaps some calls before the line in the "
+                         "traceback: every later call fails too";
+  out.remedy = hardware
+                   ? "reset or replace the GPU (nvidia-smi -q -d ECC); start from a checkpoint"
+                   : "start the process again, once with CUDA_LAUNCH_BLOCKING=1 to see the line; "
+                     "custom kernels are the first suspects (compute-sanitizer)";
+}
+
+void explain_nccl(const ErrorText& error, Explanation& out) {
+  const bool memory = contains(error.text, "out of memory") ||
+                      contains(error.text, "Failed to CUDA calloc") ||
+                      contains(error.text, "Failed to CUDA host alloc");
+  out.kind = memory ? "hidden_out_of_memory" : "collective";
+  out.is_memory = memory;
+  out.cause = memory ? "NCCL found no memory for its buffers beside what torch's allocator holds"
+                     : "NCCL failed; its communicator cannot be used again";
+  out.remedy = memory
+                   ? "leave it room: a smaller batch, or run one collective before the model fills "
+                     "the device; NCCL_BUFFSIZE makes its buffers smaller"
+                   : "NCCL_DEBUG=INFO says what failed; check the other ranks' output first";
+}
+
+void apply(const ErrorRule& rule, const ErrorEvidence& evidence, Explanation& out) {
+  out.kind = rule.kind;
+  out.is_memory = rule.is_memory;
+  out.cause = rule.cause;
+  out.remedy = rule.remedy;
+  if (out.kind == "shared_memory") {
+    add_bytes(out, "free in /dev/shm now", evidence.shm_free_bytes);
+  }
+  if (!rule.is_memory && evidence.oom_kills) {
+    out.evidence.push_back("kills by the kernel for want of memory in this cgroup: " +
+                           std::to_string(*evidence.oom_kills));
+    if (*evidence.oom_kills > 0) {
+      out.is_memory = true;
+    }
+  }
+}
+
+void explain_other(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
+  out.is_memory = false;
+  const bool index = contains(error.text, "out of range") || contains(error.text, "out of bounds");
+  if (index && !evidence.indices.empty()) {
+    out.kind = "index";
+    out.cause = evidence.indices.front().words();
+    out.remedy = "compare the indices with the size of what they index";
+    return;
+  }
+  out.kind = "other";
+  out.cause = "no shortage of memory: " + first_line(error.text);
+  out.remedy = "mend what the error says; nothing about memory will help";
+}
+
+}  // namespace
+
+Explanation explain_error(const ErrorText& error, const ErrorEvidence& evidence) {
+  Explanation out;
+  if (is_a(error, "RankFailed")) {
+    out.kind = "other_rank";
+    out.is_memory = is_a(error, "OutOfMemoryError");
+    out.cause = "another rank failed: " + first_line(error.text);
+    out.remedy = "look at that rank's output";
+    return out;
+  }
+  if (is_a(error, "OutOfMemoryError") || is_a(error, "MemoryError")) {
+    explain_refusal(error, evidence, out);
+    return out;
+  }
+  const auto shortage = shortage_in(error.text);
+  if (contains(error.text, "device-side assert triggered") || assertion_in(error.text)) {
+    explain_assertion(error, evidence, out);
+  } else if (const auto* rule = rule_for(error.text)) {
+    apply(*rule, evidence, out);
+  } else if (shortage == Shortage::allocator) {
+    explain_refusal(error, evidence, out);
+  } else if (shortage == Shortage::outside || shortage == Shortage::unclear) {
+    explain_library(evidence, shortage == Shortage::outside, out);
+  } else if (shortage == Shortage::lost && contains(error.text, "NCCL error")) {
+    explain_nccl(error, out);
+  } else if (shortage == Shortage::lost && contains(error.text, "CUDA error")) {
+    explain_lost(error, evidence, out);
+  } else {
+    explain_other(error, evidence, out);
+  }
+  return out;
+}
+
+std::string to_text(const Explanation& explanation) {
+  const auto* memory = !explanation.is_memory   ? " (memory: perhaps)"
+                       : *explanation.is_memory ? " (memory: yes)"
+                                                : " (memory: no)";
+  std::string text = explanation.kind + memory + "\n  cause:  " + explanation.cause +
+                     "\n  remedy: " + explanation.remedy;
+  for (const auto& line : explanation.evidence) {
+    text += "\n  - " + line;
+  }
+  return text;
+}
+
+}  // namespace brimful::probes

@@ -1,0 +1,120 @@
+#include <brimful/probes/oom_report.h>
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+
+#include "base/format.h"
+
+namespace brimful::probes {
+namespace {
+
+constexpr size_t kShortSites = 4;
+constexpr size_t kShortAdvice = 3;
+
+std::string categories(const OomFacts& facts) {
+  std::vector<std::pair<int64_t, std::string>> parts;
+  for (size_t k = 0; k < memory::kCategories; ++k) {
+    if (facts.by_category[k] > 0) {
+      parts.emplace_back(facts.by_category[k], memory::name_of(static_cast<memory::Category>(k)));
+    }
+  }
+  std::stable_sort(parts.begin(), parts.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::string text;
+  for (const auto& [bytes, name] : parts) {
+    text += (text.empty() ? "" : ", ") + name + " " + format_bytes(bytes);
+  }
+  return text;
+}
+
+void write_sites(std::ostream& out, const OomFacts& facts, size_t count) {
+  for (size_t k = 0; k < std::min(count, facts.sites.size()); ++k) {
+    const OomSite& site = facts.sites[k];
+    out << "\n  " << format_bytes(site.bytes) << " at " << site.place << ", "
+        << memory::name_of(site.phase) << ", " << site.blocks
+        << (site.blocks == 1 ? " tensor" : " tensors");
+  }
+}
+
+void write_room(std::ostream& out, const OomFacts& facts) {
+  out << "\nAsked for " << format_bytes(facts.request_bytes) << " at " << facts.place << " ("
+      << memory::name_of(facts.phase) << ", step " << facts.step
+      << (facts.node.empty() ? "" : ", " + facts.node) << ")";
+  if (facts.largest_bytes) {
+    out << "; the largest request that fits: " << format_bytes(*facts.largest_bytes);
+    if (*facts.largest_bytes < facts.request_bytes) {
+      out << ", short by " << format_bytes(facts.request_bytes - *facts.largest_bytes);
+    }
+  }
+  if (const auto& arena = facts.fragmentation) {
+    out << "; " << std::lround(arena->share * 100) << " % of " << format_bytes(arena->free_bytes)
+        << " free in segments lie outside the largest piece";
+    if (arena->splitter) {
+      const std::string& place = arena->splitter->place;
+      out << ", and " << format_bytes(arena->splitter->block.bytes)
+          << (place.empty() ? ", alive since before tracking was on," : " alive of " + place)
+          << " split " << format_bytes(arena->splitter->room_bytes);
+    }
+  }
+}
+
+std::string numbered_advice(const std::vector<OomFinding>& causes, size_t count) {
+  std::vector<std::string> advice;
+  for (size_t k = 0; k < std::min(count, causes.size()); ++k) {
+    advice.push_back(causes[k].advice);
+  }
+  return format_numbered(advice);
+}
+
+}  // namespace
+
+std::string short_text(const OomFacts& facts) {
+  std::ostringstream out;
+  const auto causes = findings(facts);
+  if (!causes.empty()) {
+    out << "\nLikely cause: " << causes.front().words
+        << ".\nTry next: " << numbered_advice(causes, kShortAdvice) << ".";
+  }
+  write_room(out, facts);
+  out << "\nIn use: " << categories(facts) << "; by line:";
+  write_sites(out, facts, kShortSites);
+  return out.str();
+}
+
+std::string full_text(const OomFacts& facts) {
+  std::ostringstream out;
+  out << "Out of memory on " << facts.device << ": " << format_bytes(facts.request_bytes)
+      << " were asked for, " << format_bytes(facts.used_bytes) << " were in use";
+  if (facts.limit_bytes) {
+    out << " of " << format_bytes(*facts.limit_bytes);
+  }
+  write_room(out, facts);
+  out << "\n\nCauses, the most likely first:";
+  for (const OomFinding& finding : findings(facts)) {
+    out << "\n- " << finding.words << ".\n  Try: " << finding.advice << ".";
+  }
+  out << "\n\nIn use, by category: " << categories(facts) << "\nBy line:";
+  write_sites(out, facts, facts.sites.size());
+  if (facts.used_bytes > facts.tracked_bytes) {
+    out << "\n  " << format_bytes(facts.used_bytes - facts.tracked_bytes)
+        << " from before tracking was on";
+  }
+  if (!facts.growing.empty()) {
+    out << "\n\nGrows from step to step:";
+    for (const OomGrowth& line : facts.growing) {
+      out << "\n  " << format_bytes(line.bytes / std::max<int64_t>(1, line.steps)) << " a step at "
+          << line.place << ", for " << line.steps << " steps";
+    }
+  }
+  if (facts.others_bytes) {
+    out << "\n\nOther processes hold " << format_bytes(*facts.others_bytes);
+  }
+  for (const OomProcess& process : facts.processes) {
+    out << "\n  " << process.name << " (child, pid " << process.pid
+        << "): " << format_bytes(process.bytes);
+  }
+  return out.str();
+}
+
+}  // namespace brimful::probes
