@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <brimful/log.h>
+#include <brimful/memory/categories.h>
 #include <brimful/memory/stats.h>
 
 #include <algorithm>
@@ -63,6 +64,7 @@ void Reducer::State::let_go_of(size_t parameter) {
 
 void Reducer::State::lay_out(BucketPlan new_plan) {
   const memory::Unlimited unlimited;  // all ranks change together: no way back
+  const memory::CategoryScope what_is_made(memory::Category::communication);
   const at::NoGradGuard no_grad;
   std::vector<std::pair<size_t, at::Tensor>> held;
   for (size_t i = 0; i < slots.size(); ++i) {

@@ -57,6 +57,12 @@ bool Reducer::State::lost_backward() const {
 }
 
 void Reducer::watch(const at::Tensor& output) {
+  {
+    const std::lock_guard<std::mutex> lock(s_->mutex);
+    if (s_->mode == State::Mode::managed) {
+      return;  // the step says when backward begins
+    }
+  }
   on_backward(output, [weak = weak_from_this()] {
     if (const auto reducer = weak.lock()) {
       std::unique_lock<std::mutex> lock(reducer->s_->mutex);

@@ -4,6 +4,7 @@
 // lock (ProcessGroupGloo::runLoop), which corrupts the heap when a sparse one is in flight beside another collective.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <brimful/memory/categories.h>
 #include <brimful/memory/stats.h>
 #include <brimful/step/oom.h>
 
@@ -127,6 +128,7 @@ void Reducer::exchange_rows() {
       if (!also_the_groups_threads) {  // until the last all_gather has ended
         also_the_groups_threads.emplace();
       }
+      const memory::CategoryScope messages(memory::Category::communication);
       gathering.sent = gathering.packing.pack(bucket.own);
       gathering.received =
           at::empty({s.world_size, gathering.sent.numel()}, gathering.sent.options()).unbind();

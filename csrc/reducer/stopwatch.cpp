@@ -4,9 +4,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <sstream>
 
-#include "base/json.h"
+#include "base/chrome_trace.h"
 
 namespace brimful {
 namespace {
@@ -108,43 +107,37 @@ void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank) {
 }
 
 std::string to_chrome_trace(const std::vector<StepTimes>& steps, int rank) {
-  std::ostringstream out;
-  out.precision(15);
-  out << "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[";
-  const auto name_row = [&](const char* kind, int row, const std::string& name) {
-    out << "{\"ph\":\"M\",\"name\":\"" << kind << "\",\"pid\":" << rank << ",\"tid\":" << row
-        << ",\"args\":{\"name\":" << json_string(name) << "}},";
-  };
-  name_row("process_name", 0, "rank " + std::to_string(rank));
-  name_row("thread_name", 0, "step");
-  name_row("thread_name", 1, "gradients of a bucket");
-  name_row("thread_name", 2, "collectives");
-  const auto span = [&](const StepTimes& step, const std::string& name, int row, double begin_ms,
-                        double end_ms, const std::string& args) {
-    out << "{\"ph\":\"X\",\"name\":" << json_string(name) << ",\"pid\":" << rank
-        << ",\"tid\":" << row << ",\"ts\":" << step.begin_s * 1e6 + begin_ms * 1e3
-        << ",\"dur\":" << std::max(0.0, end_ms - begin_ms) * 1e3 << ",\"args\":{" << args << "}},";
-  };
+  ChromeTrace trace;
+  trace.name_process(rank, "rank " + std::to_string(rank));
+  trace.name_thread(rank, 0, "step");
+  trace.name_thread(rank, 1, "gradients of a bucket");
+  trace.name_thread(rank, 2, "collectives");
   for (const auto& step : steps) {
-    std::ostringstream args;
-    args << "\"copy_ms\":" << step.copy_ms << ",\"launch_ms\":" << step.launch_ms
-         << ",\"wait_ms\":" << step.wait_ms << ",\"bytes\":" << step.bytes
-         << ",\"straggler\":" << step.straggler << ",\"straggler_ms\":" << step.straggler_ms;
-    span(step, "step " + std::to_string(step.step), 0, 0, step.total_ms, args.str());
+    const auto span = [&](const std::string& name, int row, double begin_ms, double end_ms,
+                          ChromeTrace::Values values) {
+      trace.slice(rank, row, name, "reducer", step.begin_s * 1e6 + begin_ms * 1e3,
+                  std::max(0.0, end_ms - begin_ms) * 1e3, values);
+    };
+    const auto number = [](int64_t value) { return static_cast<double>(value); };
+    span("step " + std::to_string(step.step), 0, 0, step.total_ms,
+         {{"copy_ms", step.copy_ms},
+          {"launch_ms", step.launch_ms},
+          {"wait_ms", step.wait_ms},
+          {"bytes", number(step.bytes)},
+          {"straggler", number(step.straggler)},
+          {"straggler_ms", step.straggler_ms}});
     for (size_t i = 0; i < step.buckets.size(); ++i) {
       const auto& bucket = step.buckets[i];
       const auto name = "bucket " + std::to_string(i);
-      const auto about = "\"bytes\":" + std::to_string(bucket.bytes) +
-                         ",\"parameters\":" + std::to_string(bucket.parameters);
+      const ChromeTrace::Values about{{"bytes", number(bucket.bytes)},
+                                      {"parameters", number(bucket.parameters)}};
       if (bucket.first_ms > 0) {
-        span(step, name, 1, bucket.first_ms, bucket.ready_ms, about);
+        span(name, 1, bucket.first_ms, bucket.ready_ms, about);
       }
-      span(step, name, 2, bucket.launch_ms, bucket.done_ms, about);
+      span(name, 2, bucket.launch_ms, bucket.done_ms, about);
     }
   }
-  auto text = out.str();
-  text.back() = ']';
-  return text + "}";
+  return trace.json();
 }
 
 }  // namespace brimful

@@ -11,6 +11,7 @@
 
 #include "base/format.h"
 #include "sizer/loss_scale.h"
+#include "step/remedy.h"
 
 namespace brimful {
 namespace {
@@ -35,18 +36,20 @@ std::optional<Plan> BatchSizer::choose_pieces(const StepInput& input, const Piec
   return plan;
 }
 
-std::vector<int64_t> BatchSizer::next_split(const StepInput& input, Outcome& outcome) const {
+std::vector<int64_t> BatchSizer::split_of(int64_t rows, int64_t pieces) {
+  return options_.equal_pieces && !in_lockstep()
+             ? split_into_few_sizes(rows, split_rows(rows, pieces).front(), equal_sizes_)
+             : split_rows(rows, pieces);
+}
+
+std::vector<int64_t> BatchSizer::next_split(const StepInput& input, const Outcome& outcome) {
   if (input.split && outcome.pieces == std::ssize(*input.split)) {
     return *input.split;
   }
   if (!input.rows && !in_lockstep()) {
     return {};
   }
-  const auto rows = input.rows.value_or(0);
-  if (options_.equal_pieces && !in_lockstep()) {
-    outcome.pieces = equal_pieces(rows, outcome.pieces);
-  }
-  return split_rows(rows, outcome.pieces);
+  return split_of(input.rows.value_or(0), outcome.pieces);
 }
 
 void BatchSizer::stand(const AttemptResult& result, double ref, Outcome& outcome) {
@@ -82,7 +85,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
   const auto plan = choose_pieces(input, work, outcome);
   bool release = false;
   attempt.same_split = [&](const std::string& shortage) {
-    release = release_helps(shortage);
+    release = release_helps(shortage, options_.device);
     return release && (!released_step_ || steps_ - *released_step_ >= kStepsBetweenReleases);
   };
   int64_t next_piece = 0;
@@ -98,7 +101,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     const memory::PeakScope peak(options_.device);
     outcome.split = attempt.split = next_split(input, outcome);
     attempt.retries_left = outcome.retries < options_.max_retries;
-    attempt.can_split = outcome.pieces < input.rows.value_or(0) && norms_.may_split();
+    attempt.can_split = std::ssize(attempt.split) < input.rows.value_or(0) && norms_.may_split();
     owed_ = false;
     next_piece = 0;
     recorder_.begin_attempt();
@@ -184,13 +187,16 @@ void BatchSizer::refine(const AttemptResult& result, int64_t rows, Outcome& outc
             ", but not of capacity: torch's cache is released and the step repeated as it was");
     return;
   }
-  const auto before = static_cast<int64_t>(outcome.split.size());
-  history_.note_failure(pieces_for(rows, before), room(), steps_);
-  outcome.pieces = history_.finer(rows, before, room());
+  const auto before = std::ssize(outcome.split);
+  const auto most = largest_piece(outcome.split);
+  history_.note_failure(most, room(), steps_);
+  outcome.pieces =
+      history_.finer(rows, options_.equal_pieces ? pieces_for(rows, most) : before, room());
   piece_rows_ = pieces_for(rows, outcome.pieces);
   std::ostringstream line;
   line << "rank " << group_.rank() << " ran out of memory in step " << steps_ << ": a batch of "
-       << rows << " is repeated in " << outcome.pieces << " pieces instead of " << before;
+       << rows << " is repeated in " << split_of(rows, outcome.pieces).size()
+       << " pieces instead of " << before;
   log(LogLevel::warning, line.str());
 }
 

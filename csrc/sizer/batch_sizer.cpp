@@ -1,3 +1,5 @@
+#include <brimful/error.h>
+#include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/pieces.h>
@@ -10,7 +12,6 @@
 #include "base/format.h"
 #include "sizer/loss_scale.h"
 #include "sizer/one_call.h"
-#include "sizer/optimizer_room.h"
 
 namespace brimful {
 namespace {
@@ -28,6 +29,17 @@ BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptio
                     "max_retries must not be negative (max_retries: ", options_.max_retries, ")");
   TORCH_CHECK_VALUE(options_.pieces >= 1,
                     "a batch has at least one piece (pieces: ", options_.pieces, ")");
+  TORCH_CHECK_VALUE(!options_.piece_rows || (*options_.piece_rows >= 1 && options_.pieces == 1),
+                    "a piece has at least one row, and takes the place of a number of pieces "
+                    "(piece_rows: ",
+                    options_.piece_rows.value_or(0), ", pieces: ", options_.pieces, ")");
+  piece_rows_ = options_.piece_rows.value_or(0);
+  if (!options_.required_bytes && options_.standing_bytes) {
+    options_.required_bytes = [standing_bytes = options_.standing_bytes] {
+      const auto bytes = standing_bytes();
+      return bytes.parameters + bytes.trainable + bytes.optimizer_state.value_or(0);
+    };
+  }
   if (options_.scaler != nullptr && options_.scaler->enabled()) {
     const auto [scale, growth_tracker] = options_.scaler->tensors(options_.device);
     transaction_.add(keeper_of({scale, growth_tracker}));
@@ -142,6 +154,37 @@ void BatchSizer::check_limit() {
   checked_kept_ = kept;
 }
 
+void BatchSizer::tell_failure(FailureKind kind, const std::string& text) {
+  if (at_end_ || world_size() == 1) {
+    return;
+  }
+  try {
+    announce_failure(kind, text);
+  } catch (...) {
+    log(LogLevel::warning,
+        "nobody heard of this rank's failure: " + describe(std::current_exception()));
+  }
+}
+
+void BatchSizer::fail_optimizer(const std::string& words) {
+  const auto half = "the optimizer failed in the middle of its step (" + words + ")";
+  // No shortage to the others: nobody can go on without a checkpoint.
+  tell_failure(FailureKind::error, half);
+  throw HalfStepError(half + "; parameters may be half updated: load a checkpoint");
+}
+
+void BatchSizer::optimizer_step(const std::function<void()>& step) {
+  try {
+    step();
+  } catch (const RankFailed&) {
+    throw;
+  } catch (const HalfStepError&) {
+    throw;
+  } catch (...) {
+    fail_optimizer(describe(std::current_exception()));
+  }
+}
+
 Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
   const OneCall::Entered entered(*calls_under_way_, "step");
   ++calls_;
@@ -154,7 +197,7 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
     check_input(input);
     transaction_.capture();
     if (checked_limit_ && options_.optimizer_bytes) {
-      require_room_for_optimizer(options_.device, options_.optimizer_bytes());
+      require_room_for_optimizer(input);
     }
   } catch (...) {
     bad_input = std::current_exception();
@@ -201,11 +244,16 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
 }
 
 std::map<std::string, double> BatchSizer::state() const {
-  return {
+  std::map<std::string, double> state{
       {"steps", static_cast<double>(steps_)},
       {"piece_rows", static_cast<double>(piece_rows_)},
       {"last_total", last_total_},
   };
+  if (piece_rows_ == 0 && found_.pieces > 1) {  // for a resumed job without forecasts
+    state["piece_rows"] = static_cast<double>(split_rows(found_.rows, found_.pieces).front());
+  }
+  found_.put(state);
+  return state;
 }
 
 void BatchSizer::load_state(const std::map<std::string, double>& state) {
@@ -221,6 +269,7 @@ void BatchSizer::load_state(const std::map<std::string, double>& state) {
   TORCH_CHECK_VALUE(piece_rows >= 0 && last_total >= 0 && steps >= 0,
                     "the sizer's state is not one that state_dict gave (piece_rows: ", piece_rows,
                     ", last_total: ", last_total, ", steps: ", steps, ")");
+  found_ = FoundPieces::of(state);
   piece_rows_ = static_cast<int64_t>(piece_rows);
   last_total_ = last_total;
   steps_ = static_cast<int64_t>(steps);

@@ -1,5 +1,4 @@
 // How a step ends that no split can save: what is known is gathered here, and said in too_large.cpp.
-#include <ATen/autocast_mode.h>
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/step/oom.h>
@@ -9,6 +8,8 @@
 
 namespace brimful {
 namespace {
+constexpr int64_t kSlackBytes = 1024;  // numbers that an optimizer's kernels wrap in tensors
+
 int64_t bytes_of(const at::Tensor& tensor, c10::Device device) {
   if (!tensor.defined() || tensor.device() != device) {
     return 0;
@@ -36,46 +37,41 @@ StandingBytes standing_bytes(const std::vector<at::Tensor>& parameters,
   return standing;
 }
 
-bool BatchSizer::release_helps(const std::string& shortage) const {
-  auto refusal = refusal_in(shortage);
-  const auto kind = shortage_in(shortage);
-  if (!refusal && (kind == Shortage::outside || kind == Shortage::unclear)) {
-    const auto now = memory::stats(options_.device);
-    refusal.emplace();
-    refusal->reserved_bytes = now.reserved_bytes;
-    refusal->allocated_bytes = now.used_bytes;
-  }
-  return refusal && remedy_for(*refusal) == Remedy::release_cache;
+Shortfall BatchSizer::shortfall_of(const StepInput& input) const {
+  auto shortfall = shortfall_on(options_.device, options_.standing_bytes);
+  shortfall.rank = group_.rank();
+  shortfall.world_size = group_.world_size();
+  shortfall.rows = input.rows.value_or(0);
+  shortfall.max_retries = options_.max_retries;
+  shortfall.may_split = norms_.may_split();
+  return shortfall;
 }
 
 void BatchSizer::throw_too_large(const AttemptResult& result, const StepInput& input,
                                  const Outcome& outcome) {
   const memory::Unlimited unlimited;
-  const auto now = memory::stats(options_.device);
-  const auto refusal = refusal_in(result.text);
-  Shortfall shortfall;
-  shortfall.rank = group_.rank();
-  shortfall.world_size = group_.world_size();
-  shortfall.device = options_.device;
-  shortfall.rows = input.rows.value_or(0);
-  shortfall.max_retries = options_.max_retries;
-  shortfall.lockstep = result.records.empty();
-  shortfall.may_split = norms_.may_split();
+  auto shortfall = shortfall_of(input);
+  shortfall.of = result.records.empty() ? Shortfall::Of::lockstep : Shortfall::Of::split;
   for (const auto& attempt : outcome.attempts) {
     shortfall.tried.push_back({attempt.pieces, attempt.piece_rows, attempt.peak_bytes});
   }
-  if (options_.standing_bytes) {
-    shortfall.standing = options_.standing_bytes();
-  }
-  shortfall.used_bytes = now.used_bytes;
-  shortfall.limit_bytes = now.limit_bytes;
-  shortfall.others = memory::held_by_others(options_.device);
-  shortfall.autocast = at::autocast::is_autocast_enabled(options_.device.type());
+  const auto refusal = refusal_in(result.text);
   shortfall.fragmented = refusal && remedy_for(*refusal) == Remedy::release_cache;
   shortfall.last_error = result.text;
-  auto facts = facts_of(shortfall);
-  const auto words = words_for(shortfall, facts);
-  throw BatchTooLarge(words, std::move(facts));
+  throw too_large(shortfall);
+}
+
+void BatchSizer::require_room_for_optimizer(const StepInput& input) const {
+  const auto bytes = options_.optimizer_bytes();
+  const auto now = memory::stats(options_.device);
+  if (bytes == 0 || !now.limit_bytes || bytes + kSlackBytes <= *now.limit_bytes - now.used_bytes) {
+    return;
+  }
+  const memory::Unlimited unlimited;
+  auto shortfall = shortfall_of(input);
+  shortfall.of = Shortfall::Of::optimizer;
+  shortfall.optimizer_bytes = bytes;
+  throw too_large(shortfall);
 }
 
 void BatchSizer::throw_failure(const AttemptResult& result, const StepInput& input,

@@ -95,25 +95,35 @@ Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
 
 std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork& work) {
   const auto rows = *input.rows;
-  if (rows <= kLeastRows || !options_.device.is_cpu()) {
+  if (rows <= kLeastRows || !options_.device.is_cpu() || input.kind.uneven) {
     return std::nullopt;
   }
+  Plan plan;
+  plan.kept_bytes = group_.kept().bytes();
+  const auto take = [&](const memory::Stats& now) {
+    plan.used_bytes = now.used_bytes;
+    plan.limit_bytes = now.limit_bytes;
+    return room_of(now);
+  };
   const auto known = forecasts_.find(input.kind);
+  const auto kind = fingerprint(input.kind);
+  const auto room_before = take(memory::stats(options_.device));
+  if (!known && found_.holds(kind, rows, room_before)) {
+    plan.pieces = found_.pieces;
+    plan.piece_rows = split_of(rows, plan.pieces).front();
+    plan.peak_bytes = plan.used_bytes + found_.need_bytes;
+    return plan;
+  }
   const auto forecast = known ? *known : forecasts_.keep(input.kind, rehearse(input, work));
   if (!forecast) {
     return std::nullopt;
   }
-  const auto now = memory::stats(options_.device);
-  Plan plan;
-  plan.used_bytes = now.used_bytes;
-  plan.kept_bytes = group_.kept().bytes();
-  plan.limit_bytes = now.limit_bytes;
-  const auto peak = [&](int64_t pieces) {
-    const auto of_piece = split_rows(rows, pieces).front();
-    return with_margin(pieces == 1 ? forecast->first.peak_bytes(of_piece)
-                                   : forecast->second.peak_bytes(of_piece));
+  const auto peak_of = [&](const std::vector<int64_t>& split) {
+    const auto& model = split.size() == 1 ? forecast->first : forecast->second;
+    return with_margin(model.peak_bytes(split.front()));
   };
-  const auto room = room_of(now);
+  const auto peak = [&](int64_t pieces) { return peak_of(split_rows(rows, pieces)); };
+  const auto room = take(memory::stats(options_.device));
   if (peak(1) > room) {
     const auto bytes =
         static_cast<int64_t>(static_cast<double>(room - kSlackBytes) / (1 + margin_));
@@ -121,9 +131,13 @@ std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork&
     plan.pieces = std::max<int64_t>(most > 0 ? pieces_for(rows, most) : rows, 2);
     plan.pieces = std::min(plan.pieces, rows);
   }
-  plan.pieces = options_.equal_pieces ? equal_pieces(rows, plan.pieces) : plan.pieces;
-  plan.piece_rows = split_rows(rows, plan.pieces).front();
-  plan.peak_bytes = now.used_bytes + peak(plan.pieces);
+  const auto split = split_of(rows, plan.pieces);
+  const auto need = peak_of(split);
+  if (found_.kind != kind || found_.rows <= rows) {  // not an epoch's last, smaller batch
+    found_ = {kind, rows, plan.pieces, need, plan.pieces > 1 ? peak(plan.pieces - 1) : 0};
+  }
+  plan.piece_rows = split.front();
+  plan.peak_bytes = plan.used_bytes + need;
   return plan;
 }
 
@@ -140,6 +154,7 @@ std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& wo
   if (plan) {
     const auto of_optimizer = options_.optimizer_bytes ? options_.optimizer_bytes() : 0;
     plan->peak_bytes = std::max(plan->peak_bytes, plan->used_bytes + of_optimizer);
+    plan->pieces = std::ssize(split_of(*input.rows, plan->pieces));
     divide(*plan, options_.standing_bytes ? options_.standing_bytes() : StandingBytes{});
   }
   return plan;
@@ -150,6 +165,7 @@ void BatchSizer::note_shortfall(const AttemptResult& result, const std::optional
   if (plan && result.own == AttemptResult::Own::out_of_memory) {
     margin_ += kMoreMargin;
     forecasts_.distrust(kind);
+    found_ = {};
   }
 }
 

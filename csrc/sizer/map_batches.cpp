@@ -11,6 +11,9 @@
 #include <sstream>
 #include <string>
 
+#include "sizer/too_large.h"
+#include "step/remedy.h"
+
 namespace brimful::detail {
 namespace {
 
@@ -63,6 +66,7 @@ class Mapping {
   /// What was said when memory ran out, or nothing if the rows up to `end` are written. On return the handler has ended:
   /// nothing of the attempt lives.
   std::optional<std::string> try_rows(int64_t end) {
+    const memory::PeakScope peak(options_.device);
     try {
       write(piece_(done_, end), end);
     } catch (...) {
@@ -70,6 +74,8 @@ class Mapping {
       if (!is_out_of_memory(error)) {
         throw;
       }
+      const auto rows = end - done_;
+      tried_.push_back({pieces_for(rows_, rows), rows, peak.peak_bytes()});
       return describe(error);
     }
     return std::nullopt;
@@ -123,30 +129,34 @@ class Mapping {
   }
 
   void make_finer(int64_t count, const std::string& shortage) {
-    ran_out_.push_back(count);
-    if (count == 1 || static_cast<int64_t>(ran_out_.size()) > options_.max_retries) {
-      throw BatchTooLarge(too_large(count, shortage));
+    const bool release = !released_ && release_helps(shortage, options_.device);
+    if (static_cast<int64_t>(tried_.size()) > options_.max_retries || (count == 1 && !release)) {
+      throw_too_large(shortage);
     }
-    piece_rows_ = (count + 1) / 2;
+    if (release) {
+      memory::release_cached(options_.device);
+      released_ = true;
+    }
+    piece_rows_ = release ? count : (count + 1) / 2;
     std::ostringstream line;
     line << "map_batches ran out of memory with " << count << " rows of " << rows_
-         << " and goes on with " << piece_rows_;
+         << " and goes on with " << piece_rows_ << (release ? ", torch's cache released" : "");
     log(LogLevel::warning, line.str());
-    memory::release_cached(options_.device);
   }
 
-  std::string too_large(int64_t count, const std::string& shortage) const {
-    std::ostringstream text;
-    text << (count == 1 ? "a piece of one row does not fit" : "no piece that was tried fits")
-         << " (rows: " << rows_ << ", done: " << done_ << ", rows of the pieces that ran out: ";
-    for (size_t i = 0; i < ran_out_.size(); ++i) {
-      text << (i == 0 ? "" : ", ") << ran_out_[i];
-    }
-    text << ", max_retries: " << options_.max_retries << "); "
-         << (count == 1 ? "give the device more memory, or use a smaller model or input"
-                        : "begin with more pieces, or raise max_retries")
-         << ". The last error was: " << shortage;
-    return text.str();
+  [[noreturn]] void throw_too_large(const std::string& shortage) const {
+    const memory::Unlimited unlimited;
+    auto shortfall = shortfall_on(options_.device, options_.standing_bytes);
+    shortfall.of = Shortfall::Of::mapping;
+    shortfall.rank = options_.rank;
+    shortfall.world_size = options_.world_size;
+    shortfall.rows = rows_;
+    shortfall.rows_done = done_;
+    shortfall.max_retries = options_.max_retries;
+    shortfall.tried = tried_;
+    shortfall.fragmented = release_helps(shortage, options_.device);
+    shortfall.last_error = shortage;
+    throw too_large(shortfall);
   }
 
   int64_t rows_;
@@ -155,7 +165,8 @@ class Mapping {
   Transaction random_;
   int64_t piece_rows_ = 0;
   int64_t done_ = 0;
-  std::vector<int64_t> ran_out_;
+  std::vector<TriedSplit> tried_;  ///< pieces that ran out
+  bool released_ = false;
   std::vector<at::Tensor> whole_;
 };
 

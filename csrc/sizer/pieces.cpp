@@ -4,6 +4,19 @@
 #include <algorithm>
 
 namespace brimful {
+namespace {
+constexpr size_t kEqualSizes = 4;
+
+/// The largest of 1, 2, 3, 4, 6, 8, 12 ... that is at most `size`.
+int64_t common_size(int64_t size) {
+  int64_t power = 1;
+  while (2 * power <= size) {
+    power *= 2;
+  }
+  const auto between = power / 2 * 3;
+  return between > power && between <= size ? between : power;
+}
+}  // namespace
 
 std::vector<int64_t> split_rows(int64_t rows, int64_t pieces) {
   TORCH_CHECK_VALUE(rows >= 0 && pieces >= 1, "cannot split a batch (rows: ", rows,
@@ -28,6 +41,31 @@ int64_t equal_pieces(int64_t rows, int64_t pieces) {
     }
   }
   return pieces;
+}
+
+std::vector<int64_t> split_into_few_sizes(int64_t rows, int64_t piece_rows,
+                                          std::set<int64_t>& equal_sizes) {
+  TORCH_CHECK_VALUE(rows >= 0 && piece_rows >= 1, "cannot split a batch (rows: ", rows,
+                    ", rows of a piece: ", piece_rows, ")");
+  const auto pieces = equal_pieces(rows, pieces_for(rows, piece_rows));
+  if (pieces == 1) {
+    return {rows};
+  }
+  if (rows % pieces == 0 && equal_sizes.size() < kEqualSizes) {
+    equal_sizes.insert(rows / pieces);
+  }
+  if (rows % pieces == 0 && equal_sizes.count(rows / pieces) != 0) {
+    return split_rows(rows, pieces);
+  }
+  std::vector<int64_t> split;
+  for (auto size = common_size(piece_rows); rows > 0; size = common_size(std::min(size, rows))) {
+    if (rows - size == 1 && size > 2) {
+      size = common_size(size - 1);
+    }
+    split.push_back(size);
+    rows -= size;
+  }
+  return split;
 }
 
 int64_t finer(int64_t rows, int64_t pieces) {

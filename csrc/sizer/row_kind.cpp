@@ -12,6 +12,7 @@ void RowKind::add(const at::Tensor& tensor, std::optional<int64_t> row_dim) {
   form += c10::toString(tensor.scalar_type());
   if (tensor.layout() != at::kStrided || tensor.is_nested()) {
     form += "*;";
+    uneven = true;
     return;
   }
   form += std::to_string(tensor.dim()) + ';';
@@ -22,6 +23,20 @@ void RowKind::add(const at::Tensor& tensor, std::optional<int64_t> row_dim) {
       sizes.push_back(tensor.size(dim));
     }
   }
+}
+
+uint32_t fingerprint(const RowKind& kind) {
+  uint32_t hash = 2166136261;  // FNV-1a
+  const auto add = [&](uint64_t byte) { hash = (hash ^ static_cast<uint32_t>(byte)) * 16777619; };
+  for (const char letter : kind.form) {
+    add(static_cast<unsigned char>(letter));
+  }
+  for (const auto size : kind.sizes) {
+    for (int shift = 0; shift < 64; shift += 8) {
+      add(static_cast<uint64_t>(size) >> shift & 0xFF);
+    }
+  }
+  return hash;
 }
 
 }  // namespace brimful

@@ -1,7 +1,11 @@
 #include "sizer/too_large.h"
 
+#include <ATen/autocast_mode.h>
+#include <brimful/memory/stats.h>
+
 #include <algorithm>
 #include <sstream>
+#include <utility>
 
 #include "base/format.h"
 
@@ -16,12 +20,19 @@ const TriedSplit& last(const Shortfall& shortfall) {
   return shortfall.tried.empty() ? nothing : shortfall.tried.back();
 }
 
-bool could_split(const Shortfall& shortfall) {
-  return last(shortfall).pieces < shortfall.rows;
+bool is_of(const Shortfall& shortfall, Shortfall::Of of) {
+  return shortfall.of == of;
 }
 
+bool could_split(const Shortfall& shortfall) {
+  return !is_of(shortfall, Shortfall::Of::optimizer) && last(shortfall).pieces < shortfall.rows;
+}
+
+/// What did not fit beside what is in use: the work of the last try, or the optimizer's.
 int64_t work_bytes(const Shortfall& shortfall) {
-  return at_least_0(last(shortfall).peak_bytes - shortfall.used_bytes);
+  return is_of(shortfall, Shortfall::Of::optimizer)
+             ? shortfall.optimizer_bytes
+             : at_least_0(last(shortfall).peak_bytes - shortfall.used_bytes);
 }
 
 std::string counted(int64_t count, const std::string& what) {
@@ -39,7 +50,10 @@ std::string listed(const Pairs& pairs) {
 
 /// What a tenth of it would not show is not worth a user's time.
 bool worth_it(int64_t bytes, const Shortfall& shortfall) {
-  return bytes > 0 && bytes >= last(shortfall).peak_bytes / 10;
+  const auto peak = is_of(shortfall, Shortfall::Of::optimizer)
+                        ? shortfall.used_bytes + shortfall.optimizer_bytes
+                        : last(shortfall).peak_bytes;
+  return bytes > 0 && bytes >= peak / 10;
 }
 
 void advise_on_splits(const Shortfall& shortfall, std::vector<std::string>& advice) {
@@ -52,7 +66,7 @@ void advise_on_splits(const Shortfall& shortfall, std::vector<std::string>& advi
     return;
   }
   const auto finer = std::to_string(std::min(shortfall.rows, 2 * last(shortfall).pieces));
-  advice.push_back(shortfall.lockstep
+  advice.push_back(is_of(shortfall, Shortfall::Of::lockstep)
                        ? "begin with more pieces (pieces=" + finer +
                              "): ranks in lockstep cannot split further by themselves"
                        : "raise max_retries, or begin with more pieces (pieces=" + finer + ")");
@@ -83,19 +97,24 @@ void advise_on_capacity(const Shortfall& shortfall, std::vector<std::string>& ad
 
 void advise_on_work(const Shortfall& shortfall, std::vector<std::string>& advice) {
   const auto bytes = work_bytes(shortfall);
-  if (!worth_it(bytes, shortfall)) {
+  if (is_of(shortfall, Shortfall::Of::optimizer) || !worth_it(bytes, shortfall)) {
     return;
   }
-  advice.push_back("checkpoint activations (torch.utils.checkpoint; activations and temporaries: " +
-                   format_bytes(bytes) + ")");
+  const bool mapping = is_of(shortfall, Shortfall::Of::mapping);
+  if (!mapping) {
+    advice.push_back(
+        "checkpoint activations (torch.utils.checkpoint; activations and temporaries: " +
+        format_bytes(bytes) + ")");
+  }
   const bool float32 = shortfall.standing && shortfall.standing->float32 > 0;
   if (float32 && !shortfall.autocast) {
-    advice.emplace_back("compute in bfloat16 (autocast in the loss function)");
+    advice.push_back(std::string("compute in bfloat16 (autocast in the ") +
+                     (mapping ? "function)" : "loss function)"));
   }
 }
 
 void advise_on_standing(const Shortfall& shortfall, std::vector<std::string>& advice) {
-  if (!shortfall.standing) {
+  if (!shortfall.standing || is_of(shortfall, Shortfall::Of::mapping)) {
     return;
   }
   const auto& standing = *shortfall.standing;
@@ -111,12 +130,29 @@ void advise_on_standing(const Shortfall& shortfall, std::vector<std::string>& ad
     }
   }
 }
+
+const char* headline(const Shortfall& shortfall) {
+  switch (shortfall.of) {
+    case Shortfall::Of::lockstep:
+      return "in lockstep no rank may split further by itself: memory ran out";
+    case Shortfall::Of::optimizer:
+      return "the optimizer's step would run out of memory, whatever the split,";
+    case Shortfall::Of::mapping:
+      return could_split(shortfall) ? "no piece that was tried fits"
+                                    : "a piece of one row does not fit";
+    default:
+      return "no split of the batch fits";
+  }
+}
 }  // namespace
 
 std::vector<std::string> advice_for(const Shortfall& shortfall) {
   std::vector<std::string> advice;
   advise_on_splits(shortfall, advice);
   advise_on_capacity(shortfall, advice);
+  if (is_of(shortfall, Shortfall::Of::optimizer)) {
+    advice.emplace_back("take an optimizer with less state");
+  }
   const auto& standing = shortfall.standing;
   const auto stays =
       standing ? standing->parameters + standing->trainable + standing->optimizer_state.value_or(0)
@@ -153,7 +189,9 @@ TooLargeFacts facts_of(const Shortfall& shortfall) {
     add("buffers", standing->buffers);
   }
   add("other tensors", at_least_0(shortfall.used_bytes - known));
-  add("activations and temporaries", work_bytes(shortfall));
+  add(is_of(shortfall, Shortfall::Of::optimizer) ? "the optimizer's step"
+                                                 : "activations and temporaries",
+      work_bytes(shortfall));
   const auto hold = [&](const char* name, const std::optional<int64_t>& bytes) {
     if (bytes) {
       facts.held.emplace_back(name, *bytes);
@@ -166,21 +204,25 @@ TooLargeFacts facts_of(const Shortfall& shortfall) {
 }
 
 std::string words_for(const Shortfall& shortfall, const TooLargeFacts& facts) {
+  const bool of_optimizer = is_of(shortfall, Shortfall::Of::optimizer);
   std::ostringstream text;
-  text << (shortfall.lockstep ? "in lockstep no rank may split further by itself: memory ran out"
-                              : "no split of the batch fits")
-       << " on rank " << shortfall.rank << " of " << shortfall.world_size
-       << " (device: " << facts.device << ", rows: " << shortfall.rows
-       << ", retries: " << at_least_0(static_cast<int64_t>(facts.tried.size()) - 1)
-       << ", max_retries: " << shortfall.max_retries
-       << (shortfall.may_split ? "" : ", batch_norm: refuse, which allows no split")
-       << ").\nTried: ";
+  text << headline(shortfall) << " on rank " << shortfall.rank << " of " << shortfall.world_size
+       << " (device: " << facts.device << ", rows: " << shortfall.rows;
+  if (is_of(shortfall, Shortfall::Of::mapping)) {
+    text << ", done: " << shortfall.rows_done;
+  }
+  if (!of_optimizer) {
+    text << ", retries: " << at_least_0(static_cast<int64_t>(facts.tried.size()) - 1)
+         << ", max_retries: " << shortfall.max_retries
+         << (shortfall.may_split ? "" : ", batch_norm: refuse, which allows no split");
+  }
+  text << ")";
   for (size_t i = 0; i < facts.tried.size(); ++i) {
     const auto& tried = facts.tried[i];
-    text << (i == 0 ? "" : "; ") << counted(tried.pieces, "piece") << " of "
+    text << (i == 0 ? ".\nTried: " : "; ") << counted(tried.pieces, "piece") << " of "
          << counted(tried.piece_rows, "row") << " (peak: " << format_bytes(tried.peak_bytes) << ")";
   }
-  text << ".\nThe last peak: " << listed(facts.bytes);
+  text << (of_optimizer ? ".\nThe peak would be: " : ".\nThe last peak: ") << listed(facts.bytes);
   if (facts.limit_bytes) {
     text << " (limit: " << format_bytes(*facts.limit_bytes) << ")";
   }
@@ -190,9 +232,31 @@ std::string words_for(const Shortfall& shortfall, const TooLargeFacts& facts) {
       text << " (source: " << shortfall.others.where << ")";
     }
   }
-  text << ".\nTry next: " << format_numbered(facts.advice)
-       << ".\nThe last error was: " << shortfall.last_error;
+  text << ".\nTry next: " << format_numbered(facts.advice);
+  if (!of_optimizer) {
+    text << ".\nThe last error was: " << shortfall.last_error;
+  }
   return text.str();
+}
+
+Shortfall shortfall_on(c10::Device device, const std::function<StandingBytes()>& standing_bytes) {
+  const auto now = memory::stats(device);
+  Shortfall shortfall;
+  shortfall.device = device;
+  if (standing_bytes) {
+    shortfall.standing = standing_bytes();
+  }
+  shortfall.used_bytes = now.used_bytes;
+  shortfall.limit_bytes = now.limit_bytes;
+  shortfall.others = memory::held_by_others(device);
+  shortfall.autocast = at::autocast::is_autocast_enabled(device.type());
+  return shortfall;
+}
+
+BatchTooLarge too_large(const Shortfall& shortfall) {
+  auto facts = facts_of(shortfall);
+  const auto words = words_for(shortfall, facts);
+  return BatchTooLarge(words, std::move(facts));
 }
 
 }  // namespace brimful

@@ -5,26 +5,35 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "memory/others.h"
 
-/// The error when no split of a batch fits: what it says, as functions on plain data.
+/// The error when a batch does not fit: what it says, as functions on plain data.
 namespace brimful {
 
 struct Shortfall {
+  enum class Of : uint8_t {
+    split,
+    lockstep,   ///< no rank may split further by itself
+    optimizer,  ///< its step, after any split; nothing was tried
+    mapping     ///< inference, in pieces
+  };
+  Of of = Of::split;
   int rank = 0;
   int world_size = 1;
   c10::Device device = c10::Device(c10::DeviceType::CPU);
   int64_t rows = 0;
   int64_t max_retries = 0;
-  bool lockstep = false;
   bool may_split = true;                  ///< batch_norm: refuse allows none
   std::vector<TriedSplit> tried;          ///< the last one is that which failed the step
   std::optional<StandingBytes> standing;  ///< nothing: nobody can say
   int64_t used_bytes = 0;                 ///< with the work's tensors gone, gradients still there
+  int64_t optimizer_bytes = 0;            ///< beyond those: gradients to come and the optimizer
+  int64_t rows_done = 0;                  ///< of a mapping
   std::optional<int64_t> limit_bytes;
   memory::HeldByOthers others;
   bool autocast = false;    ///< on around the step
@@ -32,9 +41,13 @@ struct Shortfall {
   std::string last_error;
 };
 
+/// With what a device holds now; `standing_bytes` may be empty.
+Shortfall shortfall_on(c10::Device device, const std::function<StandingBytes()>& standing_bytes);
 /// Only what may help here, the cheapest that frees much first.
 BRIMFUL_API std::vector<std::string> advice_for(const Shortfall& shortfall);
 BRIMFUL_API TooLargeFacts facts_of(const Shortfall& shortfall);
 BRIMFUL_API std::string words_for(const Shortfall& shortfall, const TooLargeFacts& facts);
+/// The error of both.
+BatchTooLarge too_large(const Shortfall& shortfall);
 
 }  // namespace brimful

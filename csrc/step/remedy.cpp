@@ -1,5 +1,8 @@
 #include "step/remedy.h"
 
+#include <brimful/memory/stats.h>
+#include <brimful/step/oom.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -86,6 +89,18 @@ Remedy remedy_for(const Refusal& refusal) {
       refusal.limit_bytes ? *refusal.limit_bytes - refusal.reserved_bytes : refusal.free_bytes;
   const auto room = std::max<int64_t>(0, std::min(allowed, refusal.free_bytes));
   return cached + room >= *refusal.request_bytes ? Remedy::release_cache : Remedy::finer;
+}
+
+bool release_helps(const std::string& shortage, c10::Device device) {
+  auto refusal = refusal_in(shortage);
+  const auto kind = shortage_in(shortage);
+  if (!refusal && (kind == Shortage::outside || kind == Shortage::unclear)) {
+    const auto now = memory::stats(device);
+    refusal.emplace();
+    refusal->reserved_bytes = now.reserved_bytes;
+    refusal->allocated_bytes = now.used_bytes;
+  }
+  return refusal && remedy_for(*refusal) == Remedy::release_cache;
 }
 
 }  // namespace brimful

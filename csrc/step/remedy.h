@@ -1,8 +1,10 @@
 #pragma once
 #include <brimful/export.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 
 namespace brimful {
@@ -25,5 +27,9 @@ enum class Remedy : uint8_t {
   release_cache  ///< the bytes are there, in fragments or in torch's cache: the same again without them
 };
 BRIMFUL_API Remedy remedy_for(const Refusal& refusal);
+
+/// True if the same work may fit when torch's cache on `device` is given back, by the words of what ran out and, where
+/// they do not say it, by what the cache holds now.
+BRIMFUL_API bool release_helps(const std::string& shortage, c10::Device device);
 
 }  // namespace brimful

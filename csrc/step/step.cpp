@@ -10,11 +10,10 @@
 #include <cmath>
 #include <optional>
 
+#include "memory/oom_observer.h"
+
 namespace brimful {
 namespace {
-constexpr int64_t kTextPatience =
-    1000;  // how long the others wait for the words of a rank that failed, in ms
-
 bool has_nonzero(const at::Tensor& gradient) {
   const auto values = gradient.is_sparse() ? gradient._values() : gradient;
   return at::any(values != 0).item<bool>();
@@ -120,7 +119,7 @@ void StepGroup::keep_gradients() {
   kept_.take(all);
 }
 
-void StepGroup::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {
+void StepGroup::announce(const ControlRecord& record, const at::Tensor& loss_sum) {
   own_ = record;
   own_loss_sum_ = loss_sum;
   for (const auto& participant : participants_) {
@@ -168,7 +167,7 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
   const auto started = std::chrono::steady_clock::now();
   auto record = attempt.record;
   record.ref = fingerprint(attempt.ref);
-  set_record(record, {});
+  announce(record, {});
   at::Tensor loss_sum;
   int64_t begin = 0;
   for (size_t i = 0; i < attempt.split.size(); ++i) {
@@ -180,7 +179,7 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
       record.weight += piece.weight;
       const auto weighted = piece.loss.detach().reshape({}).to(at::kDouble) * piece.weight;
       loss_sum = loss_sum.defined() ? loss_sum + weighted : weighted;
-      set_record(record, loss_sum);
+      announce(record, loss_sum);
     }
     if (piece.weight > 0 || attempt.lockstep) {
       run_backward(piece, work, attempt.ref, last);
@@ -189,8 +188,20 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
   record.work_ms =
       std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - started).count();
   record.ref = attempt.mark ? attempt.mark() : record.ref;
-  set_record(record, loss_sum);
+  announce(record, loss_sum);
   complete();
+}
+
+void StepGroup::begin_attempt(int buffer_source) {
+  for (const auto& participant : participants_) {
+    participant->begin_attempt(buffer_source);
+  }
+  set_order();
+}
+
+bool StepGroup::late_gradient() const {
+  return std::any_of(participants_.begin(), participants_.end(),
+                     [](const auto& participant) { return participant->late_gradient(); });
 }
 
 void StepGroup::complete() {
@@ -204,7 +215,7 @@ void StepGroup::complete() {
 void StepGroup::drain(ControlRecord record, Verdict verdict) {
   record.verdict = verdict;
   record.weight = 0;
-  set_record(record, {});
+  announce(record, {});
   for (const auto part : {Part::early, Part::last}) {
     for (const auto& participant : participants_) {
       participant->drain(part);
@@ -216,10 +227,8 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   using Own = AttemptResult::Own;
   AttemptResult result;
   const EvidenceScope evidence;
-  for (const auto& participant : participants_) {
-    participant->begin_attempt(attempt.buffer_source);
-  }
-  set_order();
+  const memory::RetryScope retries;
+  begin_attempt(attempt.buffer_source);
   try {
     run_pieces(attempt, work);
   } catch (...) {
@@ -232,10 +241,7 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
     return result;
   }
   result.text = describe(result.error);
-  const bool late =
-      std::any_of(participants_.begin(), participants_.end(),
-                  [](const auto& participant) { return participant->late_gradient(); });
-  result.own = late                             ? Own::late_gradient
+  result.own = late_gradient()                  ? Own::late_gradient
                : is_out_of_memory(result.error) ? Own::out_of_memory
                                                 : Own::error;
   if (result.own != Own::error) {
@@ -357,26 +363,6 @@ void StepGroup::discard() {
   }
   for (const auto& parameter : outside_) {
     parameter.mutable_grad().reset();
-  }
-}
-
-std::string StepGroup::failure_texts(const std::vector<ControlRecord>& records) {
-  std::string texts;
-  for (size_t rank = 0; rank < records.size(); ++rank) {
-    if (!is_failure(records[rank].verdict)) {
-      continue;
-    }
-    const auto text = participants_.empty()
-                          ? ""
-                          : participants_[0]->read_failure(static_cast<int>(rank), kTextPatience);
-    texts += (texts.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + text;
-  }
-  return texts;
-}
-
-void StepGroup::publish_failure(FailureKind kind, const std::string& text) {
-  for (const auto& participant : participants_) {
-    participant->publish_failure(kind, text);
   }
 }
 

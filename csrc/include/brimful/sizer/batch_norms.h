@@ -40,7 +40,8 @@ inline std::vector<BatchNormModule> batch_norms_of(torch::nn::Module& module) {
         detail::add_batch_norm<torch::nn::BatchNorm2dImpl>(name, item, found) ||
         detail::add_batch_norm<torch::nn::BatchNorm3dImpl>(name, item, found);
   };
-  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
+  const bool is_shared = !module.weak_from_this().expired();  // else it cannot be named
+  for (const auto& item : module.named_modules("", /*include_self=*/is_shared)) {
     add(item.key(), item.value());
   }
   return found;

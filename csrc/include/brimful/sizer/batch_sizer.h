@@ -3,6 +3,7 @@
 #include <brimful/sizer/batch_norm.h>
 #include <brimful/sizer/batch_sizer_options.h>
 #include <brimful/sizer/forecasts.h>
+#include <brimful/sizer/found_pieces.h>
 #include <brimful/sizer/outcome.h>
 #include <brimful/sizer/piece_history.h>
 #include <brimful/sizer/plan.h>
@@ -12,9 +13,11 @@
 #include <brimful/step/step.h>
 #include <brimful/step/transaction.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -23,6 +26,7 @@ namespace brimful {
 template <typename Loader>
 class Batches;
 class OneCall;
+struct Shortfall;
 
 /// Runs the batch that was asked for in pieces that fit. The gradient is the exact weighted mean over all ranks; a step
 /// that ran out of memory is repeated with a finer split from the same buffers and RNG state. One call at a time: a step
@@ -78,6 +82,15 @@ class BRIMFUL_API BatchSizer {
   void announce_next(Next next, const StepInput& next_input);
   /// Tells the other ranks that this one failed between two steps; they raise in their next one.
   void announce_failure(FailureKind kind, const std::string& text);
+  /// The same, if they come to another step; where they cannot be reached, the log says so.
+  void tell_failure(FailureKind kind, const std::string& text);
+
+  /// Calls `step`, an optimizer's. An error in it, which no step can undo, is told to the other ranks: they raise in their
+  /// next step, and this one throws HalfStepError with its words. RankFailed and HalfStepError pass as they are.
+  ///   sizer.optimizer_step([&] { optimizer.step(); });
+  void optimizer_step(const std::function<void()>& step);
+  /// What it does about an error that said `words`.
+  [[noreturn]] void fail_optimizer(const std::string& words);
 
   /// What this sizer has seen on this rank so far. Not while a step runs.
   Report report() const { return recorder_.report(piece_rows_); }
@@ -107,7 +120,8 @@ class BRIMFUL_API BatchSizer {
   Outcome run(const StepInput& input, const PieceWork& work);
   std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork& work,
                                     Outcome& outcome);
-  std::vector<int64_t> next_split(const StepInput& input, Outcome& outcome) const;
+  std::vector<int64_t> next_split(const StepInput& input, const Outcome& outcome);
+  std::vector<int64_t> split_of(int64_t rows, int64_t pieces);
   void stand(const AttemptResult& result, double ref, Outcome& outcome);
   bool settle_attempt(const AttemptResult& result, const StepInput& input, Outcome& outcome,
                       int64_t peak_bytes);
@@ -115,8 +129,9 @@ class BRIMFUL_API BatchSizer {
                                   const Outcome& outcome);
   [[noreturn]] void throw_too_large(const AttemptResult& result, const StepInput& input,
                                     const Outcome& outcome);
+  Shortfall shortfall_of(const StepInput& input) const;
+  void require_room_for_optimizer(const StepInput& input) const;
   void require_weight(const std::vector<ControlRecord>& records) const;
-  bool release_helps(const std::string& shortage) const;
   void require_same_mark(const std::vector<ControlRecord>& records);
   void refine(const AttemptResult& result, int64_t rows, Outcome& outcome);
   PieceHistory::Room room() const;
@@ -146,6 +161,8 @@ class BRIMFUL_API BatchSizer {
   std::optional<int64_t> checked_limit_;
   int64_t checked_kept_ = 0;  ///< bytes of gradients that the limit was compared with, too
   Forecasts forecasts_;
+  FoundPieces found_;  ///< by the last forecast, or before this job was resumed
+  std::set<int64_t> equal_sizes_;
   StepRecorder recorder_;
   std::optional<int64_t> released_step_;  ///< the last one with a cache_released
   PieceHistory history_;

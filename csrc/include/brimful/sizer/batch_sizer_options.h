@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 namespace brimful {
@@ -13,17 +14,20 @@ class GradScaler;  // <brimful/sizer/grad_scaler.h>
 
 struct BatchSizerOptions {
   int64_t max_retries = 8;  ///< repeats of one step, alone or agreed
-  int64_t pieces = 1;       ///< of the first batch
+  int64_t pieces = 1;       ///< of the first batch, where piece_rows is not known
+  /// Rows that are known to fit, such as a summary's largest_rows: the first batch is split into pieces of no more.
+  std::optional<int64_t> piece_rows;
   bool lockstep =
       false;  ///< the model has collectives of its own: all ranks run the same number of pieces
   /// Choose the pieces of a step by what its memory will be (on a CPU with a limit, outside lockstep). A StepInput made
   /// by hand needs a `kind` for that where batches differ in more than their rows.
   bool predict = false;
-  /// Up to a quarter more pieces where that gives all of them the same number of rows: for a compiled model, which
-  /// compiles for each size that it meets.
+  /// Pieces of few sizes (split_into_few_sizes() of <brimful/sizer/pieces.h>): for a compiled model, which compiles for
+  /// each that it meets.
   bool equal_pieces = false;
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count
-  /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit.
+  /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit. By
+  /// default those of standing_bytes.
   std::function<int64_t()> required_bytes;
   /// For Plan and the words of BatchTooLarge; the constructor for a wrapped module has one, without an optimizer.
   std::function<StandingBytes()> standing_bytes;

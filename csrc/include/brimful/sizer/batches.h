@@ -111,13 +111,8 @@ class Batches {
   /// If an exception leaves the loop's body between two steps, the other ranks raise in their next one.
   ~Batches() {
     if (std::uncaught_exceptions() > exceptions_ && sizer_.expects_step()) {
-      try {
-        sizer_.announce_failure(FailureKind::error,
-                                "an exception ended its loop (see that rank's own output)");
-      } catch (...) {
-        log(LogLevel::warning,
-            "nobody heard of this rank's failure: " + describe(std::current_exception()));
-      }
+      sizer_.tell_failure(FailureKind::error,
+                          "an exception ended its loop (see that rank's own output)");
     }
   }
 

@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
 #include <brimful/sizer/split.h>
+#include <brimful/sizer/standing_bytes.h>
 #include <brimful/step/transaction.h>
 #include <c10/core/Device.h>
 
@@ -22,6 +23,10 @@ struct MapOptions {
   c10::Device device =
       c10::Device(c10::DeviceType::CPU);     ///< whose cached memory is given back before a retry
   std::vector<Transaction::Keeper> keepers;  ///< of random numbers other than torch's
+  // For the words of BatchTooLarge.
+  int rank = 0;
+  int world_size = 1;
+  std::function<StandingBytes()> standing_bytes = {};  ///< of what `fn` uses
 };
 
 namespace detail {

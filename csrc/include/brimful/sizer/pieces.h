@@ -2,6 +2,7 @@
 #include <brimful/export.h>
 
 #include <cstdint>
+#include <set>
 #include <vector>
 
 namespace brimful {
@@ -20,6 +21,14 @@ BRIMFUL_API int64_t pieces_for(int64_t rows, int64_t piece_rows);
 /// The fewest pieces that all have the same number of rows, at least `pieces` and at most a quarter more; `pieces` where
 /// there is no such number. A compiled model compiles for each size that it meets. Pure.
 BRIMFUL_API int64_t equal_pieces(int64_t rows, int64_t pieces);
+
+/// A split for a compiled model: equal pieces of at most `piece_rows` rows where a quarter more of them gives that and
+/// their size is one of `equal_sizes`, which has room for four; else pieces of the largest of 1, 2, 3, 4, 6, 8, 12, 16,
+/// 24 ... that is no more, and what is left in smaller ones of these, of two rows where that can be (BatchNorm refuses
+/// one). However batches and memory change, pieces of up to n rows have no more than 5 + 2 log2(n) sizes.
+/// @throws c10::ValueError unless rows >= 0 and piece_rows >= 1
+BRIMFUL_API std::vector<int64_t> split_into_few_sizes(int64_t rows, int64_t piece_rows,
+                                                      std::set<int64_t>& equal_sizes);
 
 /// The number of pieces to try after `pieces` ran out of memory: twice as many, at most one row each. Pure.
 BRIMFUL_API int64_t finer(int64_t rows, int64_t pieces);

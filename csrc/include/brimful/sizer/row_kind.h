@@ -14,12 +14,16 @@ namespace brimful {
 struct BRIMFUL_API RowKind {
   std::string form;            ///< dtypes and numbers of dimensions, tensor by tensor
   std::vector<int64_t> sizes;  ///< of the dimensions that are not the rows', in the same order
+  bool uneven =
+      false;  ///< rows differ in what they hold (sparse, nested): no law tells their memory
 
-  /// `row_dim`: the dimension that holds rows; nothing for a tensor that every piece gets whole. The sizes of sparse and
-  /// nested tensors are not looked at.
+  /// `row_dim`: the dimension that holds rows; nothing for a tensor that every piece gets whole.
   void add(const at::Tensor& tensor, std::optional<int64_t> row_dim);
 
   bool operator==(const RowKind&) const = default;
 };
+
+/// The same in every process; different for different kinds, but for one pair in four thousand million.
+BRIMFUL_API uint32_t fingerprint(const RowKind& kind);
 
 }  // namespace brimful

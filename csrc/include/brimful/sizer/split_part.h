@@ -97,14 +97,14 @@ struct Anything {
 template <typename T>
 concept Example = requires(const T& part) {
   part.data;
-  T(part.data, part.target);
+  T{part.data, part.target};
 }
 &&!(std::is_aggregate_v<T> && requires { T{Anything{}, Anything{}, Anything{}}; });
 /// Has `data` alone.
 template <typename T>
 concept TensorExample = requires(const T& part) {
   part.data;
-  T(part.data);
+  T{part.data};
 }
 &&!requires(const T& part) {
   part.target;
@@ -131,7 +131,7 @@ struct Part<T> : BuiltIn {
     count_part(part.target, rows);
   }
   static T slice(const T& part, const Range& range) {
-    return T(slice_part(part.data, range), slice_part(part.target, range));
+    return T{slice_part(part.data, range), slice_part(part.target, range)};
   }
   static void describe(const T& part, RowKind& kind) {
     describe_part(part.data, kind);
@@ -142,7 +142,7 @@ struct Part<T> : BuiltIn {
 template <TensorExample T>
 struct Part<T> : BuiltIn {
   static void count(const T& part, Rows& rows) { count_part(part.data, rows); }
-  static T slice(const T& part, const Range& range) { return T(slice_part(part.data, range)); }
+  static T slice(const T& part, const Range& range) { return T{slice_part(part.data, range)}; }
   static void describe(const T& part, RowKind& kind) { describe_part(part.data, kind); }
 };
 
