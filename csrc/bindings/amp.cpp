@@ -1,3 +1,4 @@
+#include <brimful/sizer/autocast.h>
 #include <brimful/sizer/grad_scaler.h>
 #include "bindings/bindings.h"
 
@@ -5,8 +6,21 @@ namespace brimful {
 
 using namespace py::literals;
 
-/// The C++ scaler, for its comparison with torch's own; Python programs use that one.
+namespace {
+/// The C++ guard from __enter__ to __exit__.
+struct AutocastBlock {
+  explicit AutocastBlock(c10::ScalarType of) : dtype(of) {}
+  c10::ScalarType dtype;
+  std::optional<Autocast> guard;
+};
+}  // namespace
+
+/// The C++ guard and scaler, for their comparison with torch's own; Python programs use those.
 void bind_amp(py::module_& m) {
+  py::class_<AutocastBlock>(m, "_Autocast", "brimful::Autocast for the CPU, likewise.")
+      .def(py::init<c10::ScalarType>(), "dtype"_a)
+      .def("__enter__", [](AutocastBlock& self) { self.guard.emplace(at::kCPU, self.dtype); })
+      .def("__exit__", [](AutocastBlock& self, const py::args&) { self.guard.reset(); });
   py::class_<GradScaler>(m, "_GradScaler", "brimful::GradScaler, to be compared with torch's.")
       .def(py::init([](double init_scale, double growth_factor, double backoff_factor,
                        int64_t growth_interval, bool enabled) {

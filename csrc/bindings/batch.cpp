@@ -167,11 +167,16 @@ int64_t Splitter::rows_of(const py::handle& batch) const {
     TORCH_CHECK_VALUE(rows >= 0, "size_fn returned a negative number of rows (rows: ", rows, ")");
     return rows;
   }
+  const auto rows = rows_if_any(batch);
+  TORCH_CHECK_TYPE(rows, "the batch holds no tensor that could be split (type: ", type_name(batch),
+                   "); pass a tensor, a structure of tensors, or size_fn and split_fn");
+  return *rows;
+}
+
+std::optional<int64_t> Splitter::rows_if_any(const py::handle& batch) const {
   std::optional<Found> found;
   find_rows(batch, batch_dim_, "batch", found);
-  TORCH_CHECK_TYPE(found, "the batch holds no tensor that could be split (type: ", type_name(batch),
-                   "); pass a tensor, a structure of tensors, or size_fn and split_fn");
-  return found->rows;
+  return found ? std::optional<int64_t>(found->rows) : std::nullopt;
 }
 
 py::object Splitter::slice(const py::handle& batch, int64_t rows, int64_t begin,

@@ -20,6 +20,9 @@ class Splitter {
   /// @throws c10::ValueError if tensors disagree (both are named), c10::TypeError if there is no tensor
   int64_t rows_of(const py::handle& batch) const;
 
+  /// The same; nothing for a batch without a tensor that has rows. Not for functions of the user's.
+  std::optional<int64_t> rows_if_any(const py::handle& batch) const;
+
   /// The same structure with rows [begin, end): views of dense tensors. 0-dim tensors and other objects are shared by all
   /// pieces, a list with as many entries as rows, none of them a tensor, is cut.
   py::object slice(const py::handle& batch, int64_t rows, int64_t begin, int64_t end) const;

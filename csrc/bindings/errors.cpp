@@ -52,13 +52,13 @@ void set_too_large(const BatchTooLarge& error) {
   const auto& facts = error.facts();
   py::object instance =
       py::reinterpret_borrow<py::object>(types.batch_too_large)(error.what_without_backtrace());
-  const bool of_step = !facts.tried.empty();
+  const bool is_known = !facts.device.empty();
   py::list tried;
   for (const auto& split : facts.tried) {
     tried.append(py::make_tuple(split.pieces, split.piece_rows, split.peak_bytes));
   }
-  instance.attr("rank") = of_step ? py::object(py::int_(facts.rank)) : py::none();
-  instance.attr("device") = of_step ? py::object(py::str(facts.device)) : py::none();
+  instance.attr("rank") = is_known ? py::object(py::int_(facts.rank)) : py::none();
+  instance.attr("device") = is_known ? py::object(py::str(facts.device)) : py::none();
   instance.attr("tried") = tried;
   instance.attr("bytes") = as_dict(facts.bytes);
   instance.attr("limit_bytes") = facts.limit_bytes;
@@ -138,9 +138,9 @@ void bind_errors(py::module_& m) {
       new_type(m, "BatchTooLarge",
                "Raised on the rank for which no split of the batch fits.\n\n"
                "Attributes: rank, device, tried (a list of (pieces, rows of the largest, peak in "
-               "bytes)), bytes (of the last peak by category), limit_bytes, held (bytes beside "
-               "tensors), advice (what to try next, in this order). Out of map_batches they are "
-               "empty.",
+               "bytes), empty where the optimizer's step would not fit), bytes (of the last peak "
+               "by category), limit_bytes, held (bytes beside tensors), advice (what to try next, "
+               "in this order).",
                py::make_tuple(out_of_memory));
   types.half_step = new_type(m, "HalfStepError",
                              "The optimizer failed in the middle of its step: parameters may be "

@@ -1,7 +1,9 @@
 #include <brimful/sizer/map_batches.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/batch.h"
@@ -70,6 +72,9 @@ py::object with_tensors(const py::handle& result, std::vector<at::Tensor>::const
                                       : py::type::handle_of(result)(items);
 }
 
+/// Parameters and buffers.
+using ModelTensors = std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>;
+
 class PythonMapping {
  public:
   PythonMapping(py::object fn, py::object batch, const Splitter& splitter)
@@ -122,15 +127,27 @@ void bind_inference(py::module_& m) {
       "_map_batches",
       [](py::object fn, py::object batch, const Splitter& splitter, int64_t pieces,
          int64_t max_retries, c10::Device device,
-         const std::vector<std::pair<py::function, py::function>>& keepers) {
-        MapOptions options{pieces, max_retries, device, {}};
+         const std::vector<std::pair<py::function, py::function>>& keepers, int rank,
+         int world_size, const std::optional<ModelTensors>& model) {
+        MapOptions options;
+        options.pieces = pieces;
+        options.max_retries = max_retries;
+        options.device = device;
+        options.rank = rank;
+        options.world_size = world_size;
+        if (model) {
+          options.standing_bytes = [&] {
+            return standing_bytes(model->first, model->second, device);
+          };
+        }
         for (const auto& [capture, restore] : keepers) {
           options.keepers.push_back(keeper_of(capture, restore));
         }
         return PythonMapping(std::move(fn), std::move(batch), splitter).run(options);
       },
       py::arg("fn"), py::arg("batch"), py::arg("splitter"), py::arg("pieces"),
-      py::arg("max_retries"), py::arg("device"), py::arg("keepers"));
+      py::arg("max_retries"), py::arg("device"), py::arg("keepers"), py::arg("rank"),
+      py::arg("world_size"), py::arg("model"));
 }
 
 }  // namespace brimful

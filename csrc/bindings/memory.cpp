@@ -8,29 +8,13 @@
 #include <string>
 #include "base/format.h"
 #include "bindings/bindings.h"
+#include "bindings/device.h"
 
 namespace brimful {
 namespace {
 
 using namespace memory;
 using namespace py::literals;
-
-c10::Device as_device(py::handle given) {
-  if (THPDevice_Check(given.ptr())) {
-    return given.cast<c10::Device>();
-  }
-  if (!py::isinstance<py::str>(given)) {
-    throw py::type_error("device must be a torch.device or a string such as 'cpu' (device: " +
-                         py::repr(given).cast<std::string>() + ")");
-  }
-  const auto name = given.cast<std::string>();
-  try {
-    return c10::Device(name);
-  } catch (const c10::Error&) {
-  }
-  throw py::value_error("device is not known (device: " + name +
-                        "); use 'cpu', 'cuda' or 'cuda:0'");
-}
 
 std::string repr(const Stats& stats) {
   std::ostringstream out;
@@ -107,6 +91,7 @@ void bind_stats(py::module_& m) {
       .def_readonly("ooms", &Stats::ooms)
       .def("__repr__", [](const Stats& stats) { return repr(stats); });
   m.def("memory_install", &install);
+  m.def("_format_bytes", &format_bytes, "bytes"_a);
   m.def(
       "memory_stats", [](py::handle device) { return stats(as_device(device)); }, "device"_a);
   m.def(
@@ -196,6 +181,23 @@ void bind_scopes(py::module_& m) {
 }
 
 }  // namespace
+
+c10::Device as_device(py::handle given) {
+  if (THPDevice_Check(given.ptr())) {
+    return given.cast<c10::Device>();
+  }
+  if (!py::isinstance<py::str>(given)) {
+    throw py::type_error("device must be a torch.device or a string such as 'cpu' (device: " +
+                         py::repr(given).cast<std::string>() + ")");
+  }
+  const auto name = given.cast<std::string>();
+  try {
+    return c10::Device(name);
+  } catch (const c10::Error&) {
+  }
+  throw py::value_error("device is not known (device: " + name +
+                        "); use 'cpu', 'cuda' or 'cuda:0'");
+}
 
 void bind_memory(py::module_& m) {
   bind_stats(m);

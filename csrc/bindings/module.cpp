@@ -4,6 +4,12 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_errors(m);
   brimful::bind_launch(m);
   brimful::bind_memory(m);
+  brimful::bind_frame_site(m);
+  brimful::bind_live_table(m);
+  brimful::bind_recording(m);
+  brimful::bind_oom_report(m);
+  brimful::bind_monitor(m);
+  brimful::bind_explain(m);
   brimful::bind_batch(m);
   brimful::bind_reducer(m);
   brimful::bind_foreign(m);
@@ -12,6 +18,8 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_inference(m);
   brimful::bind_verify_split(m);
   brimful::bind_pipeline(m);
+  brimful::bind_leaks(m);
+  brimful::bind_summary(m);
   brimful::bind_split_backward(m);
   brimful::bind_pipeline_schedule(m);
 }

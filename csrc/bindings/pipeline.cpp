@@ -1,6 +1,8 @@
+#include <brimful/pipeline/keywords.h>
 #include <brimful/pipeline/pipeline.h>
 #include <brimful/pipeline/schedule_text.h>
 #include <brimful/pipeline/skip.h>
+#include <brimful/reducer/reducer.h>
 #include <brimful/sizer/grad_scaler.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -12,6 +14,7 @@
 #include "bindings/callbacks.h"
 #include "bindings/pipeline_value.h"
 #include "bindings/sizer_parts.h"
+#include "pipeline/peers.h"
 
 namespace brimful {
 namespace {
@@ -67,16 +70,34 @@ std::exception_ptr translated(std::exception_ptr error) {
   return nullptr;  // not reached: the above throws
 }
 
-/// Name, callable, parameters, buffers, and BatchNorms with their names.
+/// Names of keywords that a stage takes; nothing: any.
+using KeywordNames = std::optional<std::vector<std::string>>;
+
+/// Name, callable, parameters, buffers, BatchNorms with their names, and keywords.
 using PythonStage =
     std::tuple<std::string, py::object, std::vector<at::Tensor>, std::vector<at::Tensor>,
-               std::vector<std::pair<std::string, py::object>>>;
+               std::vector<std::pair<std::string, py::object>>, KeywordNames>;
+
+py::dict keywords_of(const KeywordNames& names) {
+  py::dict keywords;
+  for (const auto& name : names ? *names : pipeline::keyword_names()) {
+    if (pipeline::has_keyword(name)) {
+      keywords[py::str(name)] = as_object(pipeline::keyword_value(name));
+    }
+  }
+  return keywords;
+}
 
 Stage stage_of(const PythonStage& parts) {
   Stage stage;
   stage.name = std::get<0>(parts);
-  stage.forward = [forward = shared(std::get<1>(parts))](const Value& input) {
-    return call_python([&] { return as_value((*forward)(as_object(input))); });
+  stage.forward = [forward = shared(std::get<1>(parts)),
+                   names = std::get<5>(parts)](const Value& input) {
+    return call_python([&] {
+      const auto keywords = keywords_of(names);
+      return as_value(keywords.empty() ? (*forward)(as_object(input))
+                                       : (*forward)(as_object(input), **keywords));
+    });
   };
   stage.parameters = std::get<2>(parts);
   stage.buffers = std::get<3>(parts);
@@ -92,7 +113,8 @@ class PythonPipeline {
   PythonPipeline(std::vector<Stage> stages, pipeline::PipelineOptions options,
                  const std::optional<ScalerTensors>& scaler, std::shared_ptr<Splitter> splitter)
       : scaler_(scaler ? std::make_unique<GradScaler>(scaler->first, scaler->second) : nullptr),
-        splitter_(std::move(splitter)) {
+        splitter_(std::move(splitter)),
+        peers_(options.peers) {
     options.scaler = scaler_.get();
     options.translate = translated;
     options.thread_scope = [] { return std::make_shared<PythonThread>(); };
@@ -106,21 +128,28 @@ class PythonPipeline {
   PythonPipeline(const PythonPipeline&) = delete;
   PythonPipeline& operator=(const PythonPipeline&) = delete;
 
-  PipelineOutcome step(const py::object& batch, const py::object& target,
-                       const py::object& loss_fn) {
-    const auto rows = splitter_->rows_of(batch);
+  /// Of a step, by name, and how they are split; nothing: there are none.
+  using KeywordBatch = std::optional<std::pair<py::dict, std::shared_ptr<Splitter>>>;
+
+  PipelineOutcome step(const py::object& batch, const py::object& target, const py::object& loss_fn,
+                       const KeywordBatch& keywords) {
+    pipeline::PipelineWork work;
+    int64_t rows = 0;
     const bool has_target = !target.is_none();
-    if (has_target) {
-      const auto target_rows = splitter_->rows_of(target);
+    std::vector<py::object> targets;
+    refusing(work, [&] {
+      rows = splitter_->rows_of(batch);
+      const auto target_rows = has_target ? splitter_->rows_of(target) : rows;
       TORCH_CHECK_VALUE(rows == target_rows, "batch and target disagree in size (rows: ", rows,
                         " and ", target_rows, "); give both the same number");
-    }
-    std::vector<py::object> targets;
-    auto work = work_for(batch, rows);
+      TORCH_CHECK_TYPE(!loss_fn.is_none(),
+                       "step needs a loss function (loss_fn: None); give one to Pipeline");
+    });
+    set_inputs(work, batch, rows, keywords);
     work.begin = [&, slice_inputs = work.begin](const std::vector<int64_t>& split) {
       slice_inputs(split);
       call_python([&] {
-        targets = has_target ? slices_of(target, rows, split)
+        targets = has_target ? slices_of(*splitter_, target, rows, split)
                              : std::vector<py::object>(split.size(), py::none());
       });
     };
@@ -134,9 +163,11 @@ class PythonPipeline {
     });
   }
 
-  py::object forward(const py::object& batch) {
-    const auto rows = splitter_->rows_of(batch);
-    const auto work = work_for(batch, rows);
+  py::object forward(const py::object& batch, const KeywordBatch& keywords) {
+    pipeline::PipelineWork work;
+    int64_t rows = 0;
+    refusing(work, [&] { rows = splitter_->rows_of(batch); });
+    set_inputs(work, batch, rows, keywords);
     const auto whole = noted([&] {
       const py::gil_scoped_release no_gil;
       return pipeline_->forward(rows, work);
@@ -146,32 +177,73 @@ class PythonPipeline {
   }
 
   Pipeline& pipeline() { return *pipeline_; }
+  /// Verdicts that this rank has sent to others.
+  int64_t messages() const { return peers_ ? peers_->messages() : 0; }
 
  private:
-  std::vector<py::object> slices_of(const py::object& batch, int64_t rows,
-                                    const std::vector<int64_t>& split) const {
+  static std::vector<py::object> slices_of(const Splitter& splitter, const py::object& batch,
+                                           int64_t rows, const std::vector<int64_t>& split) {
     std::vector<py::object> slices;
     int64_t begin = 0;
     for (const auto count : split) {
-      slices.push_back(splitter_->slice(batch, rows, begin, begin + count));
+      slices.push_back(splitter.slice(batch, rows, begin, begin + count));
       begin += count;
     }
     return slices;
   }
 
-  pipeline::PipelineWork work_for(const py::object& batch, int64_t rows) const {
-    pipeline::PipelineWork work;
-    const auto inputs = std::make_shared<std::vector<Value>>();
-    work.begin = [this, inputs, &batch, rows](const std::vector<int64_t>& split) {
+  /// A step's microbatches, cut before it begins.
+  struct Cut {
+    std::vector<Value> inputs;
+    std::vector<pipeline::Keywords> keywords;
+  };
+
+  /// What is wrong with a batch is the step's to raise, so that no other process waits for it.
+  template <typename Fn>
+  static void refusing(pipeline::PipelineWork& work, const Fn& fn) {
+    try {
+      call_python(fn);
+    } catch (...) {
+      work.refused = std::current_exception();
+    }
+  }
+
+  void set_inputs(pipeline::PipelineWork& work, const py::object& batch, int64_t rows,
+                  const KeywordBatch& keywords) const {
+    const auto cut = std::make_shared<Cut>();
+    work.begin = [this, cut, &batch, &keywords, rows](const std::vector<int64_t>& split) {
       call_python([&] {
-        inputs->clear();
-        for (const auto& piece : slices_of(batch, rows, split)) {
-          inputs->push_back(as_value(piece));
+        cut->inputs.clear();
+        for (const auto& piece : slices_of(*splitter_, batch, rows, split)) {
+          cut->inputs.push_back(as_value(piece));
         }
+        cut->keywords = keywords ? cut_keywords(*keywords, rows, split)
+                                 : std::vector<pipeline::Keywords>(split.size());
       });
     };
-    work.input = [inputs](int i, int64_t, int64_t) { return inputs->at(i); };
-    return work;
+    work.input = [cut](int i, int64_t, int64_t) { return cut->inputs.at(i); };
+    if (keywords) {
+      work.keywords = [cut](int i, int64_t, int64_t) { return cut->keywords.at(i); };
+    }
+  }
+
+  static std::vector<pipeline::Keywords> cut_keywords(
+      const std::pair<py::dict, std::shared_ptr<Splitter>>& keywords, int64_t rows,
+      const std::vector<int64_t>& split) {
+    const auto of_keywords = keywords.second->rows_if_any(keywords.first);
+    TORCH_CHECK_VALUE(!of_keywords || *of_keywords == rows,
+                      "batch and keywords disagree in size (rows: ", rows, " and ",
+                      of_keywords.value_or(0),
+                      "); give the same number, or say in kwargs_dim where rows are (None: all "
+                      "microbatches share it)");
+    std::vector<pipeline::Keywords> all;
+    for (const auto& piece : slices_of(*keywords.second, keywords.first, rows, split)) {
+      auto& named = all.emplace_back();
+      for (const auto& [name, value] : py::cast<py::dict>(piece)) {
+        named.emplace(py::cast<std::string>(name), as_value(value));
+      }
+    }
+    return all;
   }
 
   /// Where an error of Python has come from is a note of it.
@@ -189,6 +261,7 @@ class PythonPipeline {
 
   std::unique_ptr<GradScaler> scaler_;
   std::shared_ptr<Splitter> splitter_;
+  std::shared_ptr<pipeline::Peers> peers_;
   std::unique_ptr<Pipeline> pipeline_;
 };
 
@@ -205,7 +278,7 @@ void set_schedule(const py::object& schedule, pipeline::PipelineOptions& options
   if (py::isinstance<py::str>(schedule)) {
     options.schedule = schedule.cast<std::string>();
   } else if (py::isinstance<pipeline::Schedule>(schedule)) {
-    options.schedule_for = [fixed = schedule.cast<pipeline::Schedule>()](int) { return fixed; };
+    options.fixed_schedule = schedule.cast<pipeline::Schedule>();
   } else {
     TORCH_CHECK_TYPE(PyCallable_Check(schedule.ptr()) != 0,
                      "a schedule is a name, a Schedule, or a function of a number of microbatches "
@@ -217,6 +290,16 @@ void set_schedule(const py::object& schedule, pipeline::PipelineOptions& options
   }
 }
 
+std::vector<c10::Device> devices_of_stages(const std::vector<std::vector<at::Tensor>>& parameters,
+                                           const std::vector<c10::Device>& devices,
+                                           const py::object& schedule, int64_t microbatches) {
+  pipeline::PipelineOptions options;
+  options.devices = devices;
+  options.microbatches = microbatches;
+  set_schedule(schedule, options);
+  return pipeline::stage_devices(options, parameters);
+}
+
 std::unique_ptr<PythonPipeline> make_pipeline(
     const std::vector<PythonStage>& stages, const std::vector<c10::Device>& devices,
     const py::object& schedule, int64_t microbatches, int64_t max_retries, int threads_per_rank,
@@ -224,8 +307,12 @@ std::unique_ptr<PythonPipeline> make_pipeline(
     const std::optional<PythonPipeline::ScalerTensors>& scaler,
     const std::vector<std::pair<py::function, py::function>>& keepers,
     const std::optional<py::function>& before_action, std::shared_ptr<Splitter> splitter,
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const std::vector<std::shared_ptr<Reducer>>& reducers,
+    const std::vector<std::pair<std::string, at::Tensor>>& tied) {
   pipeline::PipelineOptions options;
+  options.reducers.assign(reducers.begin(), reducers.end());
+  options.tied = tied;
   options.devices = devices;
   options.peers = group ? pipeline::peers_of(group) : nullptr;
   set_schedule(schedule, options);
@@ -253,11 +340,17 @@ std::unique_ptr<PythonPipeline> make_pipeline(
 }  // namespace
 
 void bind_pipeline(py::module_& m) {
+  take_forms();
   py::class_<StageNote>(m, "StageNote", "A stage's part of a step.")
       .def_readonly("peak_live", &StageNote::peak_live)
       .def_readonly("forward_ms", &StageNote::forward_ms)
       .def_readonly("backward_ms", &StageNote::backward_ms)
-      .def_readonly("wait_ms", &StageNote::wait_ms);
+      .def_readonly("wait_ms", &StageNote::wait_ms)
+      .def_readonly("peak_live_bytes", &StageNote::peak_live_bytes)
+      .def_readonly("parameter_bytes", &StageNote::parameter_bytes)
+      .def_readonly("gradient_bytes", &StageNote::gradient_bytes)
+      .def_readonly("buffer_bytes", &StageNote::buffer_bytes)
+      .def_readonly("split_note", &StageNote::split_note);
   py::class_<PipelineOutcome>(m, "PipelineOutcome", "How a step ended; see Pipeline.step.")
       .def_readonly("loss", &PipelineOutcome::loss)
       .def_readonly("weight", &PipelineOutcome::weight)
@@ -273,15 +366,24 @@ void bind_pipeline(py::module_& m) {
            py::arg("schedule"), py::arg("microbatches"), py::arg("max_retries"),
            py::arg("threads_per_rank"), py::arg("trace"), py::arg("batch_norm"), py::arg("scaler"),
            py::arg("keepers"), py::arg("before_action"), py::arg("splitter"),
-           py::arg("group").none(true))
-      .def("step", &PythonPipeline::step, py::arg("batch"), py::arg("target"), py::arg("loss_fn"))
-      .def("forward", &PythonPipeline::forward, py::arg("batch"))
+           py::arg("group").none(true), py::arg("reducers"), py::arg("tied"))
+      .def("step", &PythonPipeline::step, py::arg("batch"), py::arg("target"), py::arg("loss_fn"),
+           py::arg("keywords"))
+      .def("forward", &PythonPipeline::forward, py::arg("batch"), py::arg("keywords"))
       .def("trace", [](PythonPipeline& self) { return self.pipeline().trace(); })
+      .def("trace_svg", [](PythonPipeline& self) { return self.pipeline().trace_svg(); })
       .def("schedule",
            [](PythonPipeline& self) {
              return self.pipeline().schedule(self.pipeline().microbatches());
            })
+      .def(
+          "progress",
+          [](PythonPipeline& self) { return pipeline::to_string(self.pipeline().progress()); },
+          py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("messages", &PythonPipeline::messages)
       .def("__str__", [](PythonPipeline& self) { return self.pipeline().to_string(); });
+  m.def("_stage_devices", &devices_of_stages, py::kw_only(), py::arg("parameters"),
+        py::arg("devices"), py::arg("schedule"), py::arg("microbatches"));
   m.def("_stash", &pipeline::stash, py::arg("name"), py::arg("tensor"),
         py::call_guard<py::gil_scoped_release>());
   m.def("_pop", &pipeline::pop, py::arg("name"), py::call_guard<py::gil_scoped_release>());

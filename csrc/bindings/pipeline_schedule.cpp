@@ -3,6 +3,7 @@
 #include <brimful/pipeline/schedule_text.h>
 #include <brimful/pipeline/schedules.h>
 
+#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -42,11 +43,13 @@ Schedule communicating(const Schedule& schedule, const std::string& receives) {
 
 CheckResult checked(const Schedule& schedule, std::optional<int64_t> channel_capacity,
                     const std::string& channels) {
-  const bool by_stage = channels == "by_stage";
-  TORCH_CHECK_VALUE(by_stage || channels == "by_rank",
-                    "channels are by_rank or by_stage (channels: '", channels, "')");
-  return check(schedule,
-               {channel_capacity, by_stage ? ChannelKind::by_stage : ChannelKind::by_rank});
+  const std::map<std::string, ChannelKind> kinds{{"by_rank", ChannelKind::by_rank},
+                                                 {"by_stage", ChannelKind::by_stage},
+                                                 {"by_message", ChannelKind::by_message}};
+  const auto kind = kinds.find(channels);
+  TORCH_CHECK_VALUE(kind != kinds.end(),
+                    "channels are by_rank, by_stage or by_message (channels: '", channels, "')");
+  return check(schedule, {channel_capacity, kind->second});
 }
 
 std::string repr_of(const Schedule& schedule) {
@@ -57,7 +60,7 @@ std::string repr_of(const Schedule& schedule) {
 
 /// A picture where the schedule can be run, else its actions and why it cannot.
 std::string str_of(const Schedule& schedule) {
-  const auto result = check(schedule, {std::nullopt, ChannelKind::by_stage});
+  const auto result = check(schedule, {std::nullopt, ChannelKind::by_message});
   return result.ok() ? to_picture_text(simulate(schedule))
                      : schedule.name + ": " + result.to_text() + "\n" + to_csv(schedule);
 }
@@ -152,7 +155,7 @@ void bind_pipeline_schedule(py::module_& m) {
       .def_property_readonly("bubble", [](const Timeline& timeline) { return timeline.bubble(); })
       .def_property_readonly("bubbles", &bubbles_of)
       .def_property_readonly("actions", &times_of)
-      .def("svg", &to_picture_svg)
+      .def("svg", py::overload_cast<const Timeline&>(&to_picture_svg))
       .def("text", &to_picture_text, py::kw_only(), py::arg("columns") = 0)
       .def("__repr__",
            [](const Timeline& timeline) {

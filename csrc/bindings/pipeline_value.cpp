@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "bindings/callbacks.h"
+#include "bindings/form_bytes.h"
 #include "bindings/structure.h"
 
 namespace brimful {
@@ -28,11 +30,19 @@ class PythonForm : public pipeline::Form {
     const py::gil_scoped_acquire gil;
     return type_name(skeleton_);
   }
+  void write(pipeline::FormWriter& writer) const override {
+    call_python([&] { write_form(skeleton_, placeholder(), writer); });
+  }
   const py::object& skeleton() const { return skeleton_; }
 
  private:
   py::object skeleton_;
 };
+
+std::shared_ptr<const pipeline::Form> python_form(pipeline::FormReader& reader) {
+  return call_python(
+      [&] { return std::make_shared<PythonForm>(read_form(reader, placeholder())); });
+}
 
 /// The structure with each leaf replaced.
 template <typename Replace>
@@ -51,6 +61,10 @@ py::object rebuilt(const py::handle& object, const Replace& replace) {
   return rebuild(object, kind, before, entries);
 }
 }  // namespace
+
+void take_forms() {
+  pipeline::set_form_maker(&python_form);
+}
 
 pipeline::Value as_value(const py::handle& object) {
   pipeline::Value value;

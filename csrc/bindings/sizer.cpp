@@ -80,6 +80,7 @@ std::vector<std::shared_ptr<Participant>> participants_of(
 RowKind kind_of(const py::object& row) {
   RowKind kind;
   for_each_tensor(row, [&](const at::Tensor& tensor) { kind.add(tensor, std::nullopt); });
+  kind.uneven = kind.uneven || holds(row, Kind::packed);
   return kind;
 }
 
@@ -313,44 +314,42 @@ void bind_sizer(py::module_& m) {
         return out.str();
       });
   py::class_<PythonSizer>(m, "BatchSizer")
-      .def(py::init([](const std::vector<std::shared_ptr<Reducer>>& reducers,
-                       const std::vector<std::shared_ptr<ForeignReducer>>& foreign,
-                       std::vector<at::Tensor> outside, std::vector<at::Tensor> buffers,
-                       const std::vector<c10::Device>& devices,
-                       const std::vector<std::pair<py::function, py::function>>& keepers,
-                       const py::function& standing_tensors, const py::function& optimizer_bytes,
-                       std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
-                       int64_t max_retries, int64_t pieces, bool lockstep, bool predict,
-                       bool equal_pieces, const std::string& batch_norm,
-                       const std::vector<std::pair<std::string, py::object>>& batch_norms,
-                       const std::optional<PythonSizer::ScalerTensors>& scaler) {
-             BatchSizerOptions options;
-             options.max_retries = max_retries;
-             options.pieces = pieces;
-             options.lockstep = lockstep;
-             options.predict = predict;
-             options.equal_pieces = equal_pieces;
-             options.device = devices.at(0);
-             options.optimizer_bytes = bytes_of(optimizer_bytes);
-             options.standing_bytes = [standing_tensors, device = devices.at(0)] {
-               return call_python([&] { return standing_of(standing_tensors(), device); });
-             };
-             options.required_bytes = [standing = options.standing_bytes] {
-               const auto bytes = standing();
-               return bytes.parameters + bytes.trainable + bytes.optimizer_state.value_or(0);
-             };
-             options.batch_norm = batch_norm_policy(batch_norm);
-             options.batch_norms = batch_norms_of(batch_norms);
-             return std::make_unique<PythonSizer>(
-                 reducers, foreign, std::move(outside), std::move(buffers), devices, keepers,
-                 std::move(weight_fn), std::move(splitter), scaler, std::move(options));
-           }),
-           py::kw_only(), py::arg("reducers"), py::arg("foreign"), py::arg("outside"),
-           py::arg("buffers"), py::arg("devices"), py::arg("keepers"), py::arg("standing_tensors"),
-           py::arg("optimizer_bytes"), py::arg("weight_fn"), py::arg("splitter"),
-           py::arg("max_retries"), py::arg("pieces"), py::arg("lockstep"), py::arg("predict"),
-           py::arg("equal_pieces"), py::arg("batch_norm"), py::arg("batch_norms"),
-           py::arg("scaler"))
+      .def(
+          py::init([](const std::vector<std::shared_ptr<Reducer>>& reducers,
+                      const std::vector<std::shared_ptr<ForeignReducer>>& foreign,
+                      std::vector<at::Tensor> outside, std::vector<at::Tensor> buffers,
+                      const std::vector<c10::Device>& devices,
+                      const std::vector<std::pair<py::function, py::function>>& keepers,
+                      const py::function& standing_tensors, const py::function& optimizer_bytes,
+                      std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
+                      int64_t max_retries, int64_t pieces, std::optional<int64_t> piece_rows,
+                      bool lockstep, bool predict, bool equal_pieces, const std::string& batch_norm,
+                      const std::vector<std::pair<std::string, py::object>>& batch_norms,
+                      const std::optional<PythonSizer::ScalerTensors>& scaler) {
+            BatchSizerOptions options;
+            options.max_retries = max_retries;
+            options.pieces = pieces;
+            options.piece_rows = piece_rows;
+            options.lockstep = lockstep;
+            options.predict = predict;
+            options.equal_pieces = equal_pieces;
+            options.device = devices.at(0);
+            options.optimizer_bytes = bytes_of(optimizer_bytes);
+            options.standing_bytes = [standing_tensors, device = devices.at(0)] {
+              return call_python([&] { return standing_of(standing_tensors(), device); });
+            };
+            options.batch_norm = batch_norm_policy(batch_norm);
+            options.batch_norms = batch_norms_of(batch_norms);
+            return std::make_unique<PythonSizer>(
+                reducers, foreign, std::move(outside), std::move(buffers), devices, keepers,
+                std::move(weight_fn), std::move(splitter), scaler, std::move(options));
+          }),
+          py::kw_only(), py::arg("reducers"), py::arg("foreign"), py::arg("outside"),
+          py::arg("buffers"), py::arg("devices"), py::arg("keepers"), py::arg("standing_tensors"),
+          py::arg("optimizer_bytes"), py::arg("weight_fn"), py::arg("splitter"),
+          py::arg("max_retries"), py::arg("pieces"), py::arg("piece_rows"), py::arg("lockstep"),
+          py::arg("predict"), py::arg("equal_pieces"), py::arg("batch_norm"),
+          py::arg("batch_norms"), py::arg("scaler"))
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("accumulate"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
@@ -358,13 +357,20 @@ void bind_sizer(py::module_& m) {
       .def("begin_loop", &PythonSizer::begin_loop, py::arg("first"))
       .def("announce_next", &PythonSizer::announce_next, py::arg("next"))
       .def(
-          "announce_failure",
+          "tell_failure",
           [](PythonSizer& self, bool out_of_memory, const std::string& text) {
             const py::gil_scoped_release no_gil;
-            self.sizer().announce_failure(
+            self.sizer().tell_failure(
                 out_of_memory ? FailureKind::out_of_memory : FailureKind::error, text);
           },
           py::arg("out_of_memory"), py::arg("text"))
+      .def(
+          "fail_optimizer",
+          [](PythonSizer& self, const std::string& words) {
+            const py::gil_scoped_release no_gil;
+            self.sizer().fail_optimizer(words);
+          },
+          py::arg("words"))
       .def_property_readonly("expects_step",
                              [](PythonSizer& self) { return self.sizer().expects_step(); })
       .def_property_readonly("steps", [](PythonSizer& self) { return self.sizer().steps(); })

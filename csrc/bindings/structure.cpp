@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
+
 namespace brimful {
 namespace {
 // Owned by the module; plain pointers, because they are used until the interpreter ends.
@@ -185,6 +187,17 @@ void for_each_tensor(const py::handle& object,
   for (const auto& entry : entries_of(object, kind == Kind::packed ? Kind::tuple : kind)) {
     for_each_tensor(entry.value, visit);
   }
+}
+
+bool holds(const py::handle& object, Kind kind) {
+  const auto own = part_kind(object);
+  if (own == kind) {
+    return true;
+  }
+  const WalkDepth depth;
+  const auto entries = entries_of(object, own);
+  return std::any_of(entries.begin(), entries.end(),
+                     [&](const Entry& entry) { return holds(entry.value, kind); });
 }
 
 }  // namespace brimful

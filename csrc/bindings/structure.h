@@ -39,6 +39,9 @@ py::object rebuild(const py::handle& original, Kind kind, const std::vector<Entr
 /// Calls `visit` for every tensor in an object's structure.
 void for_each_tensor(const py::handle& object, const std::function<void(const at::Tensor&)>& visit);
 
+/// True if a part of an object's structure is of this kind.
+bool holds(const py::handle& object, Kind kind);
+
 /// Turns too deep a structure, such as a list that holds itself, into a c10::ValueError.
 class WalkDepth {
  public:

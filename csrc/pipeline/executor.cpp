@@ -1,7 +1,6 @@
 #include <ATen/Parallel.h>
-#include <ATen/autocast_mode.h>
+#include <brimful/pipeline/schedule_text.h>
 #include <brimful/step/oom.h>
-#include <c10/core/AutogradState.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -9,8 +8,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <sstream>
 
+#include "pipeline/caller_state.h"
 #include "pipeline/executor_impl.h"
 
 namespace brimful::pipeline {
@@ -20,71 +19,16 @@ using Clock = std::chrono::steady_clock;
 int64_t now_ns() {
   return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
 }
-
-const char* words_for(ActionKind kind) {
-  switch (kind) {
-    case ActionKind::forward:
-      return "forward";
-    case ActionKind::backward:
-      return "backward";
-    case ActionKind::backward_input:
-      return "backward to the inputs";
-    case ActionKind::backward_weight:
-      return "backward to the weights";
-    case ActionKind::send_forward:
-      return "sending the outputs";
-    case ActionKind::receive_forward:
-      return "receiving the inputs";
-    case ActionKind::send_backward:
-      return "sending the gradients";
-    case ActionKind::receive_backward:
-      return "receiving the gradients";
-  }
-  return "action";
-}
-
-/// While a stage's thread works: the caller's state, but backward runs on this thread.
-class CallerState {
- public:
-  CallerState(const at::ThreadLocalState& caller, bool autocast, bool keep_casts)
-      : guard_(caller), autocast_(autocast) {
-    at::autocast::set_autocast_cache_enabled(keep_casts);  // the thread-local state lacks it
-    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
-    if (autocast_) {  // a scope inside a stage would else be the outermost, and clear the casts of all
-      at::autocast::increment_nesting();
-    }
-  }
-  ~CallerState() {
-    if (autocast_) {
-      at::autocast::decrement_nesting();
-    }
-  }
-  CallerState(const CallerState&) = delete;
-  CallerState& operator=(const CallerState&) = delete;
-
- private:
-  at::ThreadLocalStateGuard guard_;
-  bool autocast_;
-};
 }  // namespace
-
-std::string describe(const Failure& failure) {
-  std::ostringstream text;
-  text << words_for(failure.action.kind) << " of microbatch " << failure.action.microbatch
-       << " in stage " << failure.action.stage << " (";
-  if (!failure.stage.empty()) {
-    text << failure.stage << "; ";
-  }
-  text << "rank " << failure.rank << ", action " << failure.index << ", inputs: " << failure.shapes
-       << ")";
-  return text.str();
-}
 
 Executor::Executor(std::vector<Stage> stages, ExecutorOptions options)
     : impl_(std::make_unique<Impl>(std::move(stages), std::move(options))) {}
 Executor::~Executor() = default;
 StepResult Executor::run(const Schedule& schedule, const StepWork& work) {
   return impl_->run(schedule, work);
+}
+void Executor::cancel() {
+  impl_->end_from_outside();
 }
 const std::vector<Stage>& Executor::stages() const {
   return impl_->stages;
@@ -100,7 +44,10 @@ int Executor::all_stages() const {
 }
 
 Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
-    : stages(std::move(stages_of_model)), options(std::move(wanted)), bells_(ranks()) {
+    : stages(std::move(stages_of_model)),
+      options(std::move(wanted)),
+      bells_(ranks()),
+      places_(ranks()) {
   TORCH_CHECK_VALUE(!stages.empty(), "a pipeline has at least one stage (stages: 0)");
   TORCH_CHECK_VALUE(
       !options.devices.empty() && options.devices.size() <= stages.size(),
@@ -118,6 +65,7 @@ Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
   try {
     for (int rank = 0; rank < ranks(); ++rank) {
       threads_.emplace_back([this, rank, callers_threads] {
+        at::get_num_threads();  // a thread's first look would else undo what it is told here
         const int share = std::max(1, callers_threads / ranks());
         at::set_num_threads(options.threads_per_rank > 0 ? options.threads_per_rank : share);
         thread_main(rank);
@@ -172,9 +120,12 @@ void Executor::Impl::place_stages(const Schedule& schedule) {
 
 Channel* Executor::Impl::connect(int from, int to, int number) {
   if (is_here(from) && is_here(to)) {
-    channels_.push_back(std::make_unique<LocalChannel>(bells_[to - first_rank()], cancelled_));
+    const auto& devices = options.devices;
+    channels_.push_back(std::make_unique<LocalChannel>(
+        bells_[to - first_rank()], cancelled_,
+        CopyLane::between(devices[from - first_rank()], devices[to - first_rank()])));
   } else if (is_here(from) || is_here(to)) {
-    channels_.push_back(options.peers->channel(is_here(from) ? to : from, number));
+    channels_.push_back(options.peers->channel(from, to, number));
   } else {
     return nullptr;
   }
@@ -206,28 +157,23 @@ void Executor::Impl::connect() {
   }
 }
 
-void Executor::Impl::prepare(const Schedule& schedule, StepResult& result) {
+void Executor::Impl::prepare(const Schedule& schedule, const StepWork& work, StepResult& result) {
   const auto microbatches = static_cast<size_t>(schedule.microbatches);
-  for (auto& run : runs_) {
-    run.outputs_apart = run.gradients_apart = false;
-    run.flights.resize(microbatches);
-    run.waiting_outputs.resize(microbatches);
-    run.waiting_gradients.resize(microbatches);
-    run.received.resize(microbatches);
-    run.received_gradients.resize(microbatches);
-    run.live = run.peak_live = 0;
-  }
   for (const auto& order : schedule.ranks) {
     for (const auto& action : order) {
-      runs_[action.stage].outputs_apart |= action.kind == ActionKind::send_forward;
-      runs_[action.stage].gradients_apart |= action.kind == ActionKind::send_backward;
+      TORCH_CHECK_VALUE(action.microbatch >= 0 && action.microbatch < schedule.microbatches,
+                        "the schedule has an action of a microbatch that is not there (action: ",
+                        to_text(action), ", microbatches: ", schedule.microbatches, ")");
     }
   }
-  for (const auto& channel : channels_) {
-    channel->reset(schedule.microbatches);
+  for (auto& run : runs_) {
+    run.begin(schedule, rank_of_stage_);
   }
-  result.losses.resize(job_.work->loss ? microbatches : 0);
-  result.outputs.resize(job_.work->loss ? 0 : microbatches);
+  for (const auto& channel : channels_) {
+    channel->reset(schedule.microbatches, work.rows);
+  }
+  result.losses.resize(work.loss ? microbatches : 0);
+  result.outputs.resize(work.loss ? 0 : microbatches);
   result.times.resize(all_ranks());
 }
 
@@ -239,16 +185,18 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
   const at::ThreadLocalState caller;
   StepResult result;
   result.begin_ns = now_ns();
-  job_ = {&schedule, &work, &result, &caller};
-  job_.keep_casts = at::autocast::is_autocast_cache_enabled();
+  prepare(schedule, work, result);
+  Job job{&schedule, &work, &result, &caller};
+  job.keep_casts = at::autocast::is_autocast_cache_enabled();
   for (const auto device : options.devices) {
-    job_.autocast |= at::autocast::is_autocast_enabled(device.type());
+    job.autocast |= at::autocast::is_autocast_enabled(device.type());
     if (!device.is_cpu()) {
-      job_.streams.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+      job.streams.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
     }
   }
-  prepare(schedule, result);
+  begin_job(job);
   cancelled_.store(false, std::memory_order_relaxed);
+  ended_.store(false, std::memory_order_relaxed);
   running_.store(ranks(), std::memory_order_relaxed);
   job_number_.fetch_add(1, std::memory_order_release);
   for (auto& bell : bells_) {
@@ -258,18 +206,33 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
   for (const auto& channel : channels_) {
     channel->flush();
   }
-  job_ = {};
+  end_job();
   skips_.clear();
-  if (cancelled_.load(std::memory_order_relaxed)) {  // what was under way pins memory
-    for (const auto& channel : channels_) {
-      channel->reset(schedule.microbatches);
-    }
-  }
+  result.end_ns = now_ns();
+  finish(schedule, result);
+  return result;
+}
+
+void Executor::Impl::finish(const Schedule& schedule, StepResult& result) {
+  result.cancelled = ended_.exchange(false, std::memory_order_acq_rel);
+  std::string left;
   for (const auto& run : runs_) {
     result.peak_live.push_back(run.peak_live);
+    result.peak_live_bytes.push_back(run.peak_live_bytes);
+    result.split_notes.push_back(run.split_note);
+    left = left.empty() && run.stage != nullptr ? run.left_undone() : left;
   }
-  result.end_ns = now_ns();
-  return result;
+  const bool is_cancelled = cancelled_.load(std::memory_order_relaxed);
+  if (is_cancelled || !left.empty()) {  // what was under way pins memory
+    for (auto& run : runs_) {
+      run.drop();
+    }
+    for (const auto& channel : channels_) {
+      channel->reset(schedule.microbatches, 0);
+    }
+  }
+  TORCH_CHECK_VALUE(is_cancelled || left.empty(), "the schedule has ended with work left (", left,
+                    " and what comes after it); check() says what is missing");
 }
 
 void Executor::Impl::thread_main(int rank) {
@@ -309,13 +272,18 @@ void Executor::Impl::run_rank(int rank) {
   }
   const CallerState state(*job_.caller, job_.autocast, job_.keep_casts);
   const EvidenceScope evidence;
-  RankRun run(*job_.work, skips_, *job_.result);
+  RankRun run(*job_.work, skips_, *job_.result, options.trace, places_[rank].waits);
   run_actions(first_rank() + rank, run);
   if (cancelled_.load(std::memory_order_acquire)) {
-    for (auto& stage : runs_) {
-      if (rank_of_stage_[stage.index] == first_rank() + rank) {
-        stage.drop();
-      }
+    drop_stages(first_rank() + rank);
+  }
+}
+
+// By the thread that made what they hold.
+void Executor::Impl::drop_stages(int rank) {
+  for (auto& stage : runs_) {
+    if (rank_of_stage_[stage.index] == rank) {
+      stage.drop();
     }
   }
 }
@@ -323,15 +291,19 @@ void Executor::Impl::run_rank(int rank) {
 void Executor::Impl::run_actions(int rank, RankRun& run) {
   const auto& order = job_.schedule->ranks[rank];
   auto& times = job_.result->times[rank];
+  int64_t began = 0;
+  auto& place = places_[rank - first_rank()];
   if (options.trace) {
     times.reserve(order.size());
+    began = now_ns();
   }
   for (size_t i = 0; i < order.size(); ++i) {
     if (cancelled_.load(std::memory_order_relaxed)) {
-      return;
+      return drain(rank, i, run);
     }
     const auto& action = order[i];
-    const auto began = options.trace ? now_ns() : 0;
+    place.began_ns.store(began, std::memory_order_relaxed);
+    place.done.store(static_cast<int64_t>(i), std::memory_order_relaxed);
     std::exception_ptr error;
     try {
       if (job_.work->refused) {
@@ -358,9 +330,12 @@ void Executor::Impl::run_actions(int rank, RankRun& run) {
       return drain(rank, i, run);
     }
     if (options.trace) {
-      times.push_back({action, run.waited_ns(), began + run.waited_ns(), now_ns()});
+      const auto ended = now_ns();
+      times.push_back({action, run.waited_ns(), began + run.waited_ns(), ended});
+      began = ended;
     }
   }
+  place.done.store(std::ssize(order), std::memory_order_relaxed);
 }
 
 // Other processes wait for the messages of this one, and send theirs, whatever has happened: each is made up for by one
@@ -369,6 +344,7 @@ void Executor::Impl::drain(int rank, size_t from, RankRun& run) {
   if (!options.peers) {
     return;
   }
+  drop_stages(rank);  // what comes needs memory
   const auto& order = job_.schedule->ranks[rank];
   for (size_t i = from; i < order.size(); ++i) {
     run.make_up(runs_[order[i].stage], order[i]);
@@ -386,13 +362,18 @@ void Executor::Impl::note_failure(int rank, int index, std::exception_ptr error)
       failure.action = job_.schedule->ranks[rank][index];
       const auto& run = runs_[failure.action.stage];
       failure.stage = run.stage->name;
-      failure.shapes = shapes_of(run.flights[failure.action.microbatch].inputs);
+      failure.shapes = run.flights[failure.action.microbatch].input_shapes();
       failure.text = brimful::describe(error);
       failure.out_of_memory = is_out_of_memory(error);
       failure.error = failure.out_of_memory ? nullptr : std::move(error);
       job_.result->failure = std::move(failure);
     }
   }
+  cancel();
+}
+
+void Executor::Impl::end_from_outside() {
+  ended_.store(true, std::memory_order_relaxed);
   cancel();
 }
 

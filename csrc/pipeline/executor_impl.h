@@ -20,6 +20,8 @@ class Executor::Impl {
   Impl(std::vector<Stage> stages, ExecutorOptions options);
   ~Impl();
   StepResult run(const Schedule& schedule, const StepWork& work);
+  void end_from_outside();
+  std::vector<RankProgress> progress() const;
   /// Of all processes.
   int all_ranks() const { return options.peers ? options.peers->size() : ranks(); }
   int all_stages() const { return static_cast<int>(stages.size()) * all_ranks() / ranks(); }
@@ -39,6 +41,13 @@ class Executor::Impl {
     std::vector<c10::Stream> streams{};  ///< the caller's current ones, of devices that have some
   };
 
+  /// Where a rank is, for progress(); written by its thread.
+  struct alignas(64) Place {
+    std::atomic<int64_t> done{0};
+    std::atomic<int64_t> began_ns{0};
+    std::atomic<bool> waits{false};
+  };
+
   /// Of this process, and the schedule's number of the first of them.
   int ranks() const { return static_cast<int>(options.devices.size()); }
   int first_rank() const { return options.peers ? options.peers->rank() : 0; }
@@ -47,10 +56,14 @@ class Executor::Impl {
   void place_stages(const Schedule& schedule);
   void connect();
   Channel* connect(int from, int to, int number);
-  void prepare(const Schedule& schedule, StepResult& result);
+  void prepare(const Schedule& schedule, const StepWork& work, StepResult& result);
+  void begin_job(const Job& job);
+  void end_job();
+  void finish(const Schedule& schedule, StepResult& result);
   void thread_main(int rank);
   void run_rank(int rank);
   void run_actions(int rank, RankRun& run);
+  void drop_stages(int rank);
   void drain(int rank, size_t from, RankRun& run);
   void note_failure(int rank, int index, std::exception_ptr error);
   void cancel();
@@ -66,8 +79,11 @@ class Executor::Impl {
   std::atomic<uint64_t> job_number_{0};
   std::atomic<int> running_{0};
   std::atomic<bool> cancelled_{false};
+  std::atomic<bool> ended_{false};  ///< by end_from_outside()
   std::atomic<bool> stop_{false};
   Job job_;
+  mutable std::mutex job_mutex_;  ///< between progress() and the beginning and end of run()
+  std::vector<Place> places_;     ///< by rank
   std::mutex failure_mutex_;
   SkipBoard skips_;
   std::vector<int> rank_of_stage_;

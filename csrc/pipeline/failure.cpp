@@ -10,7 +10,31 @@
 #include "base/format.h"
 
 namespace brimful::pipeline {
+
+const char* words_for(ActionKind kind) {
+  switch (kind) {
+    case ActionKind::forward:
+      return "forward";
+    case ActionKind::backward:
+      return "backward";
+    case ActionKind::backward_input:
+      return "backward to the inputs";
+    case ActionKind::backward_weight:
+      return "backward to the weights";
+    case ActionKind::send_forward:
+      return "sending the outputs";
+    case ActionKind::receive_forward:
+      return "receiving the inputs";
+    case ActionKind::send_backward:
+      return "sending the gradients";
+    case ActionKind::receive_backward:
+      return "receiving the gradients";
+  }
+  return "action";
+}
+
 namespace {
+
 /// Of exactly this type: one that is derived from it would lose what it adds.
 template <typename Error>
 void throw_with(const Error& error, const std::string& where) {
@@ -20,7 +44,26 @@ void throw_with(const Error& error, const std::string& where) {
 }
 }  // namespace
 
+std::string describe(const Failure& failure) {
+  std::ostringstream text;
+  if (failure.index < 0) {
+    text << "step of rank " << failure.rank << ", outside its actions";
+    return text.str();
+  }
+  text << words_for(failure.action.kind) << " of microbatch " << failure.action.microbatch
+       << " in stage " << failure.action.stage << " (";
+  if (!failure.stage.empty()) {
+    text << failure.stage << "; ";
+  }
+  text << "rank " << failure.rank << ", action " << failure.index << ", inputs: " << failure.shapes
+       << ")";
+  return text.str();
+}
+
 void rethrow(Failure failure) {
+  if (failure.index < 0) {
+    std::rethrow_exception(std::move(failure.error));
+  }
   const auto where = describe(failure);
   try {
     std::rethrow_exception(std::move(failure.error));
@@ -41,7 +84,7 @@ void rethrow(Failure failure) {
 }
 
 BatchTooLarge too_large(const Failure& failure, int64_t rows, std::vector<TriedSplit> tried,
-                        int64_t max_retries, c10::Device device) {
+                        int64_t max_retries, c10::Device device, bool is_fixed) {
   TooLargeFacts facts;
   facts.rank = failure.rank;
   facts.device = device.str();
@@ -53,8 +96,17 @@ BatchTooLarge too_large(const Failure& failure, int64_t rows, std::vector<TriedS
                   "use a schedule that holds fewer microbatches, such as 1f1b",
                   "use a smaller batch, or a device with more memory"};
   std::ostringstream text;
-  text << "no number of microbatches fits (rows: " << rows << ", retries: " << tried.size() - 1
-       << ", max_retries: " << max_retries << ", device: " << facts.device;
+  if (is_fixed) {
+    facts.advice.emplace_back(
+        "give a schedule of more microbatches, the name of one, or a function that makes one for a "
+        "number of microbatches");
+    text << "the schedule is fixed, so no other number of microbatches was tried (microbatches: "
+         << tried.back().pieces << ", rows: " << rows;
+  } else {
+    text << "no number of microbatches fits (rows: " << rows << ", retries: " << tried.size() - 1
+         << ", max_retries: " << max_retries;
+  }
+  text << ", device: " << facts.device;
   if (facts.limit_bytes) {
     text << ", limit: " << format_bytes(*facts.limit_bytes);
   }

@@ -7,11 +7,14 @@
 
 namespace brimful::pipeline {
 
+/// "backward to the inputs"
+const char* words_for(ActionKind kind);
+
 /// The error of the action, of the same type, with describe(failure) in its words where its type allows.
 [[noreturn]] void rethrow(Failure failure);
 
 /// What a step raises that no number of microbatches would save.
 BatchTooLarge too_large(const Failure& failure, int64_t rows, std::vector<TriedSplit> tried,
-                        int64_t max_retries, c10::Device device);
+                        int64_t max_retries, c10::Device device, bool is_fixed);
 
 }  // namespace brimful::pipeline

@@ -3,19 +3,25 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 
 #include "pipeline/bell.h"
+#include "pipeline/copy_lane.h"
 
 namespace brimful::pipeline {
 
 /// Between two stages of one process: a place for each microbatch. How many are filled at once is the schedule's doing.
 class LocalChannel : public Channel {
  public:
-  /// `receiver`: where the receiving rank waits; `cancelled`: ends that wait. Both outlive the channel.
-  LocalChannel(Bell& receiver, const std::atomic<bool>& cancelled)
-      : receiver_(receiver), cancelled_(cancelled) {}
+  /// `receiver`: where the receiving rank waits; `cancelled`: ends that wait. Both outlive the channel. `lane`: between
+  /// ranks on different devices.
+  LocalChannel(Bell& receiver, const std::atomic<bool>& cancelled, std::optional<CopyLane> lane)
+      : receiver_(receiver), cancelled_(cancelled), lane_(std::move(lane)) {}
 
   void send(int microbatch, Message message) override {
+    if (lane_) {
+      lane_->depart(message);
+    }
     auto& place = places_[microbatch];
     place.message = std::move(message);
     place.full.store(true, std::memory_order_release);
@@ -32,10 +38,14 @@ class LocalChannel : public Channel {
       throw Cancelled();
     }
     place.full.store(false, std::memory_order_relaxed);
-    return std::move(place.message);
+    auto message = std::move(place.message);
+    if (lane_) {
+      lane_->arrive(message);
+    }
+    return message;
   }
 
-  void reset(int microbatches) override {
+  void reset(int microbatches, int64_t /*rows*/) override {
     if (microbatches != count_) {
       places_ = std::make_unique<Place[]>(microbatches);
       count_ = microbatches;
@@ -53,6 +63,7 @@ class LocalChannel : public Channel {
   };
   Bell& receiver_;
   const std::atomic<bool>& cancelled_;
+  std::optional<CopyLane> lane_;
   std::unique_ptr<Place[]> places_;
   int count_ = 0;
 };

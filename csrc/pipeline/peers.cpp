@@ -12,6 +12,7 @@
 namespace brimful::pipeline {
 namespace {
 
+constexpr int kTensorTag = (1 << 24) - 3;
 constexpr int kForwardTag = (1 << 24) - 2;
 constexpr int kBackTag = (1 << 24) - 1;
 constexpr size_t kTextBytes = 1000;
@@ -20,7 +21,13 @@ constexpr size_t kTextBytes = 1000;
 struct Wire {
   int64_t kind = 0;
   int64_t rank = 0;
+  int64_t replica = 0;
+  int64_t refine = 0;
   int64_t rows = 0;
+  int64_t ties = 0;
+  int64_t setup = 0;
+  int64_t links = 0;
+  int64_t lost_link = 0;
   int64_t may_split = 1;
   double loss_sum = 0;
   double weight = 0;
@@ -31,50 +38,74 @@ PeerVerdict worse(PeerVerdict first, PeerVerdict second) {
   const double loss_sum = first.loss_sum + second.loss_sum;
   const double weight = first.weight + second.weight;
   const bool may_split = first.may_split && second.may_split;
-  const bool disagree = first.rows != second.rows;
+  const int64_t links = std::max(first.links, second.links);
+  const bool lost_link = first.lost_link || second.lost_link;
+  const int64_t ties = first.ties + second.ties;
+  const bool refine = first.refine || second.refine;
+  const bool other_rows = first.rows != second.rows;
+  const bool other_setup = first.setup != second.setup;
   auto worst = second.kind > first.kind ? std::move(second) : std::move(first);
-  if (disagree && worst.kind == PeerVerdict::Kind::ok) {
+  if (worst.kind == PeerVerdict::Kind::ok && (other_rows || other_setup)) {
     worst.kind = PeerVerdict::Kind::error;
-    worst.text = "the ranks were given batches of different sizes; give all the same";
+    worst.rank = -1;
+    worst.text = other_rows ? "the ranks were given batches of different sizes; give all the same"
+                            : "the ranks' pipelines differ in schedule, microbatches, max_retries, "
+                              "kind of device, or the replicas of their stages; make all alike";
   }
   worst.loss_sum = loss_sum;
   worst.weight = weight;
   worst.may_split = may_split;
+  worst.refine = refine;
+  worst.ties = ties;
+  worst.links = links;
+  worst.lost_link = lost_link;
   return worst;
 }
 }  // namespace
 
-Peers::Peers(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
-
-std::unique_ptr<GroupChannel> Peers::channel(int peer, int channel) {
-  return std::make_unique<GroupChannel>(group_, peer, first_tag(channel));
+Peers::Peers(c10::intrusive_ptr<c10d::ProcessGroup> group, MakePair make_pair, bool sockets)
+    : group_(std::move(group)), make_pair_(std::move(make_pair)), sockets_(sockets) {
+  const memory::Unlimited unlimited;
+  outgoing_ = at::empty({static_cast<int64_t>(sizeof(Wire))}, at::kByte);
+  incoming_ = at::empty_like(outgoing_);
 }
 
 void Peers::send(int peer, const PeerVerdict& verdict, int tag) {
   Wire wire;
   wire.kind = static_cast<int64_t>(verdict.kind);
   wire.rank = verdict.rank;
+  wire.replica = verdict.replica;
+  wire.refine = verdict.refine ? 1 : 0;
   wire.rows = verdict.rows;
+  wire.ties = verdict.ties;
+  wire.setup = verdict.setup;
+  wire.links = verdict.links;
+  wire.lost_link = verdict.lost_link ? 1 : 0;
   wire.may_split = verdict.may_split ? 1 : 0;
   wire.loss_sum = verdict.loss_sum;
   wire.weight = verdict.weight;
   std::memcpy(wire.text.data(), verdict.text.data(), std::min(verdict.text.size(), kTextBytes));
-  auto bytes = at::empty({static_cast<int64_t>(sizeof(Wire))}, at::kByte);
-  std::memcpy(bytes.mutable_data_ptr(), &wire, sizeof(Wire));
-  std::vector<at::Tensor> tensors{bytes};
+  std::memcpy(outgoing_.mutable_data_ptr(), &wire, sizeof(Wire));
+  std::vector<at::Tensor> tensors{outgoing_};
   group_->send(tensors, peer, tag)->wait();
   ++messages_;
 }
 
 PeerVerdict Peers::receive(int peer, int tag) {
-  std::vector<at::Tensor> tensors{at::empty({static_cast<int64_t>(sizeof(Wire))}, at::kByte)};
+  std::vector<at::Tensor> tensors{incoming_};
   group_->recv(tensors, peer, tag)->wait();
   Wire wire;
   std::memcpy(&wire, tensors[0].const_data_ptr(), sizeof(Wire));
   PeerVerdict verdict;
   verdict.kind = static_cast<PeerVerdict::Kind>(wire.kind);
   verdict.rank = wire.rank;
+  verdict.replica = wire.replica;
+  verdict.refine = wire.refine != 0;
   verdict.rows = wire.rows;
+  verdict.ties = wire.ties;
+  verdict.setup = wire.setup;
+  verdict.links = wire.links;
+  verdict.lost_link = wire.lost_link != 0;
   verdict.may_split = wire.may_split != 0;
   verdict.loss_sum = wire.loss_sum;
   verdict.weight = wire.weight;
@@ -82,10 +113,54 @@ PeerVerdict Peers::receive(int peer, int tag) {
   return verdict;
 }
 
+c10::intrusive_ptr<c10d::Work> Peers::send(int peer, const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors{tensor};
+  return group_->send(tensors, peer, kTensorTag);
+}
+
+void Peers::receive(int peer, at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors{tensor};
+  group_->recv(tensors, peer, kTensorTag)->wait();
+}
+
+std::vector<std::string> Peers::exchange(const std::string& own) {
+  const memory::Unlimited unlimited;
+  const auto size = at::full({1}, std::ssize(own), at::kLong);
+  auto bytes = at::empty({std::ssize(own)}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), own.data(), own.size());
+  std::vector<c10::intrusive_ptr<c10d::Work>> sends;
+  for (int peer = 0; peer < this->size(); ++peer) {
+    if (peer != rank()) {
+      sends.push_back(send(peer, size));
+      if (!own.empty()) {
+        sends.push_back(send(peer, bytes));
+      }
+    }
+  }
+  std::vector<std::string> all(this->size(), own);
+  for (int peer = 0; peer < this->size(); ++peer) {
+    if (peer == rank()) {
+      continue;
+    }
+    auto count = at::empty({1}, at::kLong);
+    receive(peer, count);
+    auto theirs = at::empty({count.item<int64_t>()}, at::kByte);
+    if (theirs.numel() > 0) {
+      receive(peer, theirs);
+    }
+    all[peer].assign(static_cast<const char*>(theirs.const_data_ptr()), theirs.numel());
+  }
+  for (const auto& work : sends) {
+    work->wait();
+  }
+  return all;
+}
+
 PeerVerdict Peers::agree(const PeerVerdict& own) {
   const memory::Unlimited unlimited;
   const bool last = rank() + 1 == size();
   auto verdict = own;
+  verdict.lost_link |= has_lost_link();
   std::string broke;
   // A neighbour that is gone: the other one is told, for it waits.
   const auto talk = [&](const auto& exchange) {
@@ -114,6 +189,10 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
   if (rank() > 0) {
     talk([&] { send(rank() - 1, verdict, kBackTag); });
   }
+  if (!broke.empty() || verdict.lost_link) {
+    drop_links();
+  }
+  keep_links();
   if (!broke.empty()) {
     brimful::detail::throw_rank_failed(own.kind == PeerVerdict::Kind::ok ? -1 : rank(), -1,
                                        FailureKind::error, broke);
@@ -123,7 +202,9 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
 
 std::shared_ptr<Peers> peers_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   TORCH_CHECK_VALUE(group, "a pipeline of several processes needs their group (group: none)");
-  return std::make_shared<Peers>(group);
+  auto peers = std::make_shared<Peers>(group);
+  peers->use(c10::Device(c10::DeviceType::CPU));
+  return peers;
 }
 
 }  // namespace brimful::pipeline

@@ -1,22 +1,26 @@
 #include <brimful/pipeline/picture.h>
 #include <brimful/pipeline/schedule_text.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
 
+#include "base/markup.h"
 #include "pipeline/picture_parts.h"
 
 namespace brimful::pipeline {
 namespace {
-constexpr double kLeft = 70;    // for the ranks' names
-constexpr double kRight = 70;   // for their idle time
-constexpr double kTop = 66;     // for the title and the legend
-constexpr double kBottom = 34;  // for the axis
+constexpr double kLeft = 70;     // for the ranks' names
+constexpr double kRight = 70;    // for their idle time
+constexpr double kTop = 66;      // for the title and the legend
+constexpr double kBottom = 34;   // for the axis
+constexpr double kNextTop = 40;  // for the title of a further timeline
 constexpr double kRow = 30;
 constexpr double kCell = 24;  // the height of a row's cells
 constexpr double kLetter = 6.6;
+constexpr double kTitleLetter = 8.3;
 constexpr double kNarrowest = 640;
 constexpr double kWidest = 3000;
 constexpr double kCellWish = 22;  // a width at which two digits fit
@@ -62,25 +66,11 @@ const char* ink_on(const Colour& colour) {
                                                                                : "#1f2933";
 }
 
-std::string escaped(const std::string& text) {
-  std::string result;
-  for (const char c : text) {
-    switch (c) {
-      case '&':
-        result += "&amp;";
-        break;
-      case '<':
-        result += "&lt;";
-        break;
-      case '>':
-        result += "&gt;";
-        break;
-      default:
-        // Control characters are not allowed in XML at all.
-        result += static_cast<unsigned char>(c) < ' ' ? ' ' : c;
-    }
-  }
-  return result;
+/// Control characters are not allowed in XML at all.
+std::string escaped(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](unsigned char c) { return c < ' '; }, ' ');
+  return escape_markup(text);
 }
 
 /// An attribute: ` x="12.5"`.
@@ -110,30 +100,35 @@ double round_step(double length, double count) {
   return 10 * power;
 }
 
+/// A timeline's rows in the picture.
+struct Panel {
+  const Timeline* timeline = nullptr;
+  double top = 0;                          ///< of its first row
+  std::vector<std::vector<int>> stages{};  ///< by rank
+  double bottom() const { return top + kRow * static_cast<double>(timeline->ranks.size()); }
+};
+
 class Svg {
  public:
-  explicit Svg(const Timeline& timeline) : timeline_(timeline), stages_(timeline.ranks.size()) {
+  explicit Svg(const std::vector<Timeline>& timelines) {
     double shortest = std::numeric_limits<double>::max();
-    for_each_cell(timeline, [&](int rank, const TimedAction& timed) {
-      shortest = std::min(shortest, timed.end - timed.start);
-      auto& stages = stages_[rank];
-      if (std::find(stages.begin(), stages.end(), timed.action.stage) == stages.end()) {
-        stages.push_back(timed.action.stage);
-      }
-      used_[static_cast<size_t>(timed.action.kind)] = true;
-    });
-    for (auto& stages : stages_) {
-      std::sort(stages.begin(), stages.end());
+    double title = 0;
+    double top = kTop;
+    for (const auto& timeline : timelines) {
+      panels_.push_back({&timeline, top});
+      shortest = std::min(shortest, look_at(panels_.back()));
+      longest_ = std::max(longest_, timeline.makespan);
+      title = std::max(title, kTitleLetter * static_cast<double>(title_of(timeline).size()));
+      top = panels_.back().bottom() + kBottom + kNextTop;
     }
-    const double length = timeline.makespan > 0 ? timeline.makespan : 1;
-    width_ = std::clamp(length * kCellWish / shortest, kNarrowest, kWidest);
+    const double length = longest_ > 0 ? longest_ : 1;
+    width_ = std::clamp(std::max(length * kCellWish / shortest, title), kNarrowest, kWidest);
     scale_ = width_ / length;
-    bottom_ = kTop + kRow * static_cast<double>(timeline.ranks.size());
   }
 
   std::string document() {
     const double width = kLeft + width_ + kRight;
-    const double height = bottom_ + kBottom;
+    const double height = panels_.back().bottom() + kBottom;
     out_ = "<svg xmlns=\"http://www.w3.org/2000/svg\"" + attribute("width", width) +
            attribute("height", height) + " viewBox=\"0 0 " + number_text(width, 8) + " " +
            number_text(height, 8) +
@@ -142,15 +137,39 @@ class Svg {
            "text-anchor:middle}.axis{font-size:11px;text-anchor:middle;fill:#7b8794}"
            ".end{text-anchor:end}</style>\n";
     out_ += rectangle(0, 0, width, height, "#ffffff") + "/>\n";
-    out_ += text_at(kLeft, 24, "title", title_of(timeline_));
-    legend();
-    rows();
-    axis();
-    for_each_cell(timeline_, [&](int rank, const TimedAction& timed) { cell(rank, timed); });
+    for (const auto& panel : panels_) {
+      const bool first = &panel == panels_.data();
+      out_ += text_at(kLeft, first ? 24 : panel.top - 16, "title", title_of(*panel.timeline));
+      if (first) {
+        legend();
+      }
+      rows(panel);
+      axis(panel);
+      for_each_cell(*panel.timeline,
+                    [&](int rank, const TimedAction& timed) { cell(panel, rank, timed); });
+    }
     return out_ + "</svg>\n";
   }
 
  private:
+  /// Finds the ranks' stages and the kinds of actions; returns the shortest action's time.
+  double look_at(Panel& panel) {
+    double shortest = std::numeric_limits<double>::max();
+    panel.stages.resize(panel.timeline->ranks.size());
+    for_each_cell(*panel.timeline, [&](int rank, const TimedAction& timed) {
+      shortest = std::min(shortest, timed.end - timed.start);
+      auto& stages = panel.stages[rank];
+      if (std::find(stages.begin(), stages.end(), timed.action.stage) == stages.end()) {
+        stages.push_back(timed.action.stage);
+      }
+      used_[static_cast<size_t>(timed.action.kind)] = true;
+    });
+    for (auto& stages : panel.stages) {
+      std::sort(stages.begin(), stages.end());
+    }
+    return shortest;
+  }
+
   void legend() {
     double x = kLeft;
     for (const auto& kind : kKinds) {
@@ -162,38 +181,38 @@ class Svg {
     }
   }
 
-  void rows() {
-    out_ += text_at(kLeft + width_ + 8, kTop - 8, "name", "idle");
-    for (size_t rank = 0; rank < timeline_.ranks.size(); ++rank) {
-      const double y = kTop + kRow * static_cast<double>(rank);
+  void rows(const Panel& panel) {
+    out_ += text_at(kLeft + width_ + 8, panel.top - 8, "name", "idle");
+    for (size_t rank = 0; rank < panel.timeline->ranks.size(); ++rank) {
+      const double y = panel.top + kRow * static_cast<double>(rank);
       out_ += rectangle(kLeft, y, width_, kCell, "#eef1f4") + "/>\n";
       out_ += text_at(kLeft - 10, y + 16, "end", "rank " + std::to_string(rank));
       out_ += text_at(kLeft + width_ + 8, y + 16, "name",
-                      percent_text(timeline_.bubble(static_cast<int>(rank))));
+                      percent_text(panel.timeline->bubble(static_cast<int>(rank))));
     }
   }
 
-  void axis() {
-    if (timeline_.makespan <= 0) {
+  void axis(const Panel& panel) {
+    if (longest_ <= 0) {
       return;
     }
-    const double step = round_step(timeline_.makespan, width_ / 90);
-    for (int tick = 0; tick * step <= timeline_.makespan * (1 + 1e-9); ++tick) {
+    const double step = round_step(longest_, width_ / 90);
+    for (int tick = 0; tick * step <= longest_ * (1 + 1e-9); ++tick) {
       const double x = kLeft + tick * step * scale_;
-      out_ += "<path d=\"M" + number_text(x) + " " + number_text(kTop - 4) + "V" +
-              number_text(bottom_ + 2) + "\" stroke=\"#d3dae2\"/>\n";
-      out_ += text_at(x, bottom_ + 18, "axis", number_text(tick * step));
+      out_ += "<path d=\"M" + number_text(x) + " " + number_text(panel.top - 4) + "V" +
+              number_text(panel.bottom() + 2) + "\" stroke=\"#d3dae2\"/>\n";
+      out_ += text_at(x, panel.bottom() + 18, "axis", number_text(tick * step));
     }
   }
 
-  void cell(int rank, const TimedAction& timed) {
+  void cell(const Panel& panel, int rank, const TimedAction& timed) {
     const auto& [action, start, end] = timed;
-    const auto& stages = stages_[rank];
+    const auto& stages = panel.stages[rank];
     const auto index = std::find(stages.begin(), stages.end(), action.stage) - stages.begin();
     const auto colour = shade(kKinds[static_cast<size_t>(action.kind)].colour,
                               static_cast<int>(index), static_cast<int>(stages.size()));
     const double x = kLeft + start * scale_;
-    const double y = kTop + kRow * rank;
+    const double y = panel.top + kRow * rank;
     const double width = (end - start) * scale_;
     out_ += rectangle(x, y, width, kCell, hex(colour)) + " stroke=\"#ffffff\"><title>" +
             to_text(action) + ": " + number_text(start) + " to " + number_text(end) +
@@ -205,18 +224,22 @@ class Svg {
     }
   }
 
-  const Timeline& timeline_;
-  std::vector<std::vector<int>> stages_;  ///< by rank
-  std::array<bool, 4> used_{};            ///< by kind
+  std::vector<Panel> panels_;
+  std::array<bool, 4> used_{};  ///< by kind
+  double longest_ = 0;
   double width_ = 0;
   double scale_ = 0;
-  double bottom_ = 0;
   std::string out_;
 };
 }  // namespace
 
 std::string to_picture_svg(const Timeline& timeline) {
-  return Svg(timeline).document();
+  return to_picture_svg(std::vector<Timeline>{timeline});
+}
+
+std::string to_picture_svg(const std::vector<Timeline>& timelines) {
+  TORCH_CHECK_VALUE(!timelines.empty(), "there is nothing to draw (timelines: 0)");
+  return Svg(timelines).document();
 }
 
 }  // namespace brimful::pipeline

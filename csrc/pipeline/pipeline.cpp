@@ -3,12 +3,11 @@
 #include <brimful/error.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
-#include <brimful/sizer/grad_scaler.h>
 #include <brimful/sizer/pieces.h>
 
 #include <algorithm>
 #include <numeric>
-#include <sstream>
+#include <unordered_set>
 
 #include "base/format.h"
 #include "pipeline/failure.h"
@@ -18,10 +17,12 @@
 namespace brimful::pipeline {
 namespace {
 
-/// The peak of each device while it lives.
+/// The peak of each device whose memory is counted, while it lives.
 class Peaks {
  public:
   explicit Peaks(const std::vector<c10::Device>& devices) : devices_(distinct(devices)) {
+    std::erase_if(devices_,
+                  [](c10::Device device) { return !device.is_cpu() && !device.is_cuda(); });
     for (const auto device : devices_) {
       scopes_.push_back(std::make_unique<memory::PeakScope>(device));
     }
@@ -39,27 +40,11 @@ class Peaks {
   std::vector<std::unique_ptr<memory::PeakScope>> scopes_;
 };
 
-/// What BatchNorms have changed for a step's microbatches is undone at its end.
-class NormsScope {
- public:
-  NormsScope(std::vector<std::shared_ptr<StageNorms>>& norms, int64_t pieces) : norms_(norms) {
-    for (const auto& each : norms_) {
-      each->next = 0;
-      each->pieces = pieces;
-    }
+void require_work(const PipelineWork& work) {
+  if (work.refused) {
+    std::rethrow_exception(work.refused);
   }
-  ~NormsScope() {
-    for (const auto& each : norms_) {
-      each->pieces = 0;
-      each->norms.after_step();
-    }
-  }
-  NormsScope(const NormsScope&) = delete;
-  NormsScope& operator=(const NormsScope&) = delete;
-
- private:
-  std::vector<std::shared_ptr<StageNorms>>& norms_;
-};
+}
 
 void require_rows(int64_t rows, int64_t microbatches) {
   TORCH_CHECK_VALUE(rows > 0, "the batch is empty (rows: 0)");
@@ -79,196 +64,184 @@ int64_t Pipeline::State::microbatches_for(int64_t rows) const {
                   microbatch_rows > 0 ? pieces_for(rows, microbatch_rows) : 1);
 }
 
-StepResult Pipeline::State::attempt(const Schedule& schedule, const std::vector<int64_t>& split,
-                                    const PipelineWork& work, std::exception_ptr refused) {
-  StepWork actions;
-  actions.refused = std::move(refused);
-  if (work.begin && !actions.refused) {
-    actions.refused = refusal_of([&] { work.begin(split); });
-  }
-  std::vector<int64_t> begins{0};
-  for (const auto rows : split) {
-    begins.push_back(begins.back() + rows);
-  }
-  actions.ref = static_cast<double>(begins.back());
-  actions.input = [&](int i) { return work.input(i, begins[i], begins[i + 1]); };
-  if (work.loss) {
-    actions.loss = [&](int i, const Value& output) {
-      return work.loss(i, begins[i], begins[i + 1], output);
-    };
-  }
-  if (options.scaler != nullptr && options.scaler->enabled()) {
-    actions.seed = [&](const at::Tensor& share) { return options.scaler->scale(share); };
-  }
-  return executor->run(schedule, actions);
+bool Pipeline::State::may_split() const {
+  return std::all_of(norms.begin(), norms.end(),
+                     [](const auto& n) { return n->norms.may_split(); });
 }
 
-PeerVerdict Pipeline::State::agree(const StepResult& result, int64_t rows) {
-  PeerVerdict own;
-  own.rows = rows;
-  own.may_split =
-      std::all_of(norms.begin(), norms.end(), [](const auto& n) { return n->norms.may_split(); });
-  if (result.failure) {
-    own.kind =
-        result.failure->out_of_memory ? PeerVerdict::Kind::out_of_memory : PeerVerdict::Kind::error;
-    own.rank = result.failure->rank;
-    own.text = result.failure->text + " (in the " + pipeline::describe(*result.failure) + ")";
-  } else {
-    const memory::Unlimited unlimited;
-    for (const auto& [loss, weight] : result.losses) {
-      if (weight > 0) {
-        own.weight += weight;
-        own.loss_sum += loss.item<double>() * weight;
-      }
+StepGroup Pipeline::State::group_of_step() const {
+  const auto participants = replicas->participants();
+  std::unordered_set<const c10::TensorImpl*> reduced;
+  for (const auto& participant : participants) {
+    for (const auto& parameter : participant->parameters()) {
+      reduced.insert(parameter.unsafeGetTensorImpl());
     }
   }
-  return options.peers ? options.peers->agree(own) : own;
+  auto outside = trained_of(executor->stages());  // some may have been frozen, or unfrozen
+  std::erase_if(outside, [&](const auto& p) { return reduced.count(p.unsafeGetTensorImpl()) > 0; });
+  return {participants, std::move(outside)};
 }
 
-void Pipeline::State::stand(StepResult result, const PeerVerdict& verdict, PipelineOutcome& outcome,
-                            KeptGradients& kept) {
+void Pipeline::State::stand(const Call& call, StepResult result, const PeerVerdict& verdict,
+                            PipelineOutcome& outcome) {
   const memory::Unlimited unlimited;
-  const at::NoGradGuard no_grad;
-  const auto ref = static_cast<double>(verdict.rows);
-  const double sum = verdict.loss_sum;
   outcome.weight = verdict.weight;
-  outcome.loss = outcome.weight > 0 ? sum / outcome.weight : 0;
-  const double scale = outcome.weight > 0 ? ref / outcome.weight : 1;
-  for (const auto& parameter : parameters) {
-    auto& gradient = parameter.mutable_grad();
-    if (scale != 1 && gradient.defined()) {
-      gradient.mul_(scale);
-    }
-  }
-  kept.add();
+  outcome.loss = outcome.weight > 0 ? verdict.loss_sum / outcome.weight : 0;
+  outcome.microbatches = call.microbatches;
+  outcome.split = call.split;
+  outcome.retries = call.retries;
   outcome.total_ms = static_cast<double>(result.end_ns - result.begin_ns) / 1e6;
-  outcome.stages = notes_of(result);
+  last_total_ = outcome.weight > 0 ? outcome.weight : last_total_;
   last_result = std::move(result);
+  last_schedule = call.order;
+  outcome.stages = last_notes = notes_of(*executor, last_schedule, last_result);
 }
 
-void Pipeline::State::undo() {
-  for (const auto& parameter : parameters) {
-    parameter.mutable_grad().reset();
-  }
-  transaction.restore();
+void Pipeline::State::capture(Call& call) {
+  transaction.capture();
+  call.captured = true;
 }
 
-int64_t Pipeline::State::refine(const Failure& failure, int64_t rows, int64_t microbatches,
-                                int64_t retries, std::vector<TriedSplit>& tried, int64_t peak_bytes,
-                                bool may_split) {
-  tried.push_back({microbatches, (rows + microbatches - 1) / microbatches, peak_bytes});
-  const bool last = retries >= options.max_retries || microbatches >= rows || !may_split;
-  if (last && failure.elsewhere) {
-    brimful::detail::throw_rank_failed(failure.rank, -1, FailureKind::out_of_memory,
-                                       "the pipeline's step ran out of memory on rank " +
-                                           std::to_string(failure.rank) +
-                                           " with any number of microbatches: " + failure.text);
+void Pipeline::State::undo(Call& call) {
+  tied.drop_room();
+  call.group.discard();
+  if (call.captured) {
+    transaction.restore();
   }
-  if (last) {
-    throw too_large(failure, rows, std::move(tried), options.max_retries,
-                    options.devices[options.peers ? 0 : failure.rank]);
-  }
-  const auto next = finer(rows, microbatches);
-  microbatch_rows = (rows + next - 1) / next;
-  const auto where = failure.elsewhere ? " on rank " + std::to_string(failure.rank)
-                                       : " in the " + pipeline::describe(failure);
-  log(LogLevel::warning, "memory ran out" + where + ": the step is repeated with " +
-                             std::to_string(next) + " microbatches instead of " +
-                             std::to_string(microbatches));
-  return next;
 }
 
-Failure Pipeline::State::settle(StepResult& result, const PeerVerdict& verdict) {
-  undo();
+void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& verdict) {
   const bool memory = verdict.kind == PeerVerdict::Kind::out_of_memory;
+  if (call.refused) {
+    std::rethrow_exception(call.refused);
+  }
+  if (verdict.rank < 0) {
+    TORCH_CHECK_VALUE(false, verdict.text);
+  }
   if (result.failure && result.failure->out_of_memory == memory) {
-    last_failure = result.failure;
-    last_failure->error = nullptr;  // pins what its frames hold
+    if (result.failure->index >= 0) {
+      last_failure = result.failure;
+      last_failure->error = nullptr;  // pins what its frames hold
+    }
     if (!memory) {
       rethrow(std::move(*result.failure));
     }
-    return *last_failure;
+    if (own_verdict(call, result).kind == verdict.kind) {
+      throw too_large(*result.failure, call.rows, std::move(call.tried), options.max_retries,
+                      options.devices[options.peers ? 0 : result.failure->rank],
+                      options.fixed_schedule.has_value());
+    }
   }
-  if (!memory) {
-    brimful::detail::throw_rank_failed(
-        static_cast<int>(verdict.rank), -1, FailureKind::error,
-        "the pipeline's step failed on rank " + std::to_string(verdict.rank) + ": " + verdict.text);
+  const auto where =
+      "rank " + std::to_string(verdict.rank) +
+      (call.group.world_size() > 1 ? " of replica " + std::to_string(verdict.replica) : "");
+  brimful::detail::throw_rank_failed(
+      static_cast<int>(verdict.rank), -1, memory ? FailureKind::out_of_memory : FailureKind::error,
+      memory ? "the pipeline's step ran out of memory on " + where +
+                   (options.fixed_schedule ? " under a fixed schedule: "
+                                           : " with any number of microbatches: ") +
+                   verdict.text
+             : "the pipeline's step failed on " + where + ": " + verdict.text);
+}
+
+void Pipeline::State::refine(Call& call, const StepResult& result, const PeerVerdict& verdict) {
+  std::string where = " on rank " + std::to_string(verdict.rank);
+  if (result.failure && result.failure->index >= 0) {
+    last_failure = result.failure;
+    last_failure->error = nullptr;
+    where = " in the " + pipeline::describe(*result.failure);
   }
-  Failure theirs;
-  theirs.rank = static_cast<int>(verdict.rank);
-  theirs.text = verdict.text;
-  theirs.out_of_memory = theirs.elsewhere = true;
-  return theirs;
+  if (!verdict.refine) {
+    log(LogLevel::info, "the step is repeated as it was: it failed" + where + " of replica " +
+                            std::to_string(verdict.replica));
+    return;
+  }
+  const auto next = finer(call.rows, call.microbatches);
+  microbatch_rows = (call.rows + next - 1) / next;
+  log(LogLevel::warning, "memory ran out" + where + ": the step is repeated with " +
+                             std::to_string(next) + " microbatches instead of " +
+                             std::to_string(call.microbatches));
+  call.microbatches = next;
+}
+
+StepResult Pipeline::State::run_until_it_stands(Call& call, PeerVerdict& verdict) {
+  begin(call);
+  while (true) {
+    const Peaks peaks(options.devices);
+    call.split = call.refused || call.is_told ? std::vector<int64_t>(call.microbatches)
+                                              : split_rows(call.rows, call.microbatches);
+    StepResult result;
+    try {
+      result = run(call);
+      verdict = close(call, result);
+    } catch (...) {
+      undo(call);
+      throw;
+    }
+    if (verdict.kind == PeerVerdict::Kind::ok) {
+      return result;
+    }
+    undo(call);
+    call.tried.push_back({call.microbatches,
+                          (call.rows + call.microbatches - 1) / call.microbatches,
+                          total_bytes(peaks.bytes())});
+    if (verdict.kind > PeerVerdict::Kind::retry) {
+      raise(call, result, verdict);
+    }
+    refine(call, result, verdict);
+    ++call.retries;
+    if (options.peers && options.peers->wants_links()) {
+      meet(call);
+    }
+  }
 }
 
 PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   const OneCall::Entered entered(calls, "step");
+  const Doing in_call(doing);
   last_failure.reset();
-  parameters = trained_of(executor->stages());  // some may have been frozen, or unfrozen
-  auto microbatches = microbatches_for(rows);
   const Peaks peaks(options.devices);
+  Call call{rows, work, group_of_step()};
+  call.microbatches = microbatches_for(rows);
   KeptGradients kept;
   const KeptGradients::Scope give_back(kept);
-  const auto refused = refusal_of([&] {
+  refuse_if_thrown(call, [&] {
+    kept.take(trained_of(executor->stages()));  // first: what is refused is undone as a step is
+    capture(call);
+    require_work(work);
+    TORCH_CHECK_VALUE(work.loss, "a step needs a loss function (loss_fn: none)");
     require_rows(rows, options.microbatches);
     for (const auto& each : norms) {
-      each->norms.require_whole(microbatches);
+      each->norms.require_whole(call.microbatches);
     }
-    kept.take(parameters);
   });
-  transaction.capture();
+  PeerVerdict verdict;
+  auto result = run_until_it_stands(call, verdict);
+  settle(call, verdict);
+  kept.add();
   PipelineOutcome outcome;
-  std::vector<TriedSplit> tried;
-  while (true) {
-    outcome.split = refused ? std::vector<int64_t>(microbatches) : split_rows(rows, microbatches);
-    auto order = schedule(microbatches, true);
-    auto [result, verdict] = undone_if_thrown([&] {
-      const NormsScope scope(norms, microbatches);
-      auto ran = attempt(order, outcome.split, work, refused);
-      const auto end = agree(ran, rows);
-      return std::pair(std::move(ran), end);
-    });
-    if (verdict.kind == PeerVerdict::Kind::ok) {
-      stand(std::move(result), verdict, outcome, kept);
-      last_schedule = std::move(order);
-      outcome.microbatches = microbatches;
-      outcome.peak_bytes = peaks.bytes();
-      return outcome;
-    }
-    const auto failure = settle(result, verdict);
-    microbatches = refine(failure, rows, microbatches, outcome.retries, tried,
-                          total_bytes(peaks.bytes()), verdict.may_split);
-    ++outcome.retries;
-  }
+  stand(call, std::move(result), verdict, outcome);
+  outcome.peak_bytes = peaks.bytes();
+  return outcome;
 }
 
 Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
   const OneCall::Entered entered(calls, "forward");
+  const Doing in_call(doing);
   const at::NoGradGuard no_grad;
   last_failure.reset();
-  require_rows(rows, 1);
-  auto microbatches = std::min(rows, microbatches_for(rows));
-  parameters.clear();  // no gradient is this call's to undo
-  transaction.capture();
   auto inference = work;
   inference.loss = nullptr;
-  std::vector<TriedSplit> tried;
-  for (int64_t retries = 0;; ++retries) {
-    const memory::PeakScope peak(options.devices[0]);
-    auto [result, verdict] = undone_if_thrown([&] {
-      auto ran = attempt(schedule(microbatches, false), split_rows(rows, microbatches), inference,
-                         nullptr);
-      const auto end = agree(ran, rows);
-      return std::pair(std::move(ran), end);
-    });
-    if (verdict.kind == PeerVerdict::Kind::ok) {
-      return joined(result.outputs);
-    }
-    const auto failure = settle(result, verdict);
-    result.outputs.clear();
-    microbatches =
-        refine(failure, rows, microbatches, retries, tried, peak.peak_bytes(), verdict.may_split);
-  }
+  Call call{rows, inference, StepGroup({}, {})};  // no gradient is this call's to undo
+  call.trains = false;
+  call.microbatches = std::min(std::max<int64_t>(rows, 1), microbatches_for(rows));
+  refuse_if_thrown(call, [&] {
+    require_work(work);
+    require_rows(rows, options.fixed_schedule ? options.microbatches : 1);
+    capture(call);
+  });
+  PeerVerdict verdict;
+  return joined(run_until_it_stands(call, verdict).outputs);
 }
 
 Pipeline::Pipeline(std::vector<Stage> stages, PipelineOptions options)
@@ -277,7 +250,6 @@ Pipeline::~Pipeline() = default;
 Pipeline::Pipeline(Pipeline&&) noexcept = default;
 
 PipelineOutcome Pipeline::step(int64_t rows, const PipelineWork& work) {
-  TORCH_CHECK_VALUE(work.loss, "a step needs a loss function (loss_fn: none)");
   return state_->step(rows, work);
 }
 Value Pipeline::forward(int64_t rows, const PipelineWork& work) {
@@ -299,11 +271,17 @@ const std::optional<Failure>& Pipeline::last_failure() const {
   return state_->last_failure;
 }
 std::string Pipeline::trace() const {
-  return state_->last_result.times.empty() ? ""
-                                           : trace_json(state_->last_schedule, state_->last_result);
+  return state_->has_times() ? trace_json(state_->last_schedule, state_->last_result) : "";
+}
+std::string Pipeline::trace_svg() const {
+  return state_->has_times() ? pipeline::trace_svg(state_->last_schedule, state_->last_result) : "";
 }
 std::string Pipeline::to_string() const {
-  return described(*state_->executor, state_->last_schedule, state_->last_result);
+  const auto now = progress();
+  if (now.doing != kIdle) {  // the last step's notes are the call's that is under way
+    return described(*state_->executor, Schedule(), {}) + "\n  now: " + pipeline::to_string(now);
+  }
+  return described(*state_->executor, state_->last_schedule, state_->last_notes);
 }
 
 }  // namespace brimful::pipeline

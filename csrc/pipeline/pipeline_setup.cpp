@@ -4,6 +4,7 @@
 #include <brimful/sizer/grad_scaler.h>
 
 #include <algorithm>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "pipeline/pipeline_state.h"
@@ -46,6 +47,41 @@ std::vector<Stage> with_norms(std::vector<Stage> stages, BatchNormPolicy policy,
   return stages;
 }
 
+Schedule made_schedule(const PipelineOptions& options, int ranks, int stages,
+                       int64_t microbatches) {
+  TORCH_CHECK_VALUE(ranks > 0 && stages % ranks == 0,
+                    "every rank has the same number of stages (stages: ", stages,
+                    ", devices: ", ranks, "); give as many devices as stages, or a divisor");
+  if (!options.fixed_schedule && !options.schedule_for) {
+    return make_schedule(options.schedule, ranks, stages / ranks, static_cast<int>(microbatches));
+  }
+  auto made = options.fixed_schedule ? *options.fixed_schedule
+                                     : options.schedule_for(static_cast<int>(microbatches));
+  TORCH_CHECK_VALUE(
+      made.microbatches == microbatches && made.stages == stages && std::ssize(made.ranks) == ranks,
+      "the schedule is for another pipeline (", made.name, ": ranks: ", made.ranks.size(),
+      ", stages: ", made.stages, ", microbatches: ", made.microbatches, "; wanted: ", ranks, ", ",
+      stages, ", ", microbatches, ")");
+  require_valid(
+      made, options.peers ? CheckOptions() : CheckOptions{std::nullopt, ChannelKind::by_message});
+  return made;
+}
+
+/// A parameter is on one device.
+void require_unshared(const std::vector<std::vector<at::Tensor>>& parameters,
+                      const std::vector<c10::Device>& devices) {
+  std::unordered_map<const c10::TensorImpl*, size_t> stage_of;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    for (const auto& parameter : parameters[i]) {
+      const auto other = stage_of.emplace(parameter.unsafeGetTensorImpl(), i).first->second;
+      TORCH_CHECK_VALUE(devices[other] == devices[i],
+                        "stages on different devices share a parameter (stages: ", other, " and ",
+                        i, ", devices: ", devices[other], " and ", devices[i],
+                        "); give each a copy of its own, and tie the copies (tied)");
+    }
+  }
+}
+
 ExecutorOptions executor_options(const PipelineOptions& options) {
   ExecutorOptions result;
   result.devices = options.devices;
@@ -73,6 +109,22 @@ std::vector<at::Tensor> trained_of(const std::vector<Stage>& stages) {
   return trained;
 }
 
+std::vector<c10::Device> stage_devices(const PipelineOptions& options,
+                                       const std::vector<std::vector<at::Tensor>>& parameters) {
+  const auto wanted = with_devices(options, parameters.size());
+  std::vector<c10::Device> devices(parameters.size(), wanted.devices[0]);
+  if (!wanted.peers) {
+    const auto schedule = made_schedule(wanted, static_cast<int>(wanted.devices.size()),
+                                        static_cast<int>(parameters.size()), wanted.microbatches);
+    const auto ranks = rank_of_stage(schedule);
+    for (size_t i = 0; i < devices.size(); ++i) {
+      devices[i] = wanted.devices[ranks[i]];
+    }
+  }
+  require_unshared(parameters, devices);
+  return devices;
+}
+
 std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices) {
   std::vector<c10::Device> result;
   for (const auto device : devices) {
@@ -85,29 +137,41 @@ std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices) {
 
 Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
     : options(with_devices(std::move(wanted), stages.size())),
-      transaction(buffers_of(stages), distinct(options.devices)) {
+      transaction(buffers_of(stages), distinct(options.devices)),
+      tied(options.tied, options.peers) {
   TORCH_CHECK_VALUE(options.microbatches >= 1,
                     "a step has at least one microbatch (microbatches: ", options.microbatches,
                     ")");
   TORCH_CHECK_VALUE(options.max_retries >= 0,
                     "max_retries must not be negative (max_retries: ", options.max_retries, ")");
+  if (options.peers) {
+    options.peers->use(options.devices[0]);
+  }
   executor = std::make_unique<Executor>(with_norms(std::move(stages), options.batch_norm, norms),
                                         executor_options(options));
-  const auto first = schedule(options.microbatches, true);
-  const auto placed = rank_of_stage(first);
-  size_t next = 0;
+  const auto placed = rank_of_stage(schedule(options.microbatches, true));
+  std::vector<int> numbers;  // of this process's stages
+  std::vector<c10::Device> devices;
+  std::vector<std::vector<at::Tensor>> parameters;
   for (size_t i = 0; i < placed.size(); ++i) {
     const auto rank = options.peers ? placed[i] - options.peers->rank() : placed[i];
-    if (rank < 0 || rank >= std::ssize(options.devices)) {
-      continue;  // another process's
-    }
-    const auto device = options.devices[rank];
-    for (const auto& parameter : executor->stages()[next++].parameters) {
-      TORCH_CHECK_VALUE(
-          parameter.device() == device, "a stage's parameters are not on its device (stage: ", i,
-          ", parameters: ", parameter.device(), ", device: ", device, "); move them there");
+    if (rank >= 0 && rank < std::ssize(options.devices)) {  // else another process's
+      numbers.push_back(static_cast<int>(i));
+      devices.push_back(options.devices[rank]);
+      parameters.push_back(executor->stages().at(parameters.size()).parameters);
     }
   }
+  require_unshared(parameters, devices);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    for (const auto& parameter : parameters[i]) {
+      TORCH_CHECK_VALUE(parameter.device() == devices[i],
+                        "a stage's parameters are not on its device (stage: ", numbers[i],
+                        ", parameters: ", parameter.device(), ", device: ", devices[i],
+                        "); move them there (stage_devices() says where)");
+    }
+  }
+  replicas = std::make_unique<Replicas>(options.reducers, executor->stages(), numbers);
+  group_of_step();  // throws if they differ in their replicas
   if (options.scaler != nullptr && options.scaler->enabled()) {
     const auto device = options.peers ? options.devices[0] : options.devices[placed.back()];
     const auto [scale, tracker] = options.scaler->tensors(device);
@@ -119,24 +183,7 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
 }
 
 Schedule Pipeline::State::schedule(int64_t microbatches, bool training) const {
-  const auto stages = executor->all_stages();
-  const auto ranks = executor->ranks();
-  TORCH_CHECK_VALUE(stages % ranks == 0,
-                    "every rank has the same number of stages (stages: ", stages,
-                    ", devices: ", ranks, "); give as many devices as stages, or a divisor");
-  Schedule made;
-  if (options.schedule_for) {
-    made = options.schedule_for(static_cast<int>(microbatches));
-    TORCH_CHECK_VALUE(made.microbatches == microbatches && made.stages == stages &&
-                          std::ssize(made.ranks) == ranks,
-                      "the schedule is for another pipeline (", made.name,
-                      ": ranks: ", made.ranks.size(), ", stages: ", made.stages,
-                      ", microbatches: ", made.microbatches, "; wanted: ", ranks, ", ", stages,
-                      ", ", microbatches, ")");
-    require_valid(made);
-  } else {
-    made = make_schedule(options.schedule, ranks, stages / ranks, static_cast<int>(microbatches));
-  }
+  auto made = made_schedule(options, executor->ranks(), executor->all_stages(), microbatches);
   if (training) {
     return made;
   }

@@ -1,9 +1,14 @@
 #pragma once
 #include <brimful/pipeline/pipeline.h>
 #include <brimful/sizer/batch_norm.h>
-#include <brimful/step/kept_gradients.h>
+#include <brimful/step/step.h>
+
+#include <algorithm>
+#include <atomic>
 
 #include "pipeline/peers.h"
+#include "pipeline/replicas.h"
+#include "pipeline/tied_weights.h"
 #include "sizer/one_call.h"
 
 namespace brimful::pipeline {
@@ -17,11 +22,45 @@ struct StageNorms {
   int64_t pieces = 0;  ///< 0: not in a step
 };
 
+/// What progress() says between calls.
+inline constexpr const char* kIdle = "no call is under way";
+
+/// Ends what a call says that it is doing.
+class Doing {
+ public:
+  explicit Doing(std::atomic<const char*>& doing) : doing_(doing) { doing_ = "a call begins"; }
+  ~Doing() { doing_ = kIdle; }
+  Doing(const Doing&) = delete;
+  Doing& operator=(const Doing&) = delete;
+
+ private:
+  std::atomic<const char*>& doing_;
+};
+
 /// Each once.
 std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices);
 
 /// Parameters that need a gradient, each once.
 std::vector<at::Tensor> trained_of(const std::vector<Stage>& stages);
+
+/// One call of step() or forward(), over all its attempts.
+struct Call {
+  int64_t rows = 0;
+  const PipelineWork& work;
+  StepGroup group;  ///< the replicas' reducers, and parameters that are in none
+  bool trains = true;
+  std::exception_ptr refused{};  ///< what went wrong before the first action
+  bool is_told = false;          ///< on another rank, which says so
+  bool captured = false;         ///< what an attempt changes can be restored
+  bool runs = true;   ///< false: all ranks of this pipeline know of it, and none waits for messages
+  double ref = 1;     ///< losses' weights are divided by it on all replicas
+  uint32_t mark = 0;  ///< of what the replicas must have alike
+  int64_t microbatches = 1;
+  int64_t retries = 0;
+  std::vector<int64_t> split{};
+  Schedule order{};
+  std::vector<TriedSplit> tried{};
+};
 
 struct Pipeline::State {
   State(std::vector<Stage> stages, PipelineOptions wanted);
@@ -29,58 +68,92 @@ struct Pipeline::State {
   PipelineOutcome step(int64_t rows, const PipelineWork& work);
   Value forward(int64_t rows, const PipelineWork& work);
   Schedule schedule(int64_t microbatches, bool training) const;
+  bool has_times() const {
+    return std::any_of(last_result.times.begin(), last_result.times.end(),
+                       [](const auto& order) { return !order.empty(); });
+  }
 
   PipelineOptions options;
-  /// Whose gradients an attempt makes, and undoes if it fails: none in forward().
-  std::vector<at::Tensor> parameters;
   std::vector<std::shared_ptr<StageNorms>> norms;
   Transaction transaction;
   std::unique_ptr<Executor> executor;
-  OneCall calls;
-  int64_t microbatch_rows = 0;  ///< that fit; 0: memory has not run out yet
+  std::unique_ptr<Replicas> replicas;
+  TiedWeights tied;
+  OneCall calls{"pipeline"};
+  std::atomic<const char*> doing{kIdle};  ///< for progress()
+  int64_t microbatch_rows = 0;            ///< that fit; 0: memory has not run out yet
   std::optional<Failure> last_failure;
   // Of the last step that stood, for trace() and to_string().
   Schedule last_schedule;
   StepResult last_result;
+  std::vector<StageNote> last_notes;
 
  private:
   int64_t microbatches_for(int64_t rows) const;
-  StepResult attempt(const Schedule& schedule, const std::vector<int64_t>& split,
-                     const PipelineWork& work, std::exception_ptr refused);
-  /// How the attempt has ended on all ranks.
-  PeerVerdict agree(const StepResult& result, int64_t rows);
-  void stand(StepResult result, const PeerVerdict& verdict, PipelineOutcome& outcome,
-             KeptGradients& kept);
-  /// Throws, or returns the failure that is worth another attempt.
-  Failure settle(StepResult& result, const PeerVerdict& verdict);
-  /// Gradients, buffers and random numbers are as before the attempt.
-  void undo();
-  /// The number of microbatches to go on with.
-  int64_t refine(const Failure& failure, int64_t rows, int64_t microbatches, int64_t retries,
-                 std::vector<TriedSplit>& tried, int64_t peak_bytes, bool may_split);
-  /// What `work` throws where other processes must learn of it; else it is thrown.
+  StepGroup group_of_step() const;
+  bool may_split() const;
+
+  // attempt.cpp
+  /// Before the first attempt: what all ranks must know alike.
+  void begin(Call& call);
+  void meet(Call& call);
+  /// Links between the ranks, beside their group.
+  void connect(Call& call, int64_t name);
+  void hear_meeting(Call& call, const PeerVerdict& all);
+  void find_ref(Call& call);
+  StepResult run(Call& call);
+  StepResult run_actions(const Call& call, std::exception_ptr refused);
+  /// Ends an attempt on all ranks of all replicas, and returns how it has ended.
+  PeerVerdict close(Call& call, StepResult& result);
+  PeerVerdict own_verdict(const Call& call, const StepResult& result) const;
+  void hear_replicas(Call& call, StepResult& result, const std::vector<ControlRecord>& records,
+                     PeerVerdict& verdict) const;
+  /// Of what failed in none of the actions.
+  Failure failure_outside(std::exception_ptr error) const;
+  /// The attempt's failure is what `work` throws, unless there was one before.
   template <typename Work>
-  std::exception_ptr refusal_of(const Work& work) {
+  void noting(StepResult& result, const Work& work) const {
     try {
       work();
     } catch (...) {
-      if (!options.peers) {
+      if (!result.failure) {
+        result.failure = failure_outside(std::current_exception());
+      }
+    }
+  }
+
+  // settle.cpp
+  /// Makes the gradients of an attempt that stands the step's.
+  void settle(Call& call, const PeerVerdict& verdict);
+  /// Gradients that have overflowed on one rank make another rank's not finite: the scalers of all skip the step.
+  void spread_overflow(const Call& call, std::exception_ptr failed);
+
+  // pipeline.cpp
+  void capture(Call& call);
+  StepResult run_until_it_stands(Call& call, PeerVerdict& verdict);
+  void stand(const Call& call, StepResult result, const PeerVerdict& verdict,
+             PipelineOutcome& outcome);
+  [[noreturn]] void raise(Call& call, StepResult& result, const PeerVerdict& verdict);
+  /// Makes the call's next attempt another one, if it has to be.
+  void refine(Call& call, const StepResult& result, const PeerVerdict& verdict);
+  /// Gradients, buffers and random numbers are as before the attempt.
+  void undo(Call& call);
+  /// What `work` throws fails the call; where other ranks must learn of it, not at once.
+  template <typename Work>
+  void refuse_if_thrown(Call& call, const Work& work) {
+    try {
+      work();
+    } catch (...) {
+      if (!options.peers && call.group.world_size() == 1) {
         throw;
       }
-      return std::current_exception();
-    }
-    return nullptr;
-  }
-  /// What `work` returns; when it throws, the attempt is undone first.
-  template <typename Work>
-  auto undone_if_thrown(const Work& work) {
-    try {
-      return work();
-    } catch (...) {
-      undo();
-      throw;
+      call.refused = std::current_exception();
     }
   }
+
+  bool agreed_ = false;    ///< the ranks of this pipeline have found each other's set-up alike
+  bool may_split_ = true;  ///< of all ranks, when they did
+  double last_total_ = 0;  ///< weight of the last step that stood, over all replicas
 };
 
 }  // namespace brimful::pipeline

@@ -58,9 +58,10 @@ std::vector<MessageOrder> channels_of(const Places& places, ChannelKind kind) {
     const bool sends = is_send(action.kind);
     const int from = sends ? place : other;
     const int to = sends ? other : place;
-    const auto key = kind == ChannelKind::by_rank
-                         ? std::pair(places.rank(from), places.rank(to))
-                         : std::pair(places.action(from).stage, places.action(to).stage);
+    const auto& [sender, receiver] = std::pair(places.action(from), places.action(to));
+    const auto key = kind == ChannelKind::by_rank    ? std::pair(places.rank(from), places.rank(to))
+                     : kind == ChannelKind::by_stage ? std::pair(sender.stage, receiver.stage)
+                                                     : std::pair(from, to);
     auto& channel = channels[key];
     (sends ? channel.sends : channel.receives).push_back(place);
   }

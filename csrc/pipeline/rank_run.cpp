@@ -2,21 +2,54 @@
 #include "pipeline/rank_run.h"
 
 #include <ATen/ATen.h>
+#include <brimful/log.h>
+#include <brimful/pipeline/schedule_text.h>
 
 #include <chrono>
+
+#include "memory/left_bytes.h"
+#include "pipeline/keyword_scope.h"
+#include "pipeline/messages.h"
 
 namespace brimful::pipeline {
 namespace {
 using Clock = std::chrono::steady_clock;
 
 void begin_flight(StageRun& stage, InFlight& flight) {
+  flight.phase = Phase::forwarded;
   flight.live = true;
   stage.peak_live = std::max(stage.peak_live, ++stage.live);
 }
 
 void end_flight(StageRun& stage, InFlight& flight) {
   stage.live -= flight.live ? 1 : 0;
+  stage.live_bytes -= flight.bytes;
+  flight.drop_inputs();
+  auto shapes = std::move(flight.shapes);
   flight = {};
+  flight.phase = Phase::done;
+  flight.shapes = std::move(shapes);
+}
+
+void require_turn(bool is_due, const Action& action) {
+  TORCH_CHECK_VALUE(is_due,
+                    "the schedule has an action too early, or twice (action: ", to_text(action),
+                    "); check() says what is wrong with it");
+}
+
+/// What the first backward of a stage that is not split, or had better not be, says of it.
+void learn_split(StageRun& stage, const InputBackward& split) {
+  stage.splits = !split.recomputed;
+  const auto note = split.recomputed
+                        ? "not split: activations are computed anew in a backward (checkpointing), "
+                          "and would be twice in two parts"
+                        : split.note;
+  if (!note.empty() && stage.split_note.empty()) {
+    stage.split_note = note;
+    log(LogLevel::warning, "the backward of stage " + std::to_string(stage.index) +
+                               (stage.stage->name.empty() ? "" : " (" + stage.stage->name + ")") +
+                               " is " + note);
+  }
 }
 
 void require_known_parameters(StageRun& stage, const InFlight& flight) {
@@ -40,6 +73,18 @@ at::Tensor moved(const at::Tensor& tensor, c10::Device device) {
   return tensor.to(device, /*non_blocking=*/!device.is_cpu());
 }
 
+/// The result of mse_loss and others is a number in memory as large as what was summed.
+at::Tensor alone(const at::Tensor& loss) {
+  const auto cut = loss.detach();
+  return cut.has_storage() && cut.storage().nbytes() > cut.nbytes() ? cut.clone() : cut;
+}
+
+Message taken(std::optional<Message>& place) {
+  auto message = std::move(*place);
+  place.reset();
+  return message;
+}
+
 std::vector<at::Tensor> detached(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> result;
   result.reserve(tensors.size());
@@ -48,88 +93,102 @@ std::vector<at::Tensor> detached(const std::vector<at::Tensor>& tensors) {
   }
   return result;
 }
-}  // namespace
-
-void StageRun::drop() {
-  flights.clear();
-  waiting_outputs.clear();
-  waiting_gradients.clear();
-  received.clear();
-  received_gradients.clear();
+/// What came past the stage before goes on, or is popped here.
+void take_stashed(SkipBoard& skips, InFlight& flight, Message& message, int microbatch) {
+  auto& tensors = message.value.tensors;
+  const auto own = tensors.size() - message.stashed.size();
+  for (size_t i = 0; i < message.stashed.size(); ++i) {
+    skips.put(message.stashed[i], microbatch,
+              {left_at(std::move(tensors[own + i])), message.needs_gradient[own + i] != 0});
+  }
+  tensors.resize(own);
+  message.needs_gradient.resize(own);
+  flight.came = std::move(message.stashed);
 }
+
+void add_stashed(SkipBoard& skips, InFlight& flight, Message& message, int microbatch,
+                 c10::Device device) {
+  for (auto& [name, parcel] : skips.take_all(microbatch)) {
+    message.value.tensors.push_back(skips.lanes().fetch(std::move(parcel.message), device));
+    message.needs_gradient.push_back(parcel.needs_gradient ? 1 : 0);
+    message.stashed.push_back(name);
+  }
+  flight.went = message.stashed;
+}
+}  // namespace
 
 void RankRun::run(StageRun& stage, const Action& action) {
   waited_ns_ = 0;
+  const bool is_backward =
+      gives_input_gradients(action.kind) || action.kind == ActionKind::backward_weight;
+  if (is_backward && work_.before_backward) {
+    work_.before_backward(action);
+  }
+  perform(stage, action);
+  if (is_backward && work_.after_backward) {
+    work_.after_backward(action);
+  }
+}
+
+void RankRun::perform(StageRun& stage, const Action& action) {
+  const bool counts = counts_bytes_ && (action.kind == ActionKind::forward ||
+                                        action.kind == ActionKind::backward_input);
+  if (!counts) {
+    return act(stage, action);
+  }
+  const memory::LeftBytes left(stage.device);
+  act(stage, action);
+  stage.hold(stage.flights[action.microbatch], left.bytes());
+}
+
+void RankRun::act(StageRun& stage, const Action& action) {
   const auto microbatch = action.microbatch;
+  const auto phase = stage.flights[microbatch].phase;
   switch (action.kind) {
     case ActionKind::forward:
+      require_turn(phase == Phase::due, action);
       return forward(stage, microbatch);
     case ActionKind::backward:
-      return backward(stage, microbatch, false);
     case ActionKind::backward_input:
-      return backward(stage, microbatch, true);
+      require_turn(phase == Phase::forwarded, action);
+      return backward(stage, microbatch, action.kind == ActionKind::backward_input);
     case ActionKind::backward_weight:
+      require_turn(phase == Phase::inputs_done, action);
       return backward_weight(stage, microbatch);
     case ActionKind::send_forward:
-      return stage.outputs->send(microbatch, std::move(stage.waiting_outputs[microbatch]));
+      require_turn(stage.waiting_outputs[microbatch].has_value(), action);
+      stage.outputs->send(microbatch, taken(stage.waiting_outputs[microbatch]));
+      return;
     case ActionKind::send_backward:
-      return stage.input_gradients->send(microbatch,
-                                         std::move(stage.waiting_gradients[microbatch]));
+      require_turn(stage.waiting_gradients[microbatch].has_value(), action);
+      stage.input_gradients->send(microbatch, taken(stage.waiting_gradients[microbatch]));
+      return;
     case ActionKind::receive_forward:
-      stage.received[microbatch] = receive(*stage.inputs, nullptr, microbatch);
+      require_turn(stage.inputs_apart && !stage.received[microbatch], action);
+      stage.received[microbatch] = receive(*stage.inputs, microbatch);
       return;
     case ActionKind::receive_backward:
-      stage.received_gradients[microbatch] = receive(*stage.output_gradients, nullptr, microbatch);
+      require_turn(stage.outputs_apart && !stage.received_gradients[microbatch], action);
+      stage.received_gradients[microbatch] = receive(*stage.output_gradients, microbatch);
       return;
   }
 }
 
-void RankRun::make_up(StageRun& stage, const Action& action) {
-  const auto microbatch = action.microbatch;
-  // A peer that is gone does not matter: others wait all the same.
-  const auto discard = [&](Channel* channel) {
-    try {
-      if (channel != nullptr) {
-        channel->discard(microbatch);
-      }
-    } catch (const std::exception&) {
-    }
-  };
-  const auto send_failure = [&](Channel* channel) {
-    try {
-      if (channel != nullptr) {
-        channel->send_failure(microbatch);
-      }
-    } catch (const std::exception&) {
-    }
-  };
-  switch (action.kind) {
-    case ActionKind::forward:
-      discard(stage.inputs);
-      return send_failure(stage.outputs);
-    case ActionKind::backward:
-    case ActionKind::backward_input:
-      discard(stage.output_gradients);
-      return send_failure(stage.input_gradients);
-    case ActionKind::send_forward:  // its forward may be behind it
-      return send_failure(stage.outputs);
-    case ActionKind::send_backward:
-      return send_failure(stage.input_gradients);
-    default:  // receives are made up for where their message is used
-      return;
-  }
-}
-
-Message RankRun::receive(Channel& channel, std::optional<Message>* received, int microbatch) {
-  if (received != nullptr && received->has_value()) {
-    auto message = std::move(**received);
-    received->reset();
-    return message;
-  }
+Message RankRun::receive(Channel& channel, int microbatch) {
   const auto began = Clock::now();
-  auto message = channel.receive(microbatch);
+  waits_.store(true, std::memory_order_relaxed);
+  auto message = channel.receive(microbatch);  // what it throws ends the rank's step
+  waits_.store(false, std::memory_order_relaxed);
   waited_ns_ = std::chrono::nanoseconds(Clock::now() - began).count();
   return message;
+}
+
+Message RankRun::take(Channel& channel, bool apart, std::optional<Message>& received,
+                      int microbatch) {
+  TORCH_CHECK_VALUE(!apart || received.has_value(),
+                    "the schedule uses a message that it has not received (microbatch: ",
+                    microbatch, "); check() says what is wrong with it");
+  return apart ? taken(received) : receive(channel, microbatch);
 }
 
 void RankRun::forward(StageRun& stage, int microbatch) {
@@ -145,7 +204,8 @@ void RankRun::forward(StageRun& stage, int microbatch) {
     }
     flight.inputs = input.tensors;
   } else {
-    auto message = receive(*stage.inputs, &stage.received[microbatch], microbatch);
+    auto message = take(*stage.inputs, stage.inputs_apart, stage.received[microbatch], microbatch);
+    take_stashed(skips_, flight, message, microbatch);
     input = std::move(message.value);
     for (size_t i = 0; i < input.tensors.size(); ++i) {
       auto& tensor = input.tensors[i];
@@ -159,6 +219,7 @@ void RankRun::forward(StageRun& stage, int microbatch) {
     flight.inputs = input.tensors;
   }
   SkipScope skips(skips_, microbatch, stage.device);
+  const KeywordScope keywords(work_.keywords, microbatch, stage.device);
   auto output = stage.stage->forward(input);
   flight.stashed = std::move(skips.stashed);
   flight.popped = std::move(skips.popped);
@@ -171,7 +232,7 @@ void RankRun::forward(StageRun& stage, int microbatch) {
     require_known_parameters(stage, flight);
     begin_flight(stage, flight);
   } else {
-    flight = {};
+    end_flight(stage, flight);
   }
 }
 
@@ -183,7 +244,7 @@ void RankRun::finish_loss(StageRun& stage, int microbatch, const Value& output) 
   auto& flight = stage.flights[microbatch];
   auto piece = work_.loss(microbatch, output);
   require_loss(piece);
-  result_.losses[microbatch] = {piece.loss.detach(), piece.weight};
+  result_.losses[microbatch] = {alone(piece.loss), piece.weight};
   flight.weight = piece.weight;
   flight.outputs.assign(1, piece.weight > 0 ? std::move(piece.loss) : at::Tensor());
 }
@@ -200,6 +261,9 @@ void RankRun::keep_outputs(StageRun& stage, int microbatch, Value output) {
   }
   message.value.tensors = detached(output.tensors);
   message.value.form = std::move(output.form);
+  if (stage.outputs->is_between_processes()) {
+    add_stashed(skips_, flight, message, microbatch, stage.device);
+  }
   if (stage.outputs_apart) {
     stage.waiting_outputs[microbatch] = std::move(message);
   } else {
@@ -218,14 +282,17 @@ std::vector<at::Tensor> RankRun::output_gradients(StageRun& stage, int microbatc
         at::full_like(loss, *flight.weight / work_.ref, at::TensorOptions().requires_grad(false));
     return {work_.seed ? work_.seed(seed) : seed};
   }
-  auto message =
-      receive(*stage.output_gradients, &stage.received_gradients[microbatch], microbatch);
+  auto message = take(*stage.output_gradients, stage.outputs_apart,
+                      stage.received_gradients[microbatch], microbatch);
   return std::move(message.value.tensors);
 }
 
 RankRun::Roots RankRun::roots_of(StageRun& stage, int microbatch) {
   auto& flight = stage.flights[microbatch];
   const auto gradients = output_gradients(stage, microbatch);
+  for (size_t i = 0; i < flight.went.size(); ++i) {
+    skips_.put_gradient(flight.went[i], microbatch, gradients[flight.outputs.size() + i]);
+  }
   Roots roots;
   const auto add = [&](const at::Tensor& output, const at::Tensor& gradient) {
     if (output.defined() && gradient.defined()) {
@@ -238,7 +305,7 @@ RankRun::Roots RankRun::roots_of(StageRun& stage, int microbatch) {
     add(flight.outputs[i], gradients[i]);
   }
   for (const auto& [name, tensor] : flight.stashed) {
-    add(tensor, skips_.take_gradient(name, microbatch));
+    add(tensor, skips_.take_gradient(name, microbatch, stage.device));
   }
   return roots;
 }
@@ -258,10 +325,11 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
     leaves.push_back(tensor);
   }
   std::vector<at::Tensor> of_leaves(leaves.size());
-  if (!roots.outputs.empty() && input_only) {
+  if (!roots.outputs.empty() && input_only && stage.splits) {
     auto split = backward_input(roots.outputs, roots.gradients, leaves);
     of_leaves = std::move(split.input_gradients);
     flight.weight_work = std::move(split.weight_work);
+    learn_split(stage, split);
   } else if (!roots.outputs.empty()) {
     of_leaves = backward_full(roots.outputs, roots.gradients, leaves);
   }
@@ -272,8 +340,12 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
   for (size_t i = 0; i < flight.popped.size(); ++i) {
     skips_.put_gradient(flight.popped[i].name, microbatch, std::move(of_leaves[places.size() + i]));
   }
+  for (const auto& name : flight.came) {
+    of_inputs.push_back(skips_.take_gradient(name, microbatch, stage.device));
+  }
   if (input_only) {
-    flight.inputs.clear();
+    flight.phase = Phase::inputs_done;
+    flight.drop_inputs();
     flight.outputs.clear();
     flight.stashed.clear();
     flight.popped.clear();
@@ -287,8 +359,9 @@ void RankRun::send_gradients(StageRun& stage, int microbatch, std::vector<at::Te
   if (stage.input_gradients == nullptr) {
     return;
   }
-  Message message{{std::move(gradients), nullptr}, {}};
-  if (stage.gradients_apart) {
+  Message message;
+  message.value.tensors = std::move(gradients);
+  if (stage.inputs_apart) {
     stage.waiting_gradients[microbatch] = std::move(message);
   } else {
     stage.input_gradients->send(microbatch, std::move(message));

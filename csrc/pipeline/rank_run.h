@@ -3,23 +3,40 @@
 #include <brimful/pipeline/executor.h>
 #include <brimful/pipeline/split_backward.h>
 
+#include <atomic>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "pipeline/known_parameters.h"
+#include "pipeline/shapes.h"
 #include "pipeline/skips.h"
 
 namespace brimful::pipeline {
 
+/// How far a microbatch has come in a stage.
+enum class Phase : uint8_t { due, forwarded, inputs_done, done };
+
 /// A microbatch in a stage between its forward and the end of its backward.
 struct InFlight {
+  Phase phase = Phase::due;
   bool live = false;                ///< its graph is held
+  int64_t bytes = 0;                ///< that its actions have left allocated so far
   std::vector<at::Tensor> inputs;   ///< the stage's, in the message's order
+  Shapes shapes;                    ///< of the inputs, once they are let go of
   std::vector<at::Tensor> outputs;  ///< with their graph; undefined where no gradient comes back
   std::optional<double> weight;     ///< of the loss, in the last stage
   WeightWork weight_work;
   std::vector<SkipScope::Named> stashed;
   std::vector<SkipScope::Named> popped;
+  // Between processes, names of what goes past this stage: with its inputs, and with its outputs.
+  std::vector<std::string> came;
+  std::vector<std::string> went;
+
+  /// Lets go of the inputs, but for what an error says of them.
+  void drop_inputs();
+  /// For an error.
+  std::string input_shapes() const;
 };
 
 /// A stage in the hands of its rank.
@@ -31,19 +48,29 @@ struct StageRun {
   Channel* outputs = nullptr;           ///< none: the last stage
   Channel* output_gradients = nullptr;  ///< none: the last stage
   Channel* input_gradients = nullptr;   ///< none: the first stage
-  // The schedule has actions of their own for sending: what is made waits for them.
+  // The schedule has actions of their own for what moves between this stage and the one before, or the next one.
+  bool inputs_apart = false;
   bool outputs_apart = false;
-  bool gradients_apart = false;
   // By microbatch.
   std::vector<InFlight> flights;
-  std::vector<Message> waiting_outputs;
-  std::vector<Message> waiting_gradients;
+  std::vector<std::optional<Message>> waiting_outputs;
+  std::vector<std::optional<Message>> waiting_gradients;
   std::vector<std::optional<Message>> received;
   std::vector<std::optional<Message>> received_gradients;
   KnownParameters known_parameters;
   int live = 0;
   int peak_live = 0;
+  int64_t live_bytes = 0;
+  int64_t peak_live_bytes = 0;
+  bool splits = true;  ///< false: what I would do is a whole backward, since two parts cost more
+  std::string split_note;  ///< why its backward is not, or not entirely, split
 
+  /// Makes ready for a step.
+  void begin(const Schedule& schedule, const std::vector<int>& rank_of_stage);
+  /// The flight's actions have left so many bytes more.
+  void hold(InFlight& flight, int64_t bytes);
+  /// What a schedule that has ended has not done; empty: nothing.
+  std::string left_undone() const;
   /// Lets go of all that a step that was cancelled has left.
   void drop();
 };
@@ -51,10 +78,13 @@ struct StageRun {
 /// Runs the actions of one rank in one step; used by the rank's thread alone.
 class RankRun {
  public:
-  RankRun(const StepWork& work, SkipBoard& skips, StepResult& result)
-      : work_(work), skips_(skips), result_(result) {}
+  /// `counts_bytes`: what actions leave allocated is counted.
+  /// `waits`: set while an action waits for its message.
+  RankRun(const StepWork& work, SkipBoard& skips, StepResult& result, bool counts_bytes,
+          std::atomic<bool>& waits)
+      : work_(work), skips_(skips), result_(result), counts_bytes_(counts_bytes), waits_(waits) {}
 
-  /// @throws Cancelled, and what the stage throws
+  /// @throws Cancelled, what the stage throws, and c10::ValueError where the schedule has the action too early or twice
   void run(StageRun& stage, const Action& action);
   /// In place of an action that will not run: what another process waits for, or sends.
   /// @throws c10::Error if the group broke
@@ -63,12 +93,16 @@ class RankRun {
   int64_t waited_ns() const { return waited_ns_; }
 
  private:
+  void perform(StageRun& stage, const Action& action);
   void forward(StageRun& stage, int microbatch);
   void finish_loss(StageRun& stage, int microbatch, const Value& output);
   void keep_outputs(StageRun& stage, int microbatch, Value output);
   void backward(StageRun& stage, int microbatch, bool input_only);
   void backward_weight(StageRun& stage, int microbatch);
-  Message receive(Channel& channel, std::optional<Message>* received, int microbatch);
+  void act(StageRun& stage, const Action& action);
+  Message receive(Channel& channel, int microbatch);
+  /// What an action uses: received by one of the schedule's own where `apart`, else here.
+  Message take(Channel& channel, bool apart, std::optional<Message>& received, int microbatch);
   /// Where a backward begins.
   struct Roots {
     std::vector<at::Tensor> outputs;
@@ -81,6 +115,8 @@ class RankRun {
   const StepWork& work_;
   SkipBoard& skips_;
   StepResult& result_;
+  bool counts_bytes_;
+  std::atomic<bool>& waits_;
   int64_t waited_ns_ = 0;
 };
 

@@ -1,16 +1,18 @@
 #include "pipeline/report.h"
 
 #include <ATen/core/Tensor.h>
+#include <brimful/pipeline/picture.h>
 #include <brimful/pipeline/schedule_text.h>
-#include <brimful/pipeline/simulate.h>
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
+#include <cmath>
+#include <optional>
 #include <sstream>
 
+#include "base/chrome_trace.h"
 #include "base/format.h"
-#include "base/json.h"
+#include "pipeline/peers.h"
+#include "pipeline/picture_parts.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -19,14 +21,14 @@ double ms(int64_t ns) {
   return static_cast<double>(ns) / 1e6;
 }
 
-/// Mean duration in microseconds of a stage's actions of one kind.
-double mean_us(const StepResult& result, int stage, ActionKind kind) {
+/// Mean duration of a stage's actions of one kind.
+double mean_ms(const StepResult& result, int stage, ActionKind kind) {
   double sum = 0;
   int count = 0;
   for (const auto& order : result.times) {
     for (const auto& time : order) {
       if (time.action.stage == stage && time.action.kind == kind) {
-        sum += static_cast<double>(time.end_ns - time.begin_ns) / 1e3;
+        sum += ms(time.end_ns - time.begin_ns);
         ++count;
       }
     }
@@ -40,52 +42,103 @@ Costs costs_of(const Schedule& schedule, const StepResult& result) {
   costs.backward_input.clear();
   costs.backward_weight.clear();
   for (int stage = 0; stage < schedule.stages; ++stage) {
-    costs.forward.push_back(mean_us(result, stage, ActionKind::forward));
-    costs.backward_input.push_back(mean_us(result, stage, ActionKind::backward_input));
-    costs.backward_weight.push_back(mean_us(result, stage, ActionKind::backward_weight));
-    costs.backward.push_back(mean_us(result, stage, ActionKind::backward));
+    costs.forward.push_back(mean_ms(result, stage, ActionKind::forward));
+    costs.backward_input.push_back(mean_ms(result, stage, ActionKind::backward_input));
+    costs.backward_weight.push_back(mean_ms(result, stage, ActionKind::backward_weight));
+    costs.backward.push_back(mean_ms(result, stage, ActionKind::backward));
   }
   return costs;
 }
 
-class TraceEvents {
- public:
-  void name(const char* what, int process, int thread, const std::string& name) {
-    next() << "{\"name\":\"" << what << "\",\"ph\":\"M\",\"pid\":" << process
-           << ",\"tid\":" << thread << ",\"args\":{\"name\":" << json_string(name) << "}}";
-  }
-  void slice(int process, int thread, const std::string& name, const char* category,
-             double begin_us, double length_us) {
-    next() << "{\"name\":" << json_string(name) << ",\"cat\":\"" << category
-           << "\",\"ph\":\"X\",\"pid\":" << process << ",\"tid\":" << thread
-           << ",\"ts\":" << begin_us << ",\"dur\":" << length_us << "}";
-  }
-  std::string json() const { return "{\"traceEvents\":[" + text_.str() + "]}"; }
-
- private:
-  std::ostringstream& next() {
-    text_ << (any_ ? ",\n" : "");
-    any_ = true;
-    return text_;
-  }
-  std::ostringstream text_ = [] {
-    std::ostringstream out;
-    out.setf(std::ios::fixed);
-    out.precision(3);
-    return out;
-  }();
-  bool any_ = false;
-};
-
 const char* category_of(ActionKind kind) {
   return kind == ActionKind::forward ? "forward" : is_compute(kind) ? "backward" : "transfer";
 }
+
+int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const auto& tensor : tensors) {
+    bytes += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+  }
+  return bytes;
+}
+
+int64_t gradient_bytes(const Stage& stage) {
+  int64_t bytes = 0;
+  for (const auto& parameter : stage.parameters) {
+    const auto& gradient = parameter.grad();
+    bytes += gradient.defined() && gradient.layout() == at::kStrided
+                 ? static_cast<int64_t>(gradient.nbytes())
+                 : 0;
+  }
+  return bytes;
+}
+
+/// The numbers of this process's stages among all.
+std::vector<int> numbers_of(const Executor& executor, const Schedule& schedule) {
+  std::vector<int> numbers;
+  const auto& peers = executor.options().peers;
+  const auto ranks = schedule.ranks.empty() ? std::vector<int>() : rank_of_stage(schedule);
+  for (int stage = 0; stage < static_cast<int>(ranks.size()); ++stage) {
+    if (!peers || ranks[stage] == peers->rank()) {
+      numbers.push_back(stage);
+    }
+  }
+  for (auto next = static_cast<int>(numbers.size()); numbers.size() < executor.stages().size();) {
+    numbers.push_back(next++);
+  }
+  return numbers;
+}
+
+/// A step as it ran, in milliseconds from its beginning.
+Timeline measured_of(const Schedule& schedule, const StepResult& result) {
+  Timeline timeline;
+  timeline.name = "measured, in ms: " + schedule.name;
+  timeline.stages = schedule.stages;
+  timeline.microbatches = schedule.microbatches;
+  for (const auto& order : result.times) {
+    auto& rank = timeline.ranks.emplace_back();
+    auto& busy = timeline.busy.emplace_back();
+    std::optional<double> first;
+    double last = 0;
+    for (const auto& time : order) {
+      const auto begin = ms(time.begin_ns - result.begin_ns);
+      const auto end = ms(time.end_ns - result.begin_ns);
+      rank.push_back({time.action, begin, end});
+      if (is_compute(time.action.kind)) {
+        busy += end - begin;
+        first = first.value_or(begin);
+        last = end;
+      }
+    }
+    timeline.makespan = std::max(timeline.makespan, last);
+    timeline.period = std::max(timeline.period, last - first.value_or(last));
+  }
+  return timeline;
+}
+
+/// The schedule with the mean times of each stage's actions.
+Timeline planned_of(const Schedule& schedule, const StepResult& result) {
+  auto timeline = simulate(schedule, costs_of(schedule, result));
+  timeline.name = "planned, in ms: " + schedule.name;
+  return timeline;
+}
 }  // namespace
 
-std::vector<StageNote> notes_of(const StepResult& result) {
+std::vector<StageNote> notes_of(const Executor& executor, const Schedule& schedule,
+                                const StepResult& result) {
   std::vector<StageNote> notes(result.peak_live.size());
   for (size_t i = 0; i < notes.size(); ++i) {
     notes[i].peak_live = result.peak_live[i];
+    notes[i].peak_live_bytes = result.peak_live_bytes[i];
+    notes[i].split_note = result.split_notes[i];
+  }
+  const auto numbers = numbers_of(executor, schedule);
+  for (size_t i = 0; i < executor.stages().size(); ++i) {
+    const auto& stage = executor.stages()[i];
+    auto& note = notes.at(numbers[i]);
+    note.parameter_bytes = bytes_of(stage.parameters);
+    note.gradient_bytes = gradient_bytes(stage);
+    note.buffer_bytes = bytes_of(stage.buffers);
   }
   for (const auto& order : result.times) {
     for (const auto& time : order) {
@@ -102,54 +155,36 @@ std::vector<StageNote> notes_of(const StepResult& result) {
 }
 
 std::string trace_json(const Schedule& schedule, const StepResult& result) {
-  constexpr int kMeasured = 0;
-  constexpr int kPlanned = 1;
-  TraceEvents events;
-  double busy_ns = 0;
-  int64_t last_ns = result.begin_ns;
-  for (size_t rank = 0; rank < result.times.size(); ++rank) {
-    for (const auto& time : result.times[rank]) {
-      events.slice(kMeasured, static_cast<int>(rank), to_text(time.action),
-                   category_of(time.action.kind),
-                   static_cast<double>(time.begin_ns - result.begin_ns) / 1e3,
-                   static_cast<double>(time.end_ns - time.begin_ns) / 1e3);
-      busy_ns += static_cast<double>(time.end_ns - time.begin_ns);
-      last_ns = std::max(last_ns, time.end_ns);
-    }
-  }
-  const auto planned = simulate(schedule, costs_of(schedule, result));
-  for (size_t rank = 0; rank < planned.ranks.size(); ++rank) {
-    for (const auto& action : planned.ranks[rank]) {
-      if (is_compute(action.action.kind)) {
-        events.slice(kPlanned, static_cast<int>(rank), to_text(action.action),
-                     category_of(action.action.kind), action.start, action.end - action.start);
+  ChromeTrace trace;
+  const auto timelines = {measured_of(schedule, result), planned_of(schedule, result)};
+  int process = 0;
+  for (const auto& timeline : timelines) {
+    for (size_t rank = 0; rank < timeline.ranks.size(); ++rank) {
+      const auto thread = static_cast<int>(rank);
+      for (const auto& [action, start, end] : timeline.ranks[rank]) {
+        if (process == 0 || is_compute(action.kind)) {
+          trace.slice(process, thread, to_text(action), category_of(action.kind), start * 1e3,
+                      (end - start) * 1e3);
+        }
       }
+      trace.name_thread(process, thread, "rank " + std::to_string(rank));
     }
+    trace.name_process(process, std::string(process == 0 ? "measured: " : "planned: ") +
+                                    schedule.name + ", " + percent_text(timeline.bubble()) +
+                                    " idle");
+    ++process;
   }
-  const auto span = static_cast<double>(last_ns - result.begin_ns) *
-                    static_cast<double>(std::max<size_t>(result.times.size(), 1));
-  const auto share = [](double bubble) {
-    std::array<char, 32> text{};
-    std::snprintf(text.data(), text.size(), "%.1f %% idle", bubble * 100);
-    return std::string(text.data());
-  };
-  events.name("process_name", kMeasured, 0,
-              "measured: " + schedule.name + ", " + share(span > 0 ? 1 - busy_ns / span : 0));
-  events.name("process_name", kPlanned, 0,
-              "planned: " + schedule.name + ", " + share(planned.bubble()));
-  for (size_t rank = 0; rank < result.times.size(); ++rank) {
-    for (const int process : {kMeasured, kPlanned}) {
-      events.name("thread_name", process, static_cast<int>(rank), "rank " + std::to_string(rank));
-    }
-  }
-  return events.json();
+  return trace.json();
+}
+
+std::string trace_svg(const Schedule& schedule, const StepResult& result) {
+  return to_picture_svg({measured_of(schedule, result), planned_of(schedule, result)});
 }
 
 std::string described(const Executor& executor, const Schedule& last_schedule,
-                      const StepResult& last_result) {
-  const auto notes = notes_of(last_result);
+                      const std::vector<StageNote>& last_notes) {
   double busy = 0;
-  for (const auto& note : notes) {
+  for (const auto& note : last_notes) {
     busy += note.forward_ms + note.backward_ms;
   }
   const auto& stages = executor.stages();
@@ -161,21 +196,32 @@ std::string described(const Executor& executor, const Schedule& last_schedule,
     text << " (last step: " << last_schedule.name << ", " << last_schedule.microbatches
          << " microbatches)";
   }
+  const auto numbers = numbers_of(executor, last_schedule);
   for (size_t i = 0; i < stages.size(); ++i) {
     int64_t count = 0;
-    int64_t bytes = 0;
     for (const auto& parameter : stages[i].parameters) {
       count += parameter.numel();
-      bytes += static_cast<int64_t>(parameter.nbytes());
     }
-    text << "\n  stage " << i << (stages[i].name.empty() ? "" : " (" + stages[i].name + ")") << ": "
+    text << "\n  stage " << numbers[i]
+         << (stages[i].name.empty() ? "" : " (" + stages[i].name + ")") << ": "
          << (stages[i].parameters.empty() ? std::string("no device of its own")
                                           : stages[i].parameters[0].device().str())
-         << ", " << count << " parameters, " << format_bytes(bytes);
-    if (i < notes.size() && busy > 0) {
-      const auto own = notes[i].forward_ms + notes[i].backward_ms;
-      text << ", " << static_cast<int>(own / busy * 100 + 0.5) << " % of the time, "
-           << notes[i].peak_live << " microbatches held";
+         << ", " << count << " parameters, " << format_bytes(bytes_of(stages[i].parameters));
+    if (const auto buffers = bytes_of(stages[i].buffers); buffers > 0) {
+      text << ", buffers " << format_bytes(buffers);
+    }
+    if (last_notes.empty()) {
+      continue;
+    }
+    const auto& note = last_notes.at(numbers[i]);
+    text << ", gradients " << format_bytes(note.gradient_bytes);
+    if (busy > 0) {
+      text << ", " << std::lround((note.forward_ms + note.backward_ms) / busy * 100)
+           << " % of the time, at most " << note.peak_live << " microbatches held ("
+           << format_bytes(note.peak_live_bytes) << ")";
+    }
+    if (!note.split_note.empty()) {
+      text << "\n    backward " << note.split_note;
     }
   }
   return text.str();

@@ -7,15 +7,19 @@
 
 namespace brimful::pipeline {
 
-/// By stage, from the times of a step's actions. Pure.
-std::vector<StageNote> notes_of(const StepResult& result);
+/// By stage, of all processes: what it did, and what the stages of this one hold.
+std::vector<StageNote> notes_of(const Executor& executor, const Schedule& schedule,
+                                const StepResult& result);
 
 /// JSON of Chrome's trace events: the ranks' actions as they ran, and the same schedule with the mean times of each stage's
 /// actions, each from its own beginning. Pure.
 std::string trace_json(const Schedule& schedule, const StepResult& result);
 
+/// The same as a picture. Pure.
+std::string trace_svg(const Schedule& schedule, const StepResult& result);
+
 /// A line for the pipeline and one for each stage.
 std::string described(const Executor& executor, const Schedule& last_schedule,
-                      const StepResult& last_result);
+                      const std::vector<StageNote>& last_notes);
 
 }  // namespace brimful::pipeline

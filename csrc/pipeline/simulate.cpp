@@ -122,10 +122,10 @@ double Timeline::bubble() const {
 }
 
 Timeline simulate(const Schedule& schedule, const Costs& costs) {
-  require_valid(schedule, {std::nullopt, ChannelKind::by_stage});
+  require_valid(schedule, {std::nullopt, ChannelKind::by_message});
   const StageCosts stage_costs(costs, schedule.stages);
   const Places places(schedule);
-  const auto needs = needs_of(places, ChannelKind::by_stage, std::nullopt);
+  const auto needs = needs_of(places, ChannelKind::by_message, std::nullopt);
   Timeline timeline;
   timeline.name = schedule.name;
   timeline.stages = schedule.stages;

@@ -39,20 +39,29 @@ SkipBoard::Parcel SkipBoard::take(const std::string& name, int microbatch) {
   return parcel;
 }
 
-void SkipBoard::put_gradient(const std::string& name, int microbatch, at::Tensor gradient) {
+std::vector<std::pair<std::string, SkipBoard::Parcel>> SkipBoard::take_all(int microbatch) {
   const std::lock_guard lock(mutex_);
-  gradients_[{microbatch, name}] = std::move(gradient);
+  const auto begin = parcels_.lower_bound({microbatch, ""});
+  const auto end = parcels_.lower_bound({microbatch + 1, ""});
+  std::vector<std::pair<std::string, Parcel>> all;
+  for (auto at = begin; at != end; ++at) {
+    all.emplace_back(at->first.second, std::move(at->second));
+  }
+  parcels_.erase(begin, end);
+  return all;
 }
 
-at::Tensor SkipBoard::take_gradient(const std::string& name, int microbatch) {
+void SkipBoard::put_gradient(const std::string& name, int microbatch, at::Tensor gradient) {
+  auto message = left_at(std::move(gradient));
   const std::lock_guard lock(mutex_);
-  const auto found = gradients_.find({microbatch, name});
-  if (found == gradients_.end()) {
-    return {};
-  }
-  auto gradient = std::move(found->second);
-  gradients_.erase(found);
-  return gradient;
+  gradients_[{microbatch, name}] = std::move(message);
+}
+
+at::Tensor SkipBoard::take_gradient(const std::string& name, int microbatch, c10::Device device) {
+  std::unique_lock lock(mutex_);
+  auto gradient = gradients_.extract({microbatch, name});
+  lock.unlock();
+  return gradient ? lanes_.fetch(std::move(gradient.mapped()), device) : at::Tensor();
 }
 
 void SkipBoard::clear() {
@@ -72,14 +81,14 @@ SkipScope::~SkipScope() {
 
 void SkipScope::stash(const std::string& name, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.defined(), "there is nothing to stash (name: ", name, ")");
-  board_.put(name, microbatch_, {tensor.detach(), tensor.requires_grad()});
+  board_.put(name, microbatch_, {left_at(tensor.detach()), tensor.requires_grad()});
   if (tensor.requires_grad()) {
     stashed.push_back({name, tensor});
   }
 }
 
 at::Tensor SkipScope::pop(const std::string& name) {
-  auto [tensor, needs_gradient] = board_.take(name, microbatch_);
+  auto parcel = board_.take(name, microbatch_);
   const auto own = std::find_if(stashed.begin(), stashed.end(),
                                 [&](const auto& parcel) { return parcel.name == name; });
   if (own != stashed.end()) {  // of this very stage: its graph goes on
@@ -87,8 +96,8 @@ at::Tensor SkipScope::pop(const std::string& name) {
     stashed.erase(own);
     return whole;
   }
-  tensor = tensor.to(device_, /*non_blocking=*/!device_.is_cpu());
-  if (needs_gradient) {
+  auto tensor = board_.lanes().fetch(std::move(parcel.message), device_);
+  if (parcel.needs_gradient) {
     tensor.set_requires_grad(true);
     popped.push_back({name, tensor});
   }

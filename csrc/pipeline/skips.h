@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "pipeline/copy_lane.h"
+
 namespace brimful::pipeline {
 
 /// What stages leave for later ones, and the gradients that come back. A stage's forward comes after the forward of those
@@ -14,22 +16,26 @@ namespace brimful::pipeline {
 class SkipBoard {
  public:
   struct Parcel {
-    at::Tensor tensor;
+    Message message;
     bool needs_gradient = false;
   };
   void put(const std::string& name, int microbatch, Parcel parcel);
   /// @throws c10::ValueError if there is none
   Parcel take(const std::string& name, int microbatch);
+  /// All that nobody has popped, by name.
+  std::vector<std::pair<std::string, Parcel>> take_all(int microbatch);
   void put_gradient(const std::string& name, int microbatch, at::Tensor gradient);
-  /// Undefined if nobody has popped it.
-  at::Tensor take_gradient(const std::string& name, int microbatch);
+  /// On `device`; undefined if nobody has popped it.
+  at::Tensor take_gradient(const std::string& name, int microbatch, c10::Device device);
+  CopyLanes& lanes() { return lanes_; }
   void clear();
 
  private:
   using Key = std::pair<int, std::string>;
   std::mutex mutex_;
   std::map<Key, Parcel> parcels_;
-  std::map<Key, at::Tensor> gradients_;
+  std::map<Key, Message> gradients_;
+  CopyLanes lanes_;
 };
 
 /// What a stage's forward stashes and pops in a microbatch, while this lives on its thread.

@@ -187,7 +187,8 @@ struct InputPass {
     gradients.resize(inputs_);
     result.input_gradients = std::move(gradients);
     if (!left_.edges.empty()) {
-      result.weight_work.left_ = std::make_unique<WeightWork::Left>(std::move(left_));
+      result.weight_work.left_ =
+          std::make_unique<WeightWork::Left>(WeightWork::Left{std::move(left_)});
     }
     cut_edges();
     return result;

@@ -6,19 +6,11 @@
 
 #include <sstream>
 
+#include "pipeline/ivalue_form.h"
+#include "pipeline/shapes.h"
+
 namespace brimful::pipeline {
 namespace {
-
-/// The structure itself, with undefined tensors where there were others.
-class IValueForm : public Form {
- public:
-  explicit IValueForm(c10::IValue skeleton) : skeleton_(std::move(skeleton)) {}
-  std::string describe() const override { return skeleton_.tagKind(); }
-  const c10::IValue& skeleton() const { return skeleton_; }
-
- private:
-  c10::IValue skeleton_;
-};
 
 /// The structure with each tensor replaced by what `replace` makes of it.
 template <typename Replace>
@@ -59,16 +51,30 @@ bool has_rows(const at::Tensor& tensor) {
 }  // namespace
 
 std::string shapes_of(const std::vector<at::Tensor>& tensors) {
+  return Shapes(tensors).to_text();
+}
+
+Shapes::Shapes(const std::vector<at::Tensor>& tensors) {
+  shapes_.reserve(tensors.size());
+  for (const auto& tensor : tensors) {
+    auto& shape = shapes_.emplace_back();
+    if (tensor.defined()) {
+      shape.emplace(Shape{at::DimVector(tensor.sizes()), tensor.scalar_type()});
+    }
+  }
+}
+
+std::string Shapes::to_text() const {
   std::ostringstream text;
-  for (size_t i = 0; i < tensors.size(); ++i) {
+  for (size_t i = 0; i < shapes_.size(); ++i) {
     text << (i == 0 ? "" : ", ");
-    if (tensors[i].defined()) {
-      text << tensors[i].sizes() << ' ' << tensors[i].scalar_type();
+    if (shapes_[i]) {
+      text << at::IntArrayRef(shapes_[i]->sizes) << ' ' << shapes_[i]->dtype;
     } else {
       text << "none";
     }
   }
-  return tensors.empty() ? "no tensor" : text.str();
+  return shapes_.empty() ? "no tensor" : text.str();
 }
 
 Value value_of(const c10::IValue& ivalue) {

@@ -47,9 +47,10 @@ struct TriedSplit {
 struct TooLargeFacts {
   int rank = 0;
   std::string device;
-  std::vector<TriedSplit> tried;  ///< oldest first
+  std::vector<TriedSplit> tried;  ///< oldest first; none where the optimizer's step would not fit
   /// Of the last try's peak, by category; they sum to it: "parameters", "gradients", "optimizer state", "buffers",
-  /// "other tensors" (all of them in use before the step but for the gradients), "activations and temporaries".
+  /// "other tensors" (all of them in use before the step but for the gradients), "activations and temporaries" (or "the
+  /// optimizer's step": of the peak that it would have).
   std::vector<std::pair<std::string, int64_t>> bytes;
   std::optional<int64_t> limit_bytes;
   /// "this process" (what is no tensor; CUDA: torch's cache), "others", "free".
@@ -61,7 +62,7 @@ struct TooLargeFacts {
 class BRIMFUL_API BatchTooLarge : public c10::OutOfMemoryError {
  public:
   explicit BatchTooLarge(const std::string& message, TooLargeFacts facts = {});
-  /// Of a BatchSizer's step; empty out of map_batches.
+  /// Empty where gradients could not be kept for an accumulating step.
   const TooLargeFacts& facts() const { return facts_; }
 
  private:

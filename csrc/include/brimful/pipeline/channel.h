@@ -4,8 +4,14 @@
 #include <brimful/pipeline/value.h>
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
+
+namespace c10 {
+struct Event;
+}
 
 namespace brimful::pipeline {
 
@@ -14,6 +20,10 @@ namespace brimful::pipeline {
 struct Message {
   Value value;
   std::vector<char> needs_gradient;  ///< by tensor, of outputs: whether a gradient is to come back
+  /// Between processes, what stages before have stashed and no stage has popped: the last tensors of `value`.
+  std::vector<std::string> stashed{};
+  /// Between two devices of a process: on one of them, behind what the tensors wait for. None: they are there.
+  std::shared_ptr<c10::Event> ready{};
 };
 
 /// Thrown inside a stage's thread when another one has failed; never leaves the executor.
@@ -28,13 +38,15 @@ class BRIMFUL_API Cancelled : public std::runtime_error {
 class BRIMFUL_API Channel {
  public:
   virtual ~Channel() = default;
+  /// Whether its ends are in two processes: what is stashed goes with the messages then.
+  virtual bool is_between_processes() const { return false; }
   /// Does not wait for the receiver.
   virtual void send(int microbatch, Message message) = 0;
   /// Waits until the microbatch's message is there.
   /// @throws Cancelled
   virtual Message receive(int microbatch) = 0;
-  /// Before each step, by the thread that calls it: nothing is under way.
-  virtual void reset(int microbatches) = 0;
+  /// Before each step, by the thread that calls it: nothing is under way. `rows`: of its batch, the same at both ends.
+  virtual void reset(int microbatches, int64_t rows) = 0;
 
   // Between processes, where the other end waits whatever has happened on this one. In one process all are cancelled.
 

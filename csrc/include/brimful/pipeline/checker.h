@@ -8,7 +8,8 @@ namespace brimful::pipeline {
 /// What the schedule's messages go through.
 enum class ChannelKind : uint8_t {
   by_rank,  ///< one FIFO from each rank to each other one, as NCCL: messages are received in the order of their sends
-  by_stage  ///< one FIFO for each stage and direction, as transports that tag their messages
+  by_stage,   ///< one FIFO for each stage and direction, as transports that tag their messages
+  by_message  ///< a place for each message, as threads of one process: any may be received first
 };
 
 struct CheckOptions {

@@ -1,5 +1,6 @@
 #pragma once
 #include <brimful/export.h>
+#include <brimful/pipeline/keywords.h>
 #include <brimful/pipeline/peers.h>
 #include <brimful/pipeline/schedule.h>
 #include <brimful/pipeline/stage.h>
@@ -41,7 +42,13 @@ struct StepWork {
   std::function<PieceLoss(int microbatch, const Value& output)> loss;
   /// Makes the seed of a microbatch's backward of its share of the loss. Default: that share.
   std::function<at::Tensor(const at::Tensor& share)> seed;
-  double ref = 1;  ///< what the losses' weights are divided by
+  /// Of a microbatch, for each stage's thread; several may call it at once. Optional.
+  std::function<Keywords(int microbatch)> keywords;
+  double ref = 1;    ///< what the losses' weights are divided by
+  int64_t rows = 0;  ///< of the whole batch, which other processes must have alike
+  /// Before and after each action that may give parameters gradients, by the stage's thread. Optional.
+  std::function<void(const Action& action)> before_backward;
+  std::function<void(const Action& action)> after_backward;
   /// Fails the first action: what went wrong before it. Other processes learn of it as of any failure.
   std::exception_ptr refused;
 };
@@ -57,7 +64,7 @@ struct ActionTime {
 /// The first action that failed.
 struct Failure {
   int rank = 0;
-  int index = 0;  ///< in the rank's order
+  int index = 0;  ///< in the rank's order; -1: it was none of the actions
   Action action;
   std::string stage;   ///< its name
   std::string shapes;  ///< of the stage's inputs in this microbatch, as far as they were there
@@ -75,12 +82,29 @@ struct StepResult {
   std::vector<Value> outputs;                  ///< by microbatch, of inference
   bool peer_failed = false;                    ///< another process's step has; it tells what
   std::vector<std::vector<ActionTime>> times;  ///< by rank
+  bool cancelled = false;                      ///< by cancel()
   std::vector<int> peak_live;  ///< by stage: microbatches whose graph was held at once
+  /// By stage, with `trace`: the most bytes that forwards had left for their backwards at once. On a CUDA device what
+  /// others allocate there meanwhile counts too.
+  std::vector<int64_t> peak_live_bytes;
+  std::vector<std::string>
+      split_notes;  ///< by stage: why its backward is not split, where the schedule does
   int64_t begin_ns = 0;
   int64_t end_ns = 0;
 };
 
-/// A thread per rank, for ever, that runs its part of a schedule over the stages it has. Not thread-safe.
+/// Where a rank of this process is in the step that is under way.
+struct RankProgress {
+  int rank = 0;
+  int64_t done = 0;     ///< actions
+  int64_t actions = 0;  ///< of its order
+  Action action;        ///< the one after those done, in which it is; `done` == `actions`: none
+  bool waits = false;   ///< for the action's message
+  double seconds = 0;   ///< since the action began; 0 without `trace`
+};
+
+/// A thread per rank, for ever, that runs its part of a schedule over the stages it has. Not thread-safe but for cancel() and
+/// progress().
 class BRIMFUL_API Executor {
  public:
   /// @throws c10::ValueError for no stages, no devices, or more devices than stages
@@ -90,11 +114,17 @@ class BRIMFUL_API Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  /// Runs every action of a schedule that was found to be valid, in the caller's grad mode, autocast and dispatch state.
-  /// Returns when all ranks are idle: after a failure all others are cancelled before their next action, and nothing of
-  /// the step is held. Synchronises no device.
-  /// @throws c10::ValueError if the schedule is for another number of ranks or stages
+  /// Runs every action of a schedule, in the caller's grad mode, autocast and dispatch state. Returns when all ranks are
+  /// idle: after a failure all others are cancelled before their next action, and nothing of the step is held. A schedule
+  /// that check() with channels by_message does not find valid fails in the action that shows it, or waits for ever if it
+  /// deadlocks. Synchronises no device.
+  /// @throws c10::ValueError if the schedule is for another number of ranks or stages, or has ended with actions missing
   StepResult run(const Schedule& schedule, const StepWork& work);
+  /// Ends a run() that is under way, from any thread: ranks stop before their next action, and wait for no message of this
+  /// process any more. Nothing where there is none. Does not wait.
+  void cancel();
+  /// Where the ranks of this process are; empty where no run() is under way. From any thread; waits for none.
+  std::vector<RankProgress> progress() const;
 
   /// Those of this process.
   const std::vector<Stage>& stages() const;

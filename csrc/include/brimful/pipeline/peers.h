@@ -13,8 +13,8 @@ namespace brimful::pipeline {
 /// The processes of a pipeline, each with the stages of one rank.
 class Peers;
 
-/// Over gloo and the CPU. The pipeline uses tags from 2^24 - 2 on. No communication; the group is kept.
-/// @throws c10::ValueError without a group
+/// Over gloo, and NCCL beside it for stages on CUDA devices. The pipeline uses tags from 2^24 - 5 on. The group is kept.
+/// @throws c10::ValueError without a group, or without one that moves tensors of the CPU
 BRIMFUL_API std::shared_ptr<Peers> peers_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 }  // namespace brimful::pipeline

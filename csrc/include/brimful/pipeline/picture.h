@@ -13,4 +13,7 @@ BRIMFUL_API std::string to_picture_text(const Timeline& timeline, int columns = 
 /// rank's share of idle time, and a tooltip for each action.
 BRIMFUL_API std::string to_picture_svg(const Timeline& timeline);
 
+/// Several, one above the other on one time axis.
+BRIMFUL_API std::string to_picture_svg(const std::vector<Timeline>& timelines);
+
 }  // namespace brimful::pipeline

@@ -11,7 +11,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 namespace brimful {
@@ -23,12 +22,19 @@ namespace brimful::pipeline {
 struct PipelineOptions {
   /// By rank: as many as there are stages, or fewer where the schedule gives a rank several. Empty: the CPU, once a stage.
   std::vector<c10::Device> devices;
-  /// The processes of this pipeline: each has the stages of one rank, and calls step() and forward() with the same batch.
-  /// They agree after each attempt: what fails on one is repeated, or raised, on all.
+  /// Each process has one rank's stages, and makes all calls with the same batch: what fails on one fails on all.
   std::shared_ptr<Peers> peers;
+  /// Those of the stages, of which other processes have replicas (as many on all ranks): the mean is over all their rows.
+  std::vector<std::shared_ptr<Participant>> reducers;
+  /// Parameters that stages have copies of, on this rank or on several, each with the name that its copies share: they begin
+  /// with the values of the lowest rank's first one, and each gets the sum of their gradients.
+  std::vector<std::pair<std::string, at::Tensor>> tied;
   std::string schedule = "1f1b";  ///< a name that make_schedule() knows
   /// In place of `schedule`: one of your own for a number of microbatches, which must be the one asked for.
   std::function<Schedule(int microbatches)> schedule_for;
+  /// In place of both: one schedule, of its own number of microbatches, which `microbatches` must be. A step that runs out
+  /// of memory is then not repeated: it raises BatchTooLarge, which says so.
+  std::optional<Schedule> fixed_schedule;
   int64_t microbatches = 1;  ///< to begin with; doubled whenever memory runs out
   int64_t max_retries = 8;
   int threads_per_rank = 0;  ///< of CPU operators in a stage; 0: the caller's, shared out
@@ -44,14 +50,36 @@ struct PipelineOptions {
 
 /// What the caller brings to a step; `input` is called by the first stage's thread, `loss` by the last one's.
 struct PipelineWork {
+  std::exception_ptr
+      refused;  ///< what is wrong with the batch already, which other processes must hear of
   /// Before each attempt, by the caller's thread: the rows of each microbatch. Optional.
   std::function<void(const std::vector<int64_t>& split)> begin;
   std::function<Value(int microbatch, int64_t begin, int64_t end)> input;
   std::function<PieceLoss(int microbatch, int64_t begin, int64_t end, const Value& output)> loss;
+  /// What each stage's forward may ask for by keyword(); called by the stages' threads, several at once. Optional.
+  std::function<Keywords(int microbatch, int64_t begin, int64_t end)> keywords;
 };
 
+/// No stage asks for any.
+struct NoKeywords {};
+
+/// What a pipeline is doing; see Pipeline::progress().
+struct PipelineProgress {
+  std::string doing;                ///< "no call is under way", or the part of a call
+  std::vector<RankProgress> ranks;  ///< of this process, while a step's actions run
+};
+/// A line, and one for each rank: "rank 0: action 5 of 16, 0B1 (backward of microbatch 1 in stage 0), for 0.3 s".
+BRIMFUL_API std::string to_string(const PipelineProgress& progress);
+
+/// The device of each of a process's stages, to move modules there before they are made stages: as the schedule places
+/// them. `parameters` has each stage's, or none.
+/// @throws c10::ValueError as Pipeline does for devices and schedules that do not fit, and if stages on different devices
+/// share a parameter
+BRIMFUL_API std::vector<c10::Device> stage_devices(
+    const PipelineOptions& options, const std::vector<std::vector<at::Tensor>>& parameters);
+
 /// Stages of a model, a thread for each device, and a schedule. The gradient is the exact weighted mean over all rows,
-/// however uneven the microbatches are. One call at a time; from any thread.
+/// however uneven the microbatches are. One call at a time, from any thread, but for progress() and to_string().
 class BRIMFUL_API Pipeline {
  public:
   /// @throws c10::ValueError for bad options, or parameters that are not on their stage's device
@@ -62,35 +90,39 @@ class BRIMFUL_API Pipeline {
   /// Adds one step's gradients to those of the stages' parameters. When memory runs out anywhere, all stages stop, what the
   /// step has done is undone (gradients, buffers, RNG), and it is repeated with twice the microbatches.
   /// @throws what a stage throws, of the same type, with stage, microbatch, action and shapes in its words where the type
-  /// allows, and RankFailed for what another process's does; BatchTooLarge if no number of microbatches fits; c10::ValueError for fewer rows than microbatches, or a stage
-  /// that uses parameters which it does not name. Parameters,
+  /// allows, and RankFailed for what another process's does; BatchTooLarge if no number of microbatches fits;
+  /// c10::ValueError for fewer rows than microbatches, or a stage that uses parameters which it does not name. Parameters,
   /// gradients, buffers and RNG are then as before the call.
   /// Waits for the devices once, for the loss.
   PipelineOutcome step(int64_t rows, const PipelineWork& work);
   /// The same for what slice_rows() can split and value_of() can make a Value of. `loss_fn(output, target)` gets the last
   /// stage's output (a tensor, a vector of tensors, or the Value) and returns the mean loss, or a PieceLoss.
-  template <typename Batch, typename Target, typename LossFn>
-  PipelineOutcome step(const Batch& batch, const Target& target, const LossFn& loss_fn);
+  /// `keywords`, a map by name of what can be split too, are for stages that ask for them (keywords.h).
+  template <typename Batch, typename Target, typename LossFn, typename Named = NoKeywords>
+  PipelineOutcome step(const Batch& batch, const Target& target, const LossFn& loss_fn,
+                       const Named& keywords = {});
 
   /// The last stage's outputs, in the order of the rows; microbatches stream through the stages. Without gradients; empty
-  /// on processes that do not have that stage;
-  /// modules are as they are, in training or not. Retries as step().
+  /// on processes that do not have that stage; modules are as they are, in training or not. Retries as step().
   Value forward(int64_t rows, const PipelineWork& work);
-  template <typename Batch>
-  Value forward(const Batch& batch);
+  template <typename Batch, typename Named = NoKeywords>
+  Value forward(const Batch& batch, const Named& keywords = {});
 
-  /// The schedule of a step with so many microbatches.
-  Schedule schedule(int64_t microbatches) const;
+  Schedule schedule(int64_t microbatches) const;  ///< of a step with so many
   const std::vector<Stage>& stages() const;
   const std::vector<c10::Device>& devices() const;
-  /// That the next step begins with.
-  int64_t microbatches() const;
-  /// Of the last call that raised.
-  const std::optional<Failure>& last_failure() const;
+  int64_t microbatches() const;                        ///< that the next step begins with
+  const std::optional<Failure>& last_failure() const;  ///< of the last call that raised
   /// The last step for Perfetto or chrome://tracing, as JSON: each rank's actions as they were, and as the schedule has
   /// them with the mean times of each stage's actions. Empty before the first step, and without `trace`.
   std::string trace() const;
-  /// A few lines for people: stages, devices, parameters, bytes, and shares of time in the last step.
+  /// The same as a picture (SVG): the step as measured, above the schedule as planned, on one axis in milliseconds, with
+  /// each rank's idle share. In a process of several its own rank alone is measured.
+  std::string trace_svg() const;
+  /// What it is doing, from any thread at any time, in a step that hangs too; waits for nothing.
+  PipelineProgress progress() const;
+  /// A few lines for people: stages, devices, parameters, bytes, shares of time in the last step, and what its backwards
+  /// could not split; during a call, what it is doing. From any thread.
   std::string to_string() const;
 
  private:
@@ -98,53 +130,6 @@ class BRIMFUL_API Pipeline {
   std::unique_ptr<State> state_;
 };
 
-namespace detail {
-template <typename LossFn, typename Target>
-PieceLoss loss_of(const LossFn& loss_fn, const Value& output, const Target& target, double rows) {
-  const auto as_piece = [&](auto result) -> PieceLoss {
-    if constexpr (std::is_same_v<decltype(result), PieceLoss>) {
-      return result;
-    } else {
-      return {result, rows};
-    }
-  };
-  if constexpr (std::is_invocable_v<const LossFn&, at::Tensor, Target>) {
-    TORCH_CHECK_TYPE(
-        output.tensors.size() == 1,
-        "the loss function takes one tensor, but the last stage gives another number (",
-        shapes_of(output.tensors), ")");
-    return as_piece(loss_fn(output.tensors[0], target));
-  } else if constexpr (std::is_invocable_v<const LossFn&, std::vector<at::Tensor>, Target>) {
-    return as_piece(loss_fn(output.tensors, target));
-  } else {
-    return as_piece(loss_fn(output, target));
-  }
-}
-}  // namespace detail
-
-template <typename Batch, typename Target, typename LossFn>
-PipelineOutcome Pipeline::step(const Batch& batch, const Target& target, const LossFn& loss_fn) {
-  PipelineWork work;
-  work.input = [&](int, int64_t begin, int64_t end) {
-    return value_of(slice_rows(batch, begin, end));
-  };
-  work.loss = [&](int, int64_t begin, int64_t end, const Value& output) {
-    return detail::loss_of(loss_fn, output, slice_rows(target, begin, end),
-                           static_cast<double>(end - begin));
-  };
-  const auto rows = rows_of(batch);
-  TORCH_CHECK_VALUE(rows_of(target) == rows, "batch and target disagree in size (rows: ", rows,
-                    " and ", rows_of(target), "); give both the same number");
-  return step(rows, work);
-}
-
-template <typename Batch>
-Value Pipeline::forward(const Batch& batch) {
-  PipelineWork work;
-  work.input = [&](int, int64_t begin, int64_t end) {
-    return value_of(slice_rows(batch, begin, end));
-  };
-  return forward(rows_of(batch), work);
-}
-
 }  // namespace brimful::pipeline
+
+#include <brimful/pipeline/pipeline_batches.h>

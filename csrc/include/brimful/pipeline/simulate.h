@@ -45,7 +45,7 @@ struct Timeline {
 
 /// The times at which ranks do their actions as early as possible: in order, sends without waiting, receives as `costs`
 /// say. Without communication in the schedule, an action waits for the message that it would receive.
-/// @throws c10::ValueError if the schedule is not valid (see check(); channels by_stage of any capacity), or a list of
+/// @throws c10::ValueError if the schedule is not valid (see check(); channels by_message), or a list of
 ///         costs has another length than 1 or the number of stages, or holds a negative value or none at all
 BRIMFUL_API Timeline simulate(const Schedule& schedule, const Costs& costs = {});
 

@@ -9,8 +9,13 @@
 #include <functional>
 #include <string>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
+
+namespace torch::nn {
+class Module;
+}
 
 namespace brimful::pipeline {
 
@@ -41,6 +46,13 @@ struct FirstArgument<Result (Fn::*)(First, Rest...) const>
 template <typename Fn>
 concept TakesIValue = std::same_as<typename FirstArgument<Fn>::type, c10::IValue> ||
     std::same_as<typename FirstArgument<decltype(&Fn::operator())>::type, c10::IValue>;
+
+using NamedIValues = std::unordered_map<std::string, c10::IValue>;
+/// Of the step's keywords those of these names.
+BRIMFUL_API NamedIValues keywords_named(const std::vector<std::string>& names);
+
+/// In the module and below.
+BRIMFUL_API std::vector<BatchNormModule> batch_norms_in(torch::nn::Module& module);
 
 template <typename Fn>
 Value call_stage(Fn& fn, const Value& input) {
@@ -87,7 +99,7 @@ Stage make_stage(Fn fn, std::vector<at::Tensor> parameters = {},
 }
 
 /// A stage of a module as torch::nn has them: a holder or a shared pointer of what has forward(), parameters() and
-/// buffers(). It is kept alive. brimful/sizer/batch_norms.h finds its BatchNorms for Stage::batch_norms.
+/// buffers(). It is kept alive. What BatchNorms a module of torch::nn has, the pipeline's policy is for.
 template <typename Module>
 requires requires(Module& module) {
   module->parameters();
@@ -97,13 +109,20 @@ Stage stage_of(Module module, std::string name = "") {
   const auto parameters = module->parameters();
   const auto buffers = module->buffers();
   auto call = [module](const std::same_as<at::Tensor> auto&... inputs) mutable
-      -> decltype(module->forward(inputs...)) { return module->forward(inputs...); };
-  return make_stage(std::move(call), {parameters.begin(), parameters.end()},
-                    {buffers.begin(), buffers.end()}, std::move(name));
+      -> decltype(std::declval<Module&>()->forward(inputs...)) {
+    return module->forward(inputs...);
+  };
+  auto stage = make_stage(std::move(call), {parameters.begin(), parameters.end()},
+                          {buffers.begin(), buffers.end()}, std::move(name));
+  if constexpr (std::is_base_of_v<torch::nn::Module, std::remove_cvref_t<decltype(*module)>>) {
+    stage.batch_norms = detail::batch_norms_in(*module);
+  }
+  return stage;
 }
 
 /// A stage of a torch::jit::Module, or of what else takes a vector of IValues and has lists of parameters and buffers.
-/// A value of several tensors, or a tuple, is given as several arguments.
+/// A value of several tensors, or a tuple, is given as several arguments; of the step's keywords those that its forward
+/// names.
 template <typename Module>
 requires requires(Module& module, std::vector<c10::IValue> inputs) {
   { module.forward(inputs) } -> std::convertible_to<c10::IValue>;
@@ -119,14 +138,24 @@ Stage stage_of(Module module, std::string name = "") {
   for (const at::Tensor& buffer : module.buffers()) {
     buffers.push_back(buffer);
   }
-  auto call = [module](const Value& input) mutable {
+  std::vector<std::string> names;
+  if constexpr (requires { module.get_method("forward").function().getSchema(); }) {
+    for (const auto& argument : module.get_method("forward").function().getSchema().arguments()) {
+      names.push_back(argument.name());
+    }
+  }
+  auto call = [module, names](const Value& input) mutable {
     const auto whole = to_ivalue(input);
     std::vector<c10::IValue> inputs{whole};
     if (whole.isTuple()) {
       const auto& elements = whole.toTupleRef().elements();
       inputs.assign(elements.begin(), elements.end());
     }
-    return value_of(module.forward(std::move(inputs)));
+    if constexpr (requires { module.forward(inputs, detail::NamedIValues()); }) {
+      return value_of(module.forward(std::move(inputs), detail::keywords_named(names)));
+    } else {
+      return value_of(module.forward(std::move(inputs)));
+    }
   };
   return make_stage(std::move(call), std::move(parameters), std::move(buffers), std::move(name));
 }

@@ -15,12 +15,17 @@ struct IValue;
 
 namespace brimful::pipeline {
 
+class FormWriter;
+
 /// How the tensors of a Value are put together: of whatever language made it. Never holds tensors that need a gradient.
 class BRIMFUL_API Form {
  public:
   virtual ~Form() = default;
   /// For messages to people.
   virtual std::string describe() const = 0;
+  /// For another process.
+  /// @throws c10::TypeError, by default, or for what does not go there
+  virtual void write(FormWriter& writer) const;
 };
 
 /// What a stage takes and gives: its tensors in order, and how they are put together. Without a form they are the

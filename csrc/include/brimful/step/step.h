@@ -91,8 +91,22 @@ class BRIMFUL_API StepGroup {
   void keep_gradients();
   KeptGradients& kept() { return kept_; }
 
+  // An attempt whose work somebody else runs (a pipeline), in parts: begin_attempt(), then the work, in which
+  // begin_piece() is the caller's to call, then announce() and complete(), or drain() where any of it failed, and always
+  // finish(), which has the records of all ranks.
+  void begin_attempt(int buffer_source);
+  void announce(const ControlRecord& record, const at::Tensor& loss_sum);
+  void complete();
+  void drain(ControlRecord record, Verdict verdict);
+  /// @throws RankFailed if the process group broke
+  std::vector<ControlRecord> finish();
+  /// A gradient of this attempt came after its bucket had left.
+  bool late_gradient() const;
+
   void accept(double scale, bool keep_unused);
   void discard();
+  /// What a rank whose record says that it failed has left word of; waits a second at most.
+  std::string failure_text(int rank);
   /// "rank 1: its text; rank 2: ..." for all ranks whose record says that they failed.
   std::string failure_texts(const std::vector<ControlRecord>& records);
   void publish_failure(FailureKind kind, const std::string& text);
@@ -102,10 +116,6 @@ class BRIMFUL_API StepGroup {
   void leave_lockstep(const AttemptResult& result);
   void run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last);
   void run_pieces(const Attempt& attempt, const PieceWork& work);
-  void set_record(const ControlRecord& record, const at::Tensor& loss_sum);
-  std::vector<ControlRecord> finish();
-  void complete();
-  void drain(ControlRecord record, Verdict verdict);
   int64_t launched() const;
   bool gradients_complete() const;
 

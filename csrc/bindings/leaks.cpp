@@ -1,0 +1,190 @@
+#include <brimful/probes/leak_finder.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <iterator>
+#include <memory>
+#include <string>
+
+#include "bindings/bindings.h"
+#include "bindings/graph_roots.h"
+#include "bindings/holder_path.h"
+
+namespace brimful {
+namespace {
+
+using namespace probes;
+using namespace py::literals;
+
+/// What to look for above each storage: Python tensors on it, and the tensors whose graph saves it.
+struct Targets {
+  std::vector<PyObject*> objects;
+  std::unordered_map<const void*, std::vector<size_t>> direct;  // places among the objects
+  std::unordered_map<const void*, size_t> by_graph;
+  std::unordered_map<const void*, GraphRoot> roots;
+};
+
+// Those that have a graph and are held by something of Python: a tensor that a graph has saved may be a Python object
+// that the graph alone holds.
+std::vector<PyObject*> held_outputs(const std::vector<PyObject*>& tensors, const PythonHeap& heap,
+                                    const PythonRoots& roots) {
+  std::unordered_set<PyObject*> outputs;
+  std::copy_if(tensors.begin(), tensors.end(), std::inserter(outputs, outputs.end()), has_graph);
+  const auto referrers = heap.referrers(outputs);
+  std::erase_if(outputs, [&](PyObject* tensor) {
+    return !referrers.contains(tensor) && roots.local(tensor) == nullptr;
+  });
+  return {outputs.begin(), outputs.end()};
+}
+
+Targets targets_of(const PythonHeap& heap, const PythonRoots& roots,
+                   const std::unordered_set<const void*>& wanted) {
+  const auto tensors = heap.tensors();
+  Targets targets;
+  const auto add = [&](PyObject* object) {
+    targets.objects.push_back(object);
+    return targets.objects.size() - 1;
+  };
+  for (PyObject* const tensor : tensors) {
+    if (const void* const data = storage_of(tensor); wanted.contains(data)) {
+      targets.direct[data].push_back(add(tensor));
+    }
+  }
+  targets.roots = find_graph_roots(held_outputs(tensors, heap, roots), wanted);
+  std::unordered_map<PyObject*, size_t> places;
+  for (const auto& [data, root] : targets.roots) {
+    const auto [entry, is_new] = places.try_emplace(root.tensor, 0);
+    entry->second = is_new ? add(root.tensor) : entry->second;
+    targets.by_graph[data] = entry->second;
+  }
+  return targets;
+}
+
+Holder holder_of(const HolderChain& chain, const at::Tensor& tensor) {
+  Holder holder = describe_chain(chain);
+  if (holder.kind != HolderKind::unknown) {
+    holder.scalar = tensor.numel() == 1;
+    holder.has_graph = tensor.grad_fn() != nullptr;
+    holder.data = tensor.has_storage() ? tensor.storage().data() : nullptr;
+  }
+  return holder;
+}
+
+/// A named holder of one of the storage's tensors, or of a tensor whose graph keeps it; else a cycle; else unknown.
+Holder choose(const void* data, const Targets& targets, const std::vector<HolderChain>& chains) {
+  Holder best;
+  const auto consider = [&](size_t place, const GraphRoot* root) {
+    Holder holder = holder_of(chains[place], THPVariable_Unpack(targets.objects[place]));
+    if (root != nullptr && holder.kind != HolderKind::unknown) {
+      holder.node = root->node;
+      holder.is_gradient = root->is_gradient;
+      holder.path += root->is_gradient ? ".grad" : "";
+    }
+    const bool better = best.kind == HolderKind::unknown ||
+                        (best.kind == HolderKind::cycle && holder.kind != HolderKind::unknown);
+    best = better ? holder : best;
+  };
+  if (const auto direct = targets.direct.find(data); direct != targets.direct.end()) {
+    for (const size_t place : direct->second) {
+      consider(place, nullptr);
+    }
+  }
+  if (const auto graph = targets.by_graph.find(data); graph != targets.by_graph.end()) {
+    consider(graph->second, &targets.roots.at(data));
+  }
+  return best;
+}
+
+std::vector<Holder> find_holders(const std::vector<const void*>& data) {
+  const PythonHeap heap;
+  const PythonRoots roots;
+  std::unordered_set<const void*> wanted(data.begin(), data.end());
+  wanted.erase(nullptr);  // of no storage, or an empty one
+  const auto targets = targets_of(heap, roots, wanted);
+  const auto chains = find_chains(heap, roots, targets.objects);
+  std::vector<Holder> holders;
+  for (const void* const storage : data) {
+    holders.push_back(choose(storage, targets, chains));
+  }
+  return holders;
+}
+
+// Of how many sums a tensor is one: the first way through nodes that only add.
+int64_t sum_length(const at::Tensor& tensor) {
+  int64_t length = 0;
+  auto node = tensor.grad_fn();
+  while (node != nullptr && node->name().starts_with("AddBackward")) {
+    ++length;
+    auto next = node->next_edge(0).function;
+    if (next == nullptr || !next->name().starts_with("AddBackward")) {
+      next = node->num_outputs() > 1 ? node->next_edge(1).function : nullptr;
+    }
+    node = std::move(next);
+  }
+  return length;
+}
+
+// Variables of running code, and attributes of what they are.
+std::vector<LeakFinder::Sum> find_sums() {
+  std::vector<LeakFinder::Sum> sums;
+  for_each_variable([&](const PythonRoot& root, py::handle value) {
+    if (!is_tensor(value.ptr())) {
+      return;
+    }
+    const auto& tensor = THPVariable_Unpack(value.ptr());
+    if (const auto length = sum_length(tensor); length > 1) {
+      Holder holder;
+      holder.kind = HolderKind::variable;
+      holder.path = holder.container = root.name;
+      holder.root = root.scope;
+      holder.node = tensor.grad_fn()->name();
+      holder.scalar = tensor.numel() == 1;
+      holder.has_graph = true;
+      holder.data = storage_of(value.ptr());
+      sums.push_back({std::move(holder), length});
+    }
+  });
+  return sums;
+}
+
+}  // namespace
+
+void bind_leaks(py::module_& m) {
+  m.def(
+      "_find_holders",
+      [](const std::vector<uintptr_t>& data) {
+        std::vector<const void*> storages;
+        for (const uintptr_t address : data) {
+          storages.push_back(reinterpret_cast<const void*>(address));
+        }
+        return find_holders(storages);
+      },
+      "data"_a);
+  py::class_<Holder>(m, "Holder", "Who keeps memory alive, in the words of the program.")
+      .def_property_readonly("kind", [](const Holder& holder) { return name_of(holder.kind); })
+      .def_readonly("path", &Holder::path)
+      .def_readonly("container", &Holder::container)
+      .def_readonly("root", &Holder::root)
+      .def_readonly("length", &Holder::length)
+      .def_readonly("node", &Holder::node);
+  py::class_<Leak>(m, "Leak", "One cause of memory that grows from step to step.")
+      .def_readonly("holder", &Leak::holder)
+      .def_readonly("sites", &Leak::sites)
+      .def_readonly("steps", &Leak::steps)
+      .def_readonly("bytes", &Leak::bytes)
+      .def_readonly("bytes_per_step", &Leak::bytes_per_step)
+      .def_property_readonly("advice", [](const Leak& leak) { return advice(leak); })
+      .def("__str__", [](const Leak& leak) { return to_string(leak); })
+      .def("__repr__", [](const Leak& leak) { return "<Leak: " + to_string(leak) + ">"; });
+  py::class_<LeakFinder>(m, "_LeakFinder")
+      .def(py::init([](int64_t steps, int64_t warm_up) {
+             return std::make_unique<LeakFinder>(GrowthOptions{steps, warm_up}, find_holders,
+                                                 find_sums);
+           }),
+           "steps"_a, "warm_up"_a)
+      .def("check", &LeakFinder::check)
+      .def_property_readonly("leaks", &LeakFinder::leaks);
+}
+
+}  // namespace brimful

@@ -1,0 +1,84 @@
+#include <brimful/probes/summary.h>
+
+#include "bindings/bindings.h"
+
+namespace brimful {
+
+using namespace probes;
+namespace {
+
+// For JSON and data frames: all that can be read of a value, by its name.
+py::dict as_dict(const py::object& self, const py::handle& type) {
+  py::dict found;
+  for (const auto& entry : py::dict(type.attr("__dict__"))) {
+    if (py::isinstance(entry.second, py::module_::import("builtins").attr("property"))) {
+      found[entry.first] = self.attr(entry.first);
+    }
+  }
+  return found;
+}
+
+py::dict summary_as_dict(const py::object& self) {
+  py::dict found = as_dict(self, py::type::of<StepSummary>());
+  py::list rows;
+  for (const auto& row : found["modules"]) {
+    rows.append(as_dict(py::reinterpret_borrow<py::object>(row), py::type::of<ModuleRow>()));
+  }
+  found["modules"] = rows;
+  return found;
+}
+
+}  // namespace
+
+void bind_summary(py::module_& m) {
+  py::class_<MemorySpan>(m, "_MemorySpan")
+      .def(py::init([](std::vector<int64_t> modules, bool backward, int64_t peak_bytes,
+                       int64_t change_bytes) {
+             return MemorySpan{std::move(modules), backward, peak_bytes, change_bytes};
+           }),
+           py::arg("modules"), py::arg("backward"), py::arg("peak_bytes"), py::arg("change_bytes"));
+  py::class_<ModuleRow>(m, "ModuleRow", "What one module takes, with all that is inside it.")
+      .def(py::init<>())
+      .def_readwrite("name", &ModuleRow::name)
+      .def_readwrite("type", &ModuleRow::type)
+      .def_readwrite("depth", &ModuleRow::depth)
+      .def_readwrite("calls", &ModuleRow::calls)
+      .def_readwrite("outputs", &ModuleRow::outputs)
+      .def_readwrite("output_bytes", &ModuleRow::output_bytes)
+      .def_readwrite("trainable", &ModuleRow::trainable)
+      .def_readwrite("frozen", &ModuleRow::frozen)
+      .def_readwrite("parameter_bytes", &ModuleRow::parameter_bytes)
+      .def_readwrite("shares", &ModuleRow::shares)
+      .def_readwrite("buffer_bytes", &ModuleRow::buffer_bytes)
+      .def_readwrite("activation_bytes", &ModuleRow::activation_bytes)
+      .def_readwrite("saved_bytes", &ModuleRow::saved_bytes)
+      .def_readwrite("forward_peak_bytes", &ModuleRow::forward_peak_bytes)
+      .def_readwrite("backward_peak_bytes", &ModuleRow::backward_peak_bytes);
+  py::class_<StepSummary>(m, "StepSummary", "What a step of training takes, measured.")
+      .def(py::init<>())
+      .def_readwrite("modules", &StepSummary::modules)
+      .def_readwrite("mode", &StepSummary::mode)
+      .def_readwrite("device", &StepSummary::device)
+      .def_readwrite("rows", &StepSummary::rows)
+      .def_readwrite("used_bytes", &StepSummary::used_bytes)
+      .def_readwrite("forward_peak_bytes", &StepSummary::forward_peak_bytes)
+      .def_readwrite("backward_peak_bytes", &StepSummary::backward_peak_bytes)
+      .def_readwrite("optimizer_peak_bytes", &StepSummary::optimizer_peak_bytes)
+      .def_readwrite("peak_bytes", &StepSummary::peak_bytes)
+      .def_readwrite("predicted_bytes", &StepSummary::predicted_bytes)
+      .def_readwrite("bytes_per_row", &StepSummary::bytes_per_row)
+      .def_readwrite("limit_bytes", &StepSummary::limit_bytes)
+      .def_readwrite("largest_rows", &StepSummary::largest_rows)
+      .def("__str__", [](const StepSummary& self) { return to_string(self); })
+      .def("to_dict", &summary_as_dict)
+      .def("_repr_html_", [](const StepSummary& self) { return to_html(self); });
+  m.def(
+      "_charge_modules",
+      [](std::vector<ModuleRow> modules, const std::vector<MemorySpan>& spans) {
+        charge(modules, spans);
+        return modules;
+      },
+      py::arg("modules"), py::arg("spans"));
+}
+
+}  // namespace brimful

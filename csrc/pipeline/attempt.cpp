@@ -1,0 +1,384 @@
+// One attempt of a step: the actions, then the reducers' verdict over the replicas, then that of the pipeline's ranks.
+// Each rank tells its pipeline the worst of what it and its replicas say, and so all ranks of all replicas end alike.
+#include <ATen/ATen.h>
+#include <brimful/error.h>
+#include <brimful/memory/stats.h>
+#include <brimful/pipeline/schedule_text.h>
+#include <brimful/sizer/grad_scaler.h>
+#include <brimful/step/oom.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <random>
+
+#include "pipeline/pipeline_state.h"
+#include "sizer/loss_scale.h"
+
+namespace brimful::pipeline {
+namespace {
+using Kind = PeerVerdict::Kind;
+
+Kind kind_of(Verdict verdict) {
+  switch (verdict) {
+    case Verdict::retry:
+      return Kind::retry;
+    case Verdict::failed:
+      return Kind::error;
+    case Verdict::failed_memory:
+      return Kind::out_of_memory;
+    default:
+      return Kind::ok;
+  }
+}
+
+Verdict verdict_of(Kind kind) {
+  switch (kind) {
+    case Kind::ok:
+      return Verdict::ok;
+    case Kind::error:
+      return Verdict::failed;
+    case Kind::out_of_memory:
+      return Verdict::failed_memory;
+    default:
+      return Verdict::retry;
+  }
+}
+
+/// Losses times weights; on another device than the CPU as a tensor, so that nothing waits.
+at::Tensor weigh(const std::vector<PieceLoss>& losses, ControlRecord& record) {
+  const memory::Unlimited unlimited;
+  at::Tensor sum;
+  for (const auto& [loss, weight] : losses) {
+    if (weight > 0 && loss.is_cpu()) {
+      record.loss_sum += loss.item<double>() * weight;
+    } else if (weight > 0) {
+      const auto weighted = loss.reshape({}).to(at::kDouble) * weight;
+      sum = sum.defined() ? sum + weighted : weighted;
+    }
+    record.weight += weight;
+  }
+  return sum;
+}
+
+/// What BatchNorms have changed for a step's microbatches is undone at its end.
+class NormsScope {
+ public:
+  NormsScope(std::vector<std::shared_ptr<StageNorms>>& norms, int64_t pieces) : norms_(norms) {
+    for (const auto& each : norms_) {
+      each->next = 0;
+      each->pieces = pieces;
+    }
+  }
+  ~NormsScope() {
+    for (const auto& each : norms_) {
+      if (each->pieces > 0) {
+        each->pieces = 0;
+        each->norms.after_step();
+      }
+    }
+  }
+  NormsScope(const NormsScope&) = delete;
+  NormsScope& operator=(const NormsScope&) = delete;
+
+ private:
+  std::vector<std::shared_ptr<StageNorms>>& norms_;
+};
+
+/// Positive.
+int64_t random_name() {
+  std::random_device device;
+  return static_cast<int64_t>((uint64_t{device()} << 32 | device()) >> 1) | 1;
+}
+
+/// Never 0.
+int64_t number_of(const std::string& text) {
+  return static_cast<int64_t>(std::hash<std::string>()(text) >> 1) | 1;
+}
+}  // namespace
+
+Failure Pipeline::State::failure_outside(std::exception_ptr error) const {
+  if (options.translate) {
+    error = options.translate(std::move(error));
+  }
+  Failure failure;
+  failure.rank = options.peers ? options.peers->rank() : 0;
+  failure.index = -1;
+  failure.text = brimful::describe(error);
+  failure.out_of_memory = is_out_of_memory(error);
+  failure.error = failure.out_of_memory ? nullptr : std::move(error);
+  return failure;
+}
+
+void Pipeline::State::begin(Call& call) {
+  doing = "a call begins: the ranks compare what they were given";
+  // Later steps have as many microbatches as the first one on all ranks, unless they depend on the rows. Those of
+  // inference do, for a batch may have fewer rows.
+  if (options.peers &&
+      (!agreed_ || microbatch_rows > 0 || !call.trains || options.peers->wants_links())) {
+    meet(call);
+  }
+  find_ref(call);
+  std::optional<ValueOnHost> scale;
+  if (options.scaler != nullptr && options.scaler->enabled() && call.group.world_size() > 1) {
+    scale.emplace(options.scaler->tensors(options.devices[0]).first);
+  }
+  call.mark = mark_of(call.ref, scale ? scale->get() : 1, false);
+}
+
+void Pipeline::State::meet(Call& call) {
+  PeerVerdict own;
+  own.rank = options.peers->rank();
+  own.rows = call.rows;
+  own.may_split = may_split();
+  own.ties = tied.size();
+  own.links = options.peers->wants_links() ? random_name() : 0;
+  try {
+    if (call.refused) {
+      std::rethrow_exception(call.refused);
+    }
+    if (!agreed_) {
+      tied.make_room();
+    }
+    own.setup = number_of(to_csv(schedule(call.microbatches, call.trains)) +
+                          std::to_string(options.max_retries) + "/" +
+                          c10::DeviceTypeName(options.devices[0].type()) + "/" +
+                          std::to_string(replicas->world_size()));
+  } catch (...) {
+    call.refused = std::current_exception();
+    own.kind = Kind::error;
+    own.text = failure_outside(call.refused).text;
+  }
+  PeerVerdict all;
+  try {
+    all = options.peers->agree(own);
+    if (all.kind == Kind::ok && all.ties > 0 && !agreed_) {
+      tied.meet();
+      tied.drop_room();
+    }
+  } catch (...) {  // on all ranks: the group broke, or their weights do not belong together
+    call.refused = call.refused ? call.refused : std::current_exception();
+    call.runs = false;
+    return;
+  }
+  may_split_ = all.may_split;
+  agreed_ = all.kind == Kind::ok;
+  hear_meeting(call, all);
+  if (call.runs && all.links > 0) {
+    connect(call, all.links);
+  }
+}
+
+void Pipeline::State::connect(Call& call, int64_t name) {
+  PeerVerdict own;
+  own.rank = options.peers->rank();
+  try {
+    options.peers->connect(name, rank_of_stage(schedule(call.microbatches, call.trains)));
+  } catch (...) {
+    call.refused = std::current_exception();
+    own.kind = Kind::error;
+    own.text = failure_outside(call.refused).text;
+  }
+  auto all = own;
+  if (options.peers->is_on_device()) {  // else what fails here is the group, which all will see
+    try {
+      all = options.peers->agree(own);
+    } catch (...) {
+      call.refused = call.refused ? call.refused : std::current_exception();
+      all.kind = Kind::error;
+    }
+  }
+  if (all.kind != Kind::ok) {
+    options.peers->drop_links();
+  }
+  hear_meeting(call, all);
+}
+
+void Pipeline::State::hear_meeting(Call& call, const PeerVerdict& all) {
+  call.runs = all.kind == Kind::ok;
+  if (call.runs || call.refused) {
+    return;
+  }
+  call.is_told = all.rank >= 0;
+  if (!call.is_told) {
+    call.refused = std::make_exception_ptr(c10::ValueError({"step", "attempt.cpp", 0}, all.text));
+  }
+}
+
+// In the first step by an exchange, later the total of the last one; where they differ, gradients are scaled in the end.
+void Pipeline::State::find_ref(Call& call) {
+  const auto rows = static_cast<double>(std::max<int64_t>(call.rows, 1));
+  call.ref = rows;
+  if (call.group.world_size() == 1) {
+    return;
+  }
+  call.ref = last_total_ > 0 ? last_total_ : 1;
+  if (last_total_ > 0) {
+    return;
+  }
+  ControlRecord record;
+  if (!call.refused && !call.is_told) {
+    record.next_weight = rows;
+  }
+  try {
+    const double total = next_total_weight(call.group.exchange(record));
+    call.ref = std::isfinite(total) && total > 0 ? total : 1;
+  } catch (...) {
+    call.refused = call.refused ? call.refused : std::current_exception();
+  }
+}
+
+StepResult Pipeline::State::run_actions(const Call& call, std::exception_ptr refused) {
+  StepWork actions;
+  actions.refused = std::move(refused);
+  if (call.work.begin && !actions.refused) {
+    try {
+      call.work.begin(call.split);
+    } catch (...) {
+      actions.refused = std::current_exception();
+    }
+  }
+  std::vector<int64_t> begins{0};
+  for (const auto rows : call.split) {
+    begins.push_back(begins.back() + rows);
+  }
+  actions.rows = call.rows;
+  actions.ref = call.ref;
+  actions.input = [&](int i) { return call.work.input(i, begins[i], begins[i + 1]); };
+  if (call.trains) {
+    actions.loss = [&](int i, const Value& output) {
+      return call.work.loss(i, begins[i], begins[i + 1], output);
+    };
+  }
+  if (call.work.keywords) {
+    actions.keywords = [&](int i) { return call.work.keywords(i, begins[i], begins[i + 1]); };
+  }
+  if (options.scaler != nullptr && options.scaler->enabled()) {
+    actions.seed = [&](const at::Tensor& share) { return options.scaler->scale(share); };
+  }
+  if (!replicas->empty() && call.trains) {
+    actions.before_backward = [&](const Action& action) { replicas->before(action); };
+    actions.after_backward = [&](const Action& action) { replicas->after(action); };
+  }
+  return executor->run(call.order, actions);
+}
+
+StepResult Pipeline::State::run(Call& call) {
+  auto refused = call.refused;
+  const auto trying = [&](const auto& work) {
+    try {
+      work();
+      return true;
+    } catch (...) {
+      refused = refused ? refused : std::current_exception();
+      return false;
+    }
+  };
+  doing = call.trains ? "a step: its actions" : "inference: its actions";
+  trying([&] { call.group.begin_attempt(0); });
+  const bool has_order = trying([&] {
+    call.order = schedule(call.microbatches, call.trains);
+    if (call.runs && options.peers) {
+      options.peers->require_links(rank_of_stage(call.order));
+    }
+    replicas->begin(call.order);
+  });
+  StepResult result;
+  if (call.runs && has_order) {  // refused or not: the other ranks wait for messages
+    const NormsScope scope(norms, call.trains ? call.microbatches : 0);
+    noting(result, [&] {
+      result = run_actions(call, refused);
+      if (call.trains && !result.failure && !result.peer_failed) {
+        tied.make_room();
+      }
+    });
+  } else if (refused) {
+    result.failure = failure_outside(refused);
+  } else {
+    result.peer_failed = true;
+  }
+  return result;
+}
+
+PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& result) const {
+  PeerVerdict own;
+  own.rank = options.peers ? options.peers->rank() : 0;
+  own.replica = call.group.rank();
+  own.rows = call.rows;
+  own.may_split = may_split_;
+  if (!result.failure) {
+    own.kind = result.peer_failed ? Kind::told : Kind::ok;
+    return own;
+  }
+  const auto& failure = *result.failure;
+  const bool again = call.retries < options.max_retries && !call.refused;
+  if (call.group.late_gradient() && again) {
+    own.kind = Kind::retry;
+  } else if (failure.out_of_memory) {
+    own.refine = again && call.microbatches < call.rows && may_split_ && !options.fixed_schedule;
+    own.kind = own.refine ? Kind::retry : Kind::out_of_memory;
+  } else {
+    own.kind = Kind::error;
+  }
+  own.rank = failure.rank;
+  own.text = failure.text;
+  if (failure.index >= 0) {
+    own.text += " (in the " + pipeline::describe(failure) + ")";
+  }
+  return own;
+}
+
+void Pipeline::State::hear_replicas(Call& call, StepResult& result,
+                                    const std::vector<ControlRecord>& records,
+                                    PeerVerdict& verdict) const {
+  if (verdict.kind == Kind::ok && !ranks_with_another_ref(records).empty()) {
+    result.failure = failure_outside(std::make_exception_ptr(
+        PlanMismatch("the replicas divided their losses by different numbers, as if they had "
+                     "scalers with different scales; load a state_dict of the same step on all")));
+    verdict = own_verdict(call, result);
+  }
+  for (int replica = 0; replica < std::ssize(records); ++replica) {
+    const auto& record = records[replica];
+    verdict.weight += record.weight;
+    verdict.loss_sum += record.loss_sum;
+    const auto kind = kind_of(record.verdict);
+    if (replica != call.group.rank() && kind > verdict.kind) {
+      verdict.kind = kind;
+      verdict.replica = replica;
+      verdict.text = kind == Kind::retry ? "" : call.group.failure_text(replica);
+    }
+  }
+}
+
+PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
+  const memory::Unlimited unlimited;
+  doing = "the actions are over: the ranks agree how they ended";
+  ControlRecord record;
+  record.verdict = Verdict::ok;
+  record.ref = call.mark;
+  if (own_verdict(call, result).kind == Kind::ok) {
+    noting(result, [&] {
+      const auto loss_sum = weigh(result.losses, record);
+      call.group.announce(record, loss_sum);
+      call.group.complete();
+    });
+  }
+  auto own = own_verdict(call, result);
+  if (own.kind != Kind::ok) {
+    noting(result, [&] {
+      if (own.kind > Kind::retry) {
+        call.group.publish_failure(
+            own.kind == Kind::error ? FailureKind::error : FailureKind::out_of_memory, own.text);
+      }
+      record.loss_sum = 0;
+      call.group.drain(record, verdict_of(own.kind));
+    });
+  }
+  std::vector<ControlRecord> records;
+  noting(result, [&] { records = call.group.finish(); });
+  own = own_verdict(call, result);
+  hear_replicas(call, result, records, own);
+  return options.peers ? options.peers->agree(own) : own;
+}
+
+}  // namespace brimful::pipeline

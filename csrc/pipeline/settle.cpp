@@ -1,0 +1,84 @@
+// What follows a verdict that lets a step stand. Other ranks wait for this one here too: what fails is told in place of what
+// they wait for.
+#include <ATen/ATen.h>
+#include <brimful/error.h>
+#include <brimful/memory/stats.h>
+#include <brimful/sizer/grad_scaler.h>
+#include <brimful/step/oom.h>
+
+#include <limits>
+
+#include "pipeline/pipeline_state.h"
+#include "sizer/loss_scale.h"
+
+namespace brimful::pipeline {
+namespace {
+using Kind = PeerVerdict::Kind;
+
+at::Tensor values_of(const at::Tensor& gradient) {
+  return gradient.is_sparse() ? gradient._values() : gradient;
+}
+
+/// What `work` throws.
+template <typename Work>
+std::exception_ptr thrown_by(const Work& work) {
+  try {
+    work();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+}  // namespace
+
+void Pipeline::State::settle(Call& call, const PeerVerdict& verdict) {
+  doing = "the step stands: the ranks exchange what their gradients have in common";
+  auto failed = thrown_by(
+      [&] { call.group.accept(verdict.weight > 0 ? call.ref / verdict.weight : 1, true); });
+  failed = thrown_by([&] { tied.sum_gradients(failed); });
+  failed = thrown_by([&] { spread_overflow(call, failed); });
+  if (failed) {
+    undo(call);
+    std::rethrow_exception(failed);
+  }
+}
+
+void Pipeline::State::spread_overflow(const Call& call, std::exception_ptr failed) {
+  if (options.peers && options.scaler != nullptr && options.scaler->enabled()) {
+    const memory::Unlimited unlimited;
+    const at::NoGradGuard no_grad;
+    PeerVerdict own;
+    own.rank = options.peers->rank();
+    own.rows = call.rows;
+    at::Tensor first;
+    failed = failed ? failed : thrown_by([&] {
+      for (const auto& parameter : trained_of(executor->stages())) {
+        const auto& gradient = parameter.grad();
+        if (gradient.defined()) {
+          first = first.defined() ? first : values_of(gradient);
+          const bool is_finite = at::isfinite(values_of(gradient)).all().item<bool>();
+          own.weight = own.weight > 0 || !is_finite ? 1 : 0;
+        }
+      }
+    });
+    if (failed) {
+      own.kind = Kind::error;
+      own.text = brimful::describe(failed);
+    }
+    const auto all = options.peers->agree(own);
+    if (!failed && all.kind != Kind::ok) {
+      brimful::detail::throw_rank_failed(
+          static_cast<int>(all.rank), -1, FailureKind::error,
+          "rank " + std::to_string(all.rank) +
+              " of the pipeline could not look for gradients that have overflowed: " + all.text);
+    }
+    if (!failed && all.weight > 0 && own.weight == 0 && first.defined()) {
+      first.fill_(std::numeric_limits<double>::quiet_NaN());
+    }
+  }
+  if (failed) {
+    std::rethrow_exception(failed);
+  }
+}
+
+}  // namespace brimful::pipeline
