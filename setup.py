@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -19,6 +20,10 @@ ROOT = Path(__file__).parent.resolve()
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
+def torch_folder():
+    return Path(importlib.util.find_spec("torch").origin).parent
+
+
 def torch_minor():
     """The "major.minor" of the torch that is installed, None without one."""
     try:
@@ -31,6 +36,15 @@ def torch_requirement():
     """A wheel fits only the torch minor it was built with; a source distribution fits all."""
     minor = None if "sdist" in sys.argv else torch_minor()
     return f"torch=={minor}.*" if minor else "torch>=2.11,<2.16"
+
+
+def local_version():
+    """Tells which torch a wheel fits: "+torch2.15.cu13", or ".cpu" for a torch without CUDA."""
+    minor = None if "sdist" in sys.argv else torch_minor()
+    if minor is None:
+        return ""
+    cuda = runpy.run_path(torch_folder() / "version.py")["cuda"]
+    return f"+torch{minor}." + (f"cu{cuda.split('.')[0]}" if cuda else "cpu")
 
 
 def check_environment():
@@ -57,16 +71,15 @@ class CMakeBuild(build_ext):
         super().finalize_options()
         # Kept between builds, shared with `make build`, and of one torch minor and one Python only.
         tag = f"torch-{torch_minor()}-{sys.implementation.cache_tag}"
-        self.build_temp = str(ROOT / "build" / tag)
+        self.build_temp = str(ROOT / os.environ.get("BRIMFUL_BUILD", f"build/{tag}"))
 
     def build_extension(self, ext):
-        torch = Path(importlib.util.find_spec("torch").origin).parent
         jobs = self.parallel or os.environ.get("MAX_JOBS") or os.cpu_count()
         self.cmake(
             *("-S", ROOT, "-B", self.build_temp, "-G", "Ninja"),
             "-UBRIMFUL_TORCH_*",  # torch may have moved since the folder was made
             "-DCMAKE_BUILD_TYPE=" + ("Debug" if self.debug else "Release"),
-            f"-DCMAKE_PREFIX_PATH={torch / 'share' / 'cmake'}",
+            f"-DCMAKE_PREFIX_PATH={torch_folder() / 'share' / 'cmake'}",
             f"-DPython_EXECUTABLE={sys.executable}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         )
@@ -85,10 +98,12 @@ class CMakeBuild(build_ext):
 
 
 check_environment()
+if "sdist" in sys.argv:  # setuptools would add what an earlier list of files has
+    (ROOT / "python" / "brimful.egg-info" / "SOURCES.txt").unlink(missing_ok=True)
 # A fresh folder for what setuptools puts together: nothing of an earlier build slips into a wheel.
 scratch = tempfile.TemporaryDirectory()
 setup(
-    options={"build": {"build_base": scratch.name}},
+    options={"build": {"build_base": scratch.name}, "egg_info": {"tag_build": local_version()}},
     ext_modules=[Extension("brimful._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     install_requires=[torch_requirement()],

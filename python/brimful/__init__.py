@@ -5,7 +5,9 @@ Importing brimful puts its counting allocator in front of torch's CPU allocator 
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401  (loads libtorch, which _C finds by its name)
 
@@ -18,7 +20,10 @@ from brimful import memory
 from brimful._C import (
     Attempt,
     BatchTooLarge,
+    Explanation,
     HalfStepError,
+    Leak,
+    LoaderAdvice,
     Outcome,
     PipelineOutcome,
     PlanMismatch,
@@ -28,14 +33,21 @@ from brimful._C import (
     memory_install,
 )
 from brimful._log import connect_logging
-from brimful.checkpoint import load, save_on_rank0
-from brimful.finder import find_executable_batch_size
-from brimful.inference import map_batches
-from brimful.pipeline import Pipeline, split_sequential
 from brimful.reducer import DistributedDataParallel
-from brimful.schedule import Schedule
 from brimful.sizer import NO_DATA, BatchSizer
-from brimful.verify import verify_split
+
+if TYPE_CHECKING:
+    from brimful import gpus, monitor, search
+    from brimful._summary import summary
+    from brimful.checkpoint import load, save_on_rank0
+    from brimful.errors import explain, op_ring
+    from brimful.finder import find_executable_batch_size
+    from brimful.inference import map_batches
+    from brimful.leaks import LeakFinder, who_holds
+    from brimful.loader import LoaderAdvisor
+    from brimful.pipeline import Pipeline, split_sequential
+    from brimful.schedule import Schedule
+    from brimful.verify import verify_split
 
 memory_install()
 connect_logging()
@@ -49,7 +61,12 @@ __all__ = [
     "BatchSizer",
     "BatchTooLarge",
     "DistributedDataParallel",
+    "Explanation",
     "HalfStepError",
+    "Leak",
+    "LeakFinder",
+    "LoaderAdvice",
+    "LoaderAdvisor",
     "Outcome",
     "Pipeline",
     "PipelineOutcome",
@@ -60,11 +77,49 @@ __all__ = [
     "SplitCheck",
     "__version__",
     "cmake_prefix_path",
+    "explain",
     "find_executable_batch_size",
+    "gpus",
     "load",
     "map_batches",
     "memory",
+    "monitor",
+    "op_ring",
     "save_on_rank0",
+    "search",
     "split_sequential",
+    "summary",
     "verify_split",
+    "who_holds",
 ]
+
+
+# Loaded when they are asked for, with these names of theirs.
+_LATER = {
+    "_summary": ["summary"],
+    "checkpoint": ["load", "save_on_rank0"],
+    "errors": ["explain", "op_ring"],
+    "finder": ["find_executable_batch_size"],
+    "gpus": [],
+    "inference": ["map_batches"],
+    "leaks": ["LeakFinder", "who_holds"],
+    "loader": ["LoaderAdvisor"],
+    "monitor": [],
+    "pipeline": ["Pipeline", "split_sequential"],
+    "schedule": ["Schedule"],
+    "search": [],
+    "verify": ["verify_split"],
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LATER.items():
+        if name == module or name in names:
+            loaded = importlib.import_module(f"brimful.{module}")
+            globals()[name] = loaded if name == module else getattr(loaded, name)
+            return globals()[name]
+    raise AttributeError(f"module 'brimful' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_LATER})

@@ -1,3 +1,4 @@
 version: str
 torch_version: str
 torch_minor: str
+torch_cuda: str

@@ -12,17 +12,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def check_torch() -> None:
-    """Raises ImportError unless torch is of the minor version that brimful was built with.
+    """Raises ImportError unless torch is of the minor version, and for the CUDA, that brimful was built with.
 
     torch keeps no stable binary interface for what brimful uses, so that any other would crash.
     """
     built, installed = _build_info.torch_minor, str(torch.__version__)
-    if installed.split(".")[:2] != built.split("."):
-        raise ImportError(
-            f"brimful was built for torch {built} and this is torch {installed}: "
-            f"install torch {built}, or build brimful again with `pip install "
-            "--no-build-isolation --no-deps --force-reinstall .` in its source folder"
-        )
+    cuda = (torch.version.cuda or "").split(".")[0]
+    if cuda != _build_info.torch_cuda:
+        built = f"{built} {_cuda_words(_build_info.torch_cuda)}"
+        installed = f"{installed} {_cuda_words(cuda)}"
+    elif installed.split(".")[:2] == built.split("."):
+        return
+    raise ImportError(
+        f"brimful was built for torch {built} and this is torch {installed}: "
+        f"install torch {built}, or build brimful again with `pip install "
+        "--no-build-isolation --no-deps --force-reinstall .` in its source folder"
+    )
+
+
+def _cuda_words(major: str) -> str:
+    return f"for CUDA {major}" if major else "without CUDA"
 
 
 def skipped_by_dynamo(function: Function) -> Function:

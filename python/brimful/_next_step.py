@@ -1,4 +1,4 @@
-"""What the next step of an optimizer allocates, found on stand-ins that hold no memory."""
+"""What the next step of an optimizer allocates, found on stand-ins."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from brimful import _C
 
 _Spec = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -33,7 +35,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.bytes = self.peak_bytes = 0
-        self._keys = {tensor.untyped_storage()._cdata for tensor in known}
+        self._keys = {storage._cdata for tensor in known for storage in _storages(tensor)}
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -41,7 +43,8 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
+                for storage in _storages(tensor):
+                    self._count(storage)
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -58,15 +61,23 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         self.bytes -= bytes
 
 
+def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
+    return [part.untyped_storage() for part in parts]
+
+
 def next_step(optimizer: torch.optim.Optimizer) -> NextStep:
     """The optimizer, its parameters, its state and its hooks are left alone.
 
-    All zero for a step that is none of torch's own, or needs more than gradients: its first step tells.
+    All zero for a step that is none of torch's own, or needs more than gradients (LBFGS): its first step tells.
     """
     try:
         step = _torchs_step(optimizer)
         fused = any(group.get("fused") for group in optimizer.param_groups)
-        found = _rehearse(optimizer, step)
+        try:
+            found = _rehearse(optimizer, step, optimizer.param_groups, "meta")
+        except RuntimeError:  # a step that reads values
+            found = _rehearse_in_pairs(optimizer, step)
         # A fused step works in place; stand-ins cannot take it.
         return found._replace(peak_bytes=found.kept_bytes) if fused else found
     except Exception as error:
@@ -86,11 +97,53 @@ def _torchs_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return step
 
 
-def _rehearse(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> NextStep:
-    twins: dict[torch.Tensor, torch.Tensor] = {}
-    for group in optimizer.param_groups:
+def _rehearse_in_pairs(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> NextStep:
+    """With memory, of each parameter after the one before it, once for all pairs that look alike.
+
+    What a step holds of more parameters at once (foreach; variables of its loop) is not in the peak.
+    """
+    known: dict[Any, NextStep] = {}
+
+    def found(group: int, parameters: list[torch.Tensor]) -> NextStep:
+        looks = (
+            group,
+            *(
+                (p.shape, p.stride(), p.dtype, p.device, not optimizer.state.get(p))
+                for p in parameters
+            ),
+        )
+        if looks not in known:
+            pair = [{**optimizer.param_groups[group], "params": parameters}]
+            with _C._Unlimited():
+                known[looks] = _rehearse(optimizer, step, pair, parameters[0].device)
+        return known[looks]
+
+    kept = most = 0
+    states = []
+    for number, group in enumerate(optimizer.param_groups):
+        before: list[torch.Tensor] = []
         for parameter in group["params"]:
-            twins[parameter] = _twin(parameter)
+            alone = found(number, [parameter])
+            held = found(number, before).kept_bytes if before else 0
+            pair = found(number, [*before, parameter])
+            most = max(most, kept - held + pair.peak_bytes)
+            kept += alone.kept_bytes
+            states += [(parameter, specs) for _, specs in alone.states]
+            before = [parameter]
+    return NextStep(kept, most, states)
+
+
+def _rehearse(
+    optimizer: torch.optim.Optimizer,
+    step: Callable[..., Any],
+    groups: list[dict[str, Any]],
+    device: torch.device | str,
+) -> NextStep:
+    twins: dict[torch.Tensor, torch.Tensor] = {}
+    sparse = isinstance(optimizer, torch.optim.SparseAdam)  # refuses any other gradient
+    for group in groups:
+        for parameter in group["params"]:
+            twins[parameter] = _twin(parameter, device, sparse)
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -101,12 +154,14 @@ def _rehearse(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Nex
             "params": [twins[p] for p in group["params"]],
             **{key: False for key in ("fused", "capturable") if group.get(key)},
         }
-        for group in optimizer.param_groups
+        for group in groups
     ]
     stand_in.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
         if parameter in twins:
-            stand_in.state[twins[parameter]] = tree_map_only(torch.Tensor, _state_twin, state)
+            stand_in.state[twins[parameter]] = tree_map_only(
+                torch.Tensor, lambda tensor: _state_twin(tensor, device), state
+            )
     known = [t for p in twins.values() for t in (p, p.grad) if t is not None]
     known += [t for t in tree_leaves(dict(stand_in.state)) if isinstance(t, torch.Tensor)]
     with torch.no_grad(), _Live(known) as live:
@@ -119,17 +174,20 @@ def _rehearse(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Nex
     return NextStep(live.bytes, live.peak_bytes, states)
 
 
-def _twin(parameter: torch.Tensor) -> torch.Tensor:
+def _twin(parameter: torch.Tensor, device: torch.device | str, sparse: bool) -> torch.Tensor:
     twin = torch.nn.Parameter(
-        torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        torch.zeros_like(parameter, device=device), requires_grad=parameter.requires_grad
     )
     if parameter.requires_grad:
-        twin.grad = torch.empty_like(parameter, device="meta", requires_grad=False)
+        gradient = torch.zeros_like(parameter, device=device, requires_grad=False)
+        twin.grad = gradient.to_sparse(1) if sparse else gradient
     return twin
 
 
-def _state_twin(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone() if tensor.dim() == 0 else torch.empty_like(tensor, device="meta")
+def _state_twin(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    if tensor.dim() == 0:
+        return tensor.detach().clone()
+    return torch.zeros_like(tensor, device=device)
 
 
 def _specs(parameter: torch.Tensor, state: dict[str, Any]) -> list[_Spec]:

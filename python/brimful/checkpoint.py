@@ -1,16 +1,27 @@
-"""Checkpoints that rank 0 writes and every rank reads; the meeting of the ranks is done in C++."""
+"""Checkpoints that rank 0 writes and every rank reads; the meeting of the ranks is done in C++.
+
+For ``torch.distributed.checkpoint`` there are states that it can save and load: ``PerRank`` and ``BucketPlan``.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from typing import IO, Any, cast
+from itertools import zip_longest
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
 from brimful import _C
+from brimful._wrapping import Contents
 
-__all__ = ["load", "save_on_rank0"]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    from brimful.reducer import DistributedDataParallel
+
+__all__ = ["BucketPlan", "PerRank", "load", "save_on_rank0"]
 
 
 def save_on_rank0(
@@ -56,6 +67,68 @@ def load(
     )
 
 
+class PerRank:
+    """For ``torch.distributed.checkpoint``: what each rank has of its own, such as how much of its data is consumed.
+
+    Takes what has ``state_dict`` and ``load_state_dict``: ``dcp.save({"sizer": PerRank(sizer)}, ...)``. (Of one name
+    torch keeps one rank's entry.) It is loaded by as many ranks as saved it: where a rank finds nothing of its own,
+    all raise ``CheckpointException``. ``group`` is the default group; without one this process is rank 0.
+    """
+
+    def __init__(self, stateful: Stateful, group: dist.ProcessGroup | None = None) -> None:
+        group = _group(group)
+        self._stateful = stateful
+        self._key = f"rank{0 if group is None else group.rank()}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self._key: self._stateful.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._stateful.load_state_dict(state[self._key])
+
+
+class BucketPlan:
+    """For ``torch.distributed.checkpoint``: a model's bucket plan, which the next run is constructed with.
+
+    Save ``BucketPlan(model)``; load an empty ``BucketPlan()`` first, and construct with ``plan=plan.of(net)``.
+    """
+
+    def __init__(self, model: DistributedDataParallel | None = None) -> None:
+        self._model = model
+        self._saved: dict[str, Any] = {}
+
+    def of(self, module: torch.nn.Module) -> str:
+        """The plan for this module, "auto" if none was loaded. ``PlanMismatch`` if it was another model's."""
+        if not self._saved:
+            return "auto"
+        here = _parameters_of(module)
+        for now, then in zip_longest(here, self._saved["parameters"]):
+            if now != then:
+                raise _C.PlanMismatch(
+                    f"the bucket plan is of another model (parameter here: {_shown(now)}, in the plan: "
+                    f"{_shown(then)}); leave plan out, or load what this model has saved"
+                )
+        return str(self._saved["plan"])
+
+    def state_dict(self) -> dict[str, str]:
+        if self._model is not None:
+            saved = {"plan": self._model.plan, "parameters": _parameters_of(self._model.module)}
+            return {"plan": json.dumps(saved)}
+        return {"plan": json.dumps(self._saved)}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Raises ``ValueError`` if ``state`` is not what ``state_dict`` gave."""
+        try:
+            saved = json.loads(state["plan"])
+            if saved:
+                saved["plan"], saved["parameters"]
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"this is no bucket plan that state_dict gave (state: {state!r})"
+            ) from None
+        self._saved = saved
+
+
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
@@ -69,3 +142,15 @@ def _own_device(storage: Any, location: str) -> Any:
         return storage
     own = f"cuda:{torch.cuda.current_device()}"
     return torch.serialization.default_restore_location(storage, own)  # type: ignore[no-untyped-call]
+
+
+def _parameters_of(module: torch.nn.Module) -> list[list[Any]]:
+    """Name and shape of what is trained, in order, as JSON gives them back."""
+    contents = Contents(module)
+    return [
+        [name, list(p.shape)] for name, p in zip(contents.names, contents.trainable, strict=True)
+    ]
+
+
+def _shown(parameter: list[Any] | None) -> str:
+    return "none" if parameter is None else f"{parameter[0]} {parameter[1]}"

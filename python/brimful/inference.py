@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from brimful import _C
 from brimful.sizer import BatchDim, _numpy_state, _set_numpy_state
@@ -37,8 +38,9 @@ def map_batches(
     random numbers (torch's, Python's and numpy's), so that dropout gives what it gives in the same pieces without a
     retry.
 
-    Raises ``BatchTooLarge`` (a ``torch.OutOfMemoryError``) with the sizes tried if a piece of one row does not fit, or
-    memory ran out more than ``max_retries`` times; ``ValueError`` if the batch is empty, or if results have another
+    Raises ``BatchTooLarge`` (a ``torch.OutOfMemoryError``) with the sizes tried, bytes by category (the model's too if
+    ``fn`` is a module) and advice, if a piece of one row does not fit, or memory ran out more than ``max_retries``
+    times; ``ValueError`` if the batch is empty, or if results have another
     number of rows or differ between pieces in structure, shape, dtype or device; ``TypeError`` if ``fn`` returns
     anything else; and what ``fn`` raises. Waits for the device only where memory ran out. From any thread.
     """
@@ -46,6 +48,12 @@ def map_batches(
         raise TypeError(f"fn is called with pieces of the batch (type: {type(fn)})")
     cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    rank, world_size = 0, 1
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = None
+    if isinstance(fn, torch.nn.Module):
+        model = list(fn.parameters()), list(fn.buffers())
     return _C._map_batches(
         fn,
         batch,
@@ -54,4 +62,7 @@ def map_batches(
         max_retries=max_retries,
         device=device,
         keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
+        rank=rank,
+        world_size=world_size,
+        model=model,
     )

@@ -6,18 +6,19 @@ import contextlib
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from brimful import _C
+from brimful import _C, _torch_ddp
 from brimful._modules import batch_norms
+from brimful.reducer import DistributedDataParallel
 from brimful.sizer import BatchDim, _numpy_state, _scaler_tensors, _set_numpy_state
 
 __all__ = ["Pipeline", "pop", "split_sequential", "stash"]
 
-Stage = Callable[[Any], Any]
+Stage = Callable[..., Any]
 
 
 def stash(name: str, tensor: torch.Tensor) -> None:
@@ -52,10 +53,10 @@ def split_sequential(
         )
     stages, begin = [], 0
     for count in balance:
-        stage = torch.nn.Sequential()
+        stage = torch.nn.Sequential().train(model.training)
         for name, layer in layers[begin : begin + count]:
             stage.add_module(name, layer)
-        stages.append(stage.train(model.training))
+        stages.append(stage)
         begin += count
     return stages
 
@@ -77,33 +78,52 @@ def _devices(stages: Sequence[Any], devices: Sequence[Any] | None) -> list[torch
     return chosen
 
 
+def _own_device(stages: Sequence[Any], devices: Sequence[Any] | None) -> torch.device:
+    """Of a process of several."""
+    chosen = _devices(stages, None) if devices is None else [torch.device(d) for d in devices]
+    found = set(chosen)
+    if len(found) != 1:
+        raise ValueError(
+            "a process of a group has all its stages on one device "
+            f"(devices: {', '.join(sorted(map(str, found))) or 'none'}); move them to one"
+        )
+    return found.pop()
+
+
 def _microbatches(wanted: int | None, schedule: Any) -> int:
     if wanted is not None:
         return wanted
     return schedule.microbatches if isinstance(schedule, _C.Schedule) else 8
 
 
-@contextlib.contextmanager
-def _said_to_be_fixed(schedule: Any) -> Iterator[None]:
-    """One schedule is of one number of microbatches: a shortage of memory cannot be met by more of them."""
-    try:
-        yield
-    except _C.BatchTooLarge as error:
-        if isinstance(schedule, _C.Schedule):
-            error.add_note(
-                f"the schedule is fixed (microbatches: {schedule.microbatches}), so no other number was tried; "
-                "give one with more, or the name of a schedule, or a function of the number of microbatches"
-            )
-        raise
+def _parameters_of(stage: Any) -> list[torch.nn.Parameter]:
+    return list(dict.fromkeys(p for module in _own_modules(stage) for p in module.parameters()))
 
 
-def _to_devices(stages: Sequence[Any], devices: Sequence[torch.device], schedule: Any) -> None:
-    ranks = len(devices)
-    folded = schedule in ("zbv", "dualpipev")  # the second half goes back over the ranks
-    for index, stage in enumerate(stages):
-        rank = min(index, len(stages) - 1 - index) if folded else index % ranks
+def _stage_devices(
+    stages: Sequence[Any], devices: Sequence[torch.device], schedule: Any, microbatches: int
+) -> list[torch.device]:
+    """Where the schedule has them."""
+    return _C._stage_devices(
+        parameters=[_parameters_of(stage) for stage in stages],
+        devices=devices,
+        schedule=schedule,
+        microbatches=microbatches,
+    )
+
+
+def _move(stages: Sequence[Any], devices: Sequence[torch.device]) -> None:
+    for stage, device in zip(stages, devices, strict=True):
         if isinstance(stage, torch.nn.Module):
-            stage.to(devices[rank])
+            stage.to(device)
+
+
+def _copies_of(tied: Mapping[str, Any] | None) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (name, copy)
+        for name, given in (tied or {}).items()
+        for copy in ([given] if isinstance(given, torch.Tensor) else given)
+    ]
 
 
 def _modules_of(function: Any) -> list[torch.nn.Module]:
@@ -118,15 +138,58 @@ def _modules_of(function: Any) -> list[torch.nn.Module]:
     return [cell for cell in cells if isinstance(cell, torch.nn.Module)] + inner
 
 
-def _parts(index: int, stage: Any) -> tuple[str, Any, list[Any], list[Any], list[Any]]:
+def _own_modules(stage: Any) -> list[torch.nn.Module]:
+    return [stage] if isinstance(stage, torch.nn.Module) else _modules_of(stage)
+
+
+def _keywords_of(stage: Any) -> list[str] | None:
+    """What a stage takes by name, beside its input; None: anything."""
+    stage = getattr(stage, "_orig_mod", stage)  # of torch.compile
+    function = stage.forward if isinstance(stage, torch.nn.Module) else stage
+    schema = getattr(function, "schema", None)  # of TorchScript
+    if schema is not None:
+        return [argument.name for argument in schema.arguments[2:]]
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of C, and does not say
+        return []
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in parameters[1:] if parameter.kind in named]
+
+
+def _parts(
+    index: int, stage: Any
+) -> tuple[str, Any, list[Any], list[Any], list[Any], list[str] | None]:
     if not callable(stage):
         raise TypeError(f"a stage is a module or a function (stage: {index}, type: {type(stage)})")
     whole = isinstance(stage, torch.nn.Module)
-    modules = [stage] if whole else _modules_of(stage)
-    name = type(stage).__name__ if whole else getattr(stage, "__name__", type(stage).__name__)
-    parameters = dict.fromkeys(p for module in modules for p in module.parameters())
+    modules = _own_modules(stage)
+    inner = stage.module if isinstance(stage, DistributedDataParallel) else stage
+    name = type(inner).__name__ if whole else getattr(stage, "__name__", type(stage).__name__)
     buffers = dict.fromkeys(b for module in modules for b in module.buffers())
-    return name, stage, list(parameters), list(buffers), batch_norms(modules)
+    return (
+        name,
+        stage,
+        _parameters_of(stage),
+        list(buffers),
+        batch_norms(modules),
+        _keywords_of(stage),
+    )
+
+
+def _reducers_of(stages: Sequence[Any]) -> list[_C.Reducer]:
+    """Of all DistributedDataParallel modules in the stages, each once."""
+    modules = [m for stage in stages for m in _own_modules(stage)]
+    children = list(dict.fromkeys(child for m in modules for child in m.modules()))
+    for child in children:
+        if isinstance(child, _torch_ddp.TorchDDP):
+            raise TypeError(
+                "torch's DistributedDataParallel would reduce every microbatch by itself, and its ranks wait for "
+                f"one that has failed (type: {type(child)}); wrap the stage in brimful.DistributedDataParallel"
+            )
+    return [child.reducer for child in children if isinstance(child, DistributedDataParallel)]
 
 
 class Pipeline:
@@ -139,9 +202,15 @@ class Pipeline:
     device for each thread (by default that of each stage's parameters); with fewer devices than stages, a ``schedule``
     that gives a thread several, and a divisor of their number. Modules are moved to their device.
 
-    ``schedule`` is one of "gpipe", "1f1b", "zb_h1" and "zb_h2" for one stage a device, "zbv" and "dualpipev" for two,
-    and "interleaved_1f1b" and "looped_bfs" for any number. ``loss_fn(output, target)`` gets the last stage's output and
-    returns the mean loss of its rows, or ``(mean loss, weight)``.
+    Keywords of ``step(x, target, mask=mask)`` and ``forward(x, mask=mask)`` go to every stage whose forward names them
+    (or takes ``**kwargs``), cut to its microbatch and on its device; no gradient goes back to them. They are cut as
+    the batch is; ``kwargs_dim={"mask": 1}`` says where one of them has its rows, and ``{"mask": None}`` that all
+    microbatches share it. One that no stage takes raises ``TypeError``.
+
+    ``schedule`` is one of "gpipe", "1f1b" and "zb_h2" for one stage a device, "zbv" and "dualpipev" for two, and
+    "interleaved_1f1b", "looped_bfs", "zb_h1" and "forward_only" (for ``forward`` alone) for any number, a ``Schedule``,
+    or a function that makes one of a number of microbatches. ``loss_fn(output, target)`` gets the last stage's output
+    and returns the mean loss of its rows, or ``(mean loss, weight)``.
 
     Threads and queues are C++; the GIL is taken only inside a stage or ``loss_fn`` of Python, so that forwards of
     Python stages take turns, and their backwards run side by side. The caller's grad mode and autocast hold in the
@@ -154,10 +223,20 @@ class Pipeline:
     ``BatchSizer``; ``"rescale"`` moves running statistics once a step, as far as one batch does. ``batch_dim``, or
     ``size_fn`` and ``split_fn``, say how batch and target are cut, and ``scaler`` scales the loss's gradient, as there.
 
-    With a ``group`` (gloo) the ranks are processes: each gives its own rank's ``stages`` and calls ``step`` and
-    ``forward`` with the same batch. What moves between them are tensors. After each attempt they agree how it ended: a
-    shortage on one is repeated by all, another failure raises ``RankFailed`` on the others, and no process waits for
-    one that has failed. ``forward`` returns ``None`` where the last stage is not.
+    With a ``group`` the ranks are processes: each gives its own rank's ``stages``, all on one device, and calls
+    ``step`` and ``forward`` with the same batch. The group has gloo, and NCCL beside it for stages on CUDA devices
+    (``init_process_group("cpu:gloo,cuda:nccl")``). Between them go tensors, numbers, texts, bytes, and tuples, lists,
+    mappings and dataclasses of those; what is stashed travels with the messages. After each attempt they agree how it
+    ended: a shortage on one is repeated by all, another failure raises ``RankFailed`` on the others, and no process
+    waits for one that has failed. ``forward`` returns ``None`` where the last stage is not. ``tied`` names parameters
+    of which other ranks have copies (an embedding and the last layer): they begin with the lowest rank's values, and
+    each gets the sum of the copies' gradients. A copy that is not named is trained by itself: nothing can see it. In
+    one process ``tied`` names all copies, ``{"words": [embedding.weight, head.weight]}``, for stages on different
+    devices; stages on one device may share a parameter, which is not named.
+
+    Stages in ``DistributedDataParallel`` (each with the group of its replicas) make a pipeline one of several replicas,
+    each with its own rows: gradients are the exact weighted mean over the rows of all, buckets leave behind a stage's
+    last backward, and what fails on any rank of any replica is repeated, or raised, on all: docs/pipeline-processes.md.
 
     One call at a time: a step within a step raises ``ValueError``.
     """
@@ -178,30 +257,35 @@ class Pipeline:
         batch_dim: BatchDim = 0,
         size_fn: Callable[[Any], int] | None = None,
         split_fn: Callable[[Any, int, int], Any] | None = None,
+        kwargs_dim: Mapping[str, BatchDim] | None = None,
         group: torch.distributed.ProcessGroup | None = None,
+        tied: Mapping[str, torch.nn.Parameter | Sequence[torch.nn.Parameter]] | None = None,
     ) -> None:
         stages = list(stages)
         if not stages:
             raise ValueError("a pipeline has at least one stage (stages: 0)")
-        chosen = _devices(stages, devices) if group is None else [torch.device("cpu")]
-        if devices is not None and group is not None:
-            raise ValueError(
-                f"a process of a group has its stages on the CPU (devices: {devices}); leave devices out"
-            )
-        if devices is not None:
-            _to_devices(stages, chosen, schedule)
+        chosen = _devices(stages, devices) if group is None else [_own_device(stages, devices)]
+        count = _microbatches(microbatches, schedule)
+        if devices is not None and group is None:
+            _move(stages, _stage_devices(stages, chosen, schedule, count))
+        elif devices is not None:
+            _move(stages, chosen * len(stages))
         parts = [_parts(index, stage) for index, stage in enumerate(stages)]
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn must be callable (type: {type(loss_fn)})")
         self._stages = stages
         self._loss_fn = loss_fn
-        self._schedule = schedule
+        taken = [names for *_, names in parts]
+        self._takes_any = group is not None or None in taken
+        self._keywords = {name for names in taken for name in names or ()}
+        self._kwargs_dim = dict(kwargs_dim or {})
+        self._require_taken(self._kwargs_dim)
         self._core = _C.Pipeline(
             stages=parts,
             devices=chosen,
             schedule=schedule,
-            microbatches=_microbatches(microbatches, schedule),
-            max_retries=min(max_retries, 0) if isinstance(schedule, _C.Schedule) else max_retries,
+            microbatches=count,
+            max_retries=max_retries,
             threads_per_rank=threads_per_rank,
             trace=trace,
             batch_norm=batch_norm,
@@ -210,27 +294,42 @@ class Pipeline:
             before_action=None,
             splitter=_C.Splitter(batch_dim=batch_dim, size_fn=size_fn, split_fn=split_fn),
             group=group,
+            reducers=_reducers_of(stages),
+            tied=_copies_of(tied),
         )
 
-    def step(self, batch: Any, target: Any = None) -> _C.PipelineOutcome:
+    def _require_taken(self, names: Iterable[str]) -> None:
+        for name in names:
+            if not self._takes_any and name not in self._keywords:
+                known = ", ".join(sorted(self._keywords)) or "none"
+                raise TypeError(
+                    f"no stage takes this keyword (name: {name}, taken: {known}); a stage names it in its forward"
+                )
+
+    def _cut_by(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], _C.Splitter] | None:
+        """Keywords, and what cuts them."""
+        self._require_taken(kwargs)
+        if not kwargs:
+            return None
+        dims = {name: self._kwargs_dim.get(name, 0) for name in kwargs}
+        return kwargs, _C.Splitter(batch_dim=dims)
+
+    def step(self, batch: Any, /, target: Any = None, **kwargs: Any) -> _C.PipelineOutcome:
         """Add the gradients of one step to those of the stages' parameters.
 
-        ``target`` may be ``None``. What a stage raises is raised here, with a note, or words, that say where, and
-        ``BatchTooLarge`` if no number of microbatches fits; parameters, gradients, buffers and random numbers are then
-        as before. ``ValueError`` for fewer rows than microbatches.
+        ``target`` may be ``None``. ``kwargs`` are for the stages that name them. What a stage raises is raised here,
+        with a note, or words, that say where, and ``BatchTooLarge`` if no number of microbatches fits; parameters,
+        gradients, buffers and random numbers are then as before. ``ValueError`` for fewer rows than microbatches.
         """
-        if self._loss_fn is None:
-            raise TypeError("step needs a loss function (loss_fn: None); give one to Pipeline")
-        with _said_to_be_fixed(self._schedule):
-            return self._core.step(batch, target, self._loss_fn)
+        return self._core.step(batch, target, self._loss_fn, self._cut_by(kwargs))
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch: Any, /, **kwargs: Any) -> Any:
         """The last stage's output for all rows, without gradients; microbatches stream through the stages.
 
-        Modules are as they are: call their ``eval`` first. Tensors of the microbatches are joined along dimension 0.
+        Modules are as they are: call their ``eval`` first. Tensors of the microbatches are joined along dimension 0;
+        what is no tensor is that of the first one.
         """
-        with _said_to_be_fixed(self._schedule):
-            return self._core.forward(batch)
+        return self._core.forward(batch, self._cut_by(kwargs))
 
     def trace(self) -> str:
         """The last step as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing: measured beside planned.
@@ -238,6 +337,20 @@ class Pipeline:
         Planned is the schedule with the mean times of each stage's actions. Empty before the first step.
         """
         return self._core.trace()
+
+    def trace_svg(self) -> str:
+        """The last step as a picture: measured above planned, in milliseconds, with each rank's idle share.
+
+        Of a process of several its own rank alone is measured. Empty before the first step.
+        """
+        return self._core.trace_svg()
+
+    def progress(self) -> str:
+        """What a call that is under way is doing: for each rank of this process its action, and since when.
+
+        From any thread at any time, in a step that hangs too; waits for nothing. ``repr`` has it during a call.
+        """
+        return self._core.progress()
 
     def schedule(self) -> _C.Schedule:
         """The schedule of a step with the microbatches that were asked for; ``print`` draws it."""

@@ -17,7 +17,8 @@ that post them early and hold no messages.
 ``check()`` decides, and does not try, whether ranks that do their actions in order come to their end. Its result is
 true if so; else ``problems`` names what is missing, doubled or misplaced, or ``cycle`` says who waits for whom.
 ``channel_capacity`` is how many messages a channel holds (None: any number; 0: a send waits for its receive),
-``channels`` whether there is one ``by_rank`` (as NCCL) or ``by_stage`` and direction.
+``channels`` whether there is one ``by_rank`` (as NCCL) or ``by_stage`` and direction, or a place for each message
+(``by_message``, as threads of one process).
 
 ``simulate()`` gives each action its time. ``forward``, ``backward_input`` and ``backward_weight`` are times, one for
 all stages or one each; ``backward`` is that of a whole backward (None: the sum); ``hop`` is what a message takes to

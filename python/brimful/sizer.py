@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 import random
 import sys
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from brimful import _C, _torch_ddp
+from brimful import _C, _torch_ddp, _trial
 from brimful._modules import batch_norms
 from brimful._optimizer_room import OptimizerRoom
 from brimful._process_end import is_out_of_memory, mark_told, words_of
@@ -128,9 +127,10 @@ class BatchSizer:
     ``model`` is what ``loss_fn`` gets: a module, a ``DistributedDataParallel``, or a sequence of them for several
     wrapped modules in one step. ``optimizer`` (one, or a sequence) is only looked at: you call its ``step`` and
     ``zero_grad`` yourself. Until its first step the memory that its state will take is in use already, so that sizes
-    found before hold after it (not of LBFGS, Adafactor, ASGD and SparseAdam; the state itself is not touched).
+    found before hold after it (of torch's own optimizers but LBFGS; the state itself is not touched).
     ``weight_fn(batch)`` gives a batch's weight beforehand where it is not its number of rows, such as its number of
-    tokens. ``pieces`` is the split of the first batch; from then on a split is refined when memory runs out.
+    tokens. ``pieces`` is the split of the first batch, or ``piece_rows`` the rows that are known to fit, such as
+    ``brimful.summary(...).largest_rows``; from then on a split is refined when memory runs out.
     ``lockstep`` (by default true if the model has SyncBatchNorm) makes all ranks run the same number of pieces, which
     collectives inside the model need; no rank can retry then.
 
@@ -148,8 +148,9 @@ class BatchSizer:
     Pieces grow again where there is room for what larger ones were seen to take, or must take at most. Under a limit of
     the CPU's memory a step whose optimizer would run out raises ``BatchTooLarge`` before it begins.
 
-    ``equal_pieces`` (by default true if a module is compiled) takes up to a quarter more pieces where that makes all of
-    them the same size: torch.compile compiles for each size that it meets.
+    ``equal_pieces`` (by default true if a module is compiled) keeps sizes few, since torch.compile compiles for each
+    that it meets: up to a quarter more pieces where that makes all of them the same size, and after four such sizes, or
+    where there is none, pieces of 1, 2, 3, 4, 6, 8, 12, 16, 24 ... rows.
 
     A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on the split, and is
     reproducible with the same split. ``batch_norm`` says what to do about that: ``"warn"`` logs one warning that names
@@ -183,6 +184,7 @@ class BatchSizer:
         *,
         max_retries: int = 8,
         pieces: int = 1,
+        piece_rows: int | None = None,
         weight_fn: Callable[[Any], float] | None = None,
         batch_dim: BatchDim = 0,
         size_fn: Callable[[Any], int] | None = None,
@@ -258,6 +260,7 @@ class BatchSizer:
             ),
             max_retries=max_retries,
             pieces=pieces,
+            piece_rows=piece_rows,
             lockstep=lockstep,
             predict=predict,
             equal_pieces=_is_compiled(children) if equal_pieces is None else equal_pieces,
@@ -279,7 +282,7 @@ class BatchSizer:
         inner = optimizer.step
         this = weakref.ref(self)
 
-        @functools.wraps(optimizer.step.__func__)  # type: ignore[attr-defined]
+        @functools.wraps(getattr(inner, "__func__", inner))  # a function where a scheduler put one
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             sizer = this()
             try:
@@ -291,14 +294,11 @@ class BatchSizer:
             except Exception as error:
                 if sizer is None:
                     raise
-                half = f"the optimizer failed in the middle of its step ({words_of(error)})"
-                # No shortage to the others: nobody can go on without a checkpoint.
-                sizer._tell(False, half)
-                half_done = _C.HalfStepError(
-                    f"{half}; parameters may be half updated: load a checkpoint"
-                )
-                mark_told(half_done)
-                raise half_done from error
+                try:
+                    sizer._core.fail_optimizer(words_of(error))
+                except _C.HalfStepError as half_done:
+                    mark_told(half_done)
+                    raise half_done from error
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
@@ -330,9 +330,13 @@ class BatchSizer:
         """
         data = None if batch is NO_DATA else batch
         sizes, error = None, None
+        trial = _trial.current()
         try:
             sizes = _checked(batch, loss_fn, split)
             self._room.keep()
+            if trial is not None and data is not None:
+                plan = functools.partial(self.plan, batch, loss_fn, accumulate=accumulate)
+                trial.before_step(self, plan, accumulate)
         except Exception as caught:  # must fail the step, not this call: the other ranks wait
             error = caught
         try:
@@ -343,6 +347,8 @@ class BatchSizer:
             mark_told(told)
             raise
         self._consumed += data is not None
+        if trial is not None:
+            trial.after_step(outcome)
         return outcome
 
     def _local(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -357,8 +363,8 @@ class BatchSizer:
         Gradients must be empty, unless the step is to ``accumulate``: what it keeps of them is ``kept_bytes``. The peak
         is that of forward and backward, or of the optimizer's step if it takes more, in bytes, of the CPU;
         ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes`` (state), ``buffer_bytes`` and ``activation_bytes``
-        (the rest) add up to it. None where memory follows no law that is known, the batch has fewer than three rows, or
-        the model is not on the CPU.
+        (the rest) add up to it. None where memory follows no law that is known, rows differ in what they hold (jagged,
+        sparse, PackedSequence), the batch has fewer than three rows, or the model is not on the CPU.
         """
         _checked(batch, loss_fn, None)
         self._room.keep()
@@ -373,7 +379,7 @@ class BatchSizer:
         core = self._core
         if self._loops > 0 and core.expects_step:
             # The loop before was left: by all ranks, or the others wait in its next step.
-            self._tell(False, "it left its loop over data and began another one")
+            core.tell_failure(False, "it left its loop over data and began another one")
         self._loops = 0
         error: BaseException | None = None
         following: Any = None
@@ -403,21 +409,10 @@ class BatchSizer:
         self._loops = 0
 
     def _fail(self, error: BaseException) -> None:
-        self._announce(error)
+        """Tell the other ranks, which wait in their next step; nobody does after the last one."""
+        self._core.tell_failure(is_out_of_memory(error), words_of(error))
         mark_told(error)
         raise error
-
-    def _announce(self, error: BaseException) -> None:
-        """Tell the other ranks, which wait in their next step; nobody does after the last one."""
-        self._tell(is_out_of_memory(error), words_of(error))
-
-    def _tell(self, out_of_memory: bool, words: str) -> None:
-        if self._core.at_end or self._core.world_size == 1:
-            return
-        try:
-            self._core.announce_failure(out_of_memory, words)
-        except _C.RankFailed as broken:
-            logging.getLogger("brimful").warning("nobody heard of this rank's failure: %s", broken)
 
     def _optimizer_states(self) -> list[torch.Tensor]:
         return [
@@ -450,7 +445,8 @@ class BatchSizer:
         return self._room.next_step_bytes() + self._gradient_bytes
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed job needs to start with the sizes found, as plain numbers.
+        """What a resumed job needs to start with the sizes found (by ``predict``, too, which then rehearses nothing for
+        the batch of the last forecast), as plain numbers.
 
         ``consumed`` counts the batches that were stepped; the one looked ahead is not among them.
         """

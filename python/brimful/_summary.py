@@ -1,0 +1,283 @@
+"""A step of training, run for what it takes of memory and undone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from brimful import _C
+from brimful._module_spans import ModuleSpans, SavedBytes, module_rows
+from brimful._modules import unwrapped
+from brimful._unchanged import Unchanged
+
+__all__ = ["summary"]
+
+LossFn = Callable[[Any, Any], Any]
+_SMALL = 2, 3  # rows; BatchNorm refuses one
+_CHECKED = 16  # more rows, and twice as many where they take other bytes than was foretold
+_GOOD_ENOUGH = 0.01
+_MOST_ROWS = 1 << 40
+
+
+def summary(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    train: bool = True,
+    autocast: torch.dtype | bool | None = None,
+) -> _C.StepSummary:
+    """Run steps with this batch, and return what they take of memory, module by module; then undo them.
+
+    A step is ``loss_fn(model, batch).backward()`` from empty gradients, and ``optimizer.step()`` where there is an
+    optimizer; it is measured when gradients and optimizer state have been made once. Without ``loss_fn`` the model is
+    called with the batch (a tuple or list: its positional, a dict: its keyword arguments) and its outputs are summed.
+    With ``train=False`` it is the forward alone, in ``eval()`` and without gradients. ``autocast`` is a dtype, or
+    ``True`` for the device's own, and is in force around the forward.
+
+    Each row of ``modules`` counts the module and all that is inside it, all of its calls: ``activation_bytes`` is what
+    its forwards left in memory, ``saved_bytes`` what they saved for backward and no module had saved before,
+    ``forward_peak_bytes`` and ``backward_peak_bytes`` the most that the device held in all while it ran. ``peak_bytes``
+    is the step's, to the byte on the CPU. ``predicted_bytes`` is what steps with a few rows had said of it (the
+    CPU, and batches of four rows and more; ``None`` where they follow no law), ``largest_rows`` the largest batch that
+    stays within the limit (``memory.set_limit``). As text it is a table, in a notebook too; ``to_dict()`` is plain.
+
+    Parameters, gradients, buffers, the optimizer, random numbers (torch's, Python's, numpy's), hooks and modes are as
+    before afterwards, also where it raises; copies of the buffers, and with an optimizer of parameters and its state,
+    are held meanwhile and not counted. A data-parallel wrapper is left out: other ranks take no part.
+
+    Raises ``ValueError`` for a batch without rows and for a loss that needs no gradient, ``TypeError`` for other types,
+    and what the model raises. From one thread, with no other that allocates; waits for the device.
+    """
+    _check(model, loss_fn, optimizer, autocast)
+    splitter = _C.Splitter()
+    rows = splitter.rows_of(batch)
+    if rows < 1:
+        raise ValueError(f"there is nothing to measure in a batch without rows (rows: {rows})")
+    step = _Step(unwrapped(model), loss_fn or _sum_of_outputs, optimizer, train, autocast)
+    found = _C.StepSummary()
+    found.rows, found.device, found.mode = rows, str(step.device), step.mode
+    with _collected_between_steps(), Unchanged(step.model, optimizer, step.device) as unchanged:
+        step.model.train(train)
+        uncounted = unchanged.bytes
+        traces = _small_traces(step, batch, rows, splitter, unchanged)
+        _foretell(found, traces, uncounted)
+        try:
+            _measure_modules(found, step, batch, uncounted, unchanged)
+            _measure_step(found, step, batch, uncounted, traces)
+        except torch.OutOfMemoryError as error:
+            _look_beyond(found, batch, traces)
+            if found.largest_rows is not None:
+                error.add_note(f"the largest batch that fits: {found.largest_rows} rows")
+            raise
+        _look_beyond(found, batch, traces)
+    return found
+
+
+def _check(
+    model: object, loss_fn: object, optimizer: object, autocast: torch.dtype | bool | None
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module (type: {type(model)})")
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ValueError(f"parameters have no shape yet ({lazy[0]}); run the model once before")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable (type: {type(loss_fn)})")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer (type: {type(optimizer)})")
+    if autocast is not None and not isinstance(autocast, bool | torch.dtype):
+        raise TypeError(f"autocast must be a dtype, a bool or None (type: {type(autocast)})")
+
+
+@contextmanager
+def _collected_between_steps() -> Iterator[None]:
+    """What the program has left in cycles is not freed in the middle of a step, as if the step had done it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _sum_of_outputs(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        output = model(**batch)
+    elif isinstance(batch, tuple | list):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+    return sum(t.sum() for t in tensors if t.is_floating_point() or t.is_complex())
+
+
+class _Step:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        optimizer: torch.optim.Optimizer | None,
+        train: bool,
+        autocast: torch.dtype | bool | None,
+    ) -> None:
+        self.model = model
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.mode = "train" if train else "eval"
+        self._loss_fn, self._optimizer, self._train = loss_fn, optimizer if train else None, train
+        self._autocast = autocast
+        if autocast:
+            dtype = torch.get_autocast_dtype(self.device.type) if autocast is True else autocast
+            self.mode += f", {str(dtype).removeprefix('torch.')}"
+
+    def run(
+        self,
+        batch: Any,
+        part: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    ) -> None:
+        """`part` is entered around forward, backward and optimizer."""
+        gc.collect(0)  # cycles of the step before: all that is younger than the last collection
+        with torch.set_grad_enabled(self._train):
+            with part("forward"), self._casting():
+                loss = self._loss_fn(self.model, batch)
+            if not self._train:
+                return
+            loss = loss[0] if isinstance(loss, tuple) else loss
+            if not isinstance(loss, torch.Tensor):
+                raise TypeError(f"loss_fn must return a tensor (type: {type(loss)})")
+            if not loss.requires_grad:
+                raise ValueError(
+                    "the loss needs no gradient, so there is no backward to measure (requires_grad: False); "
+                    "use train=False"
+                )
+            with part("backward") as in_backward:
+                if isinstance(in_backward, ModuleSpans):
+                    in_backward.follow(loss)
+                loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+            if self._optimizer is not None:
+                with part("optimizer"):
+                    # Not the step that schedulers and sizers put in its place.
+                    type(self._optimizer).step(self._optimizer)
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        dtype = self._autocast if isinstance(self._autocast, torch.dtype) else None
+        return torch.autocast(self.device.type, dtype=dtype, enabled=self._autocast is not False)
+
+
+Traces = list[tuple[int, list[int]]]
+
+
+def _small_traces(
+    step: _Step, batch: Any, rows: int, splitter: _C.Splitter, unchanged: Unchanged
+) -> Traces:
+    """None of them where a few rows cannot be run, or not told."""
+    if rows <= _SMALL[-1] or step.device.type != "cpu":
+        return []
+    traces: Traces = []
+
+    def trace(few: int) -> int:
+        piece = splitter.slice(batch, rows, 0, few)
+        with _C._TraceScope() as scope, _C._PeakScope(step.device) as peak:
+            before = _C.memory_stats(step.device).used_bytes
+            step.run(piece)
+        unchanged.empty_gradients()
+        traces.append((few, scope.trace))
+        return peak.peak_bytes - before
+
+    try:
+        trace(_SMALL[0])  # makes what is made once and for all
+        traces.clear()
+        trace(_SMALL[0])
+        trace(_SMALL[1])
+        few = _CHECKED
+        while few < rows and (model := _C.PeakModel.fit(traces)) is not None:
+            peak = trace(few)
+            if abs(model.peak_bytes(few) - peak) <= _GOOD_ENOUGH * peak:
+                break
+            few *= 2
+    except Exception:  # a model that takes whole batches only: the whole batch tells what is wrong
+        unchanged.empty_gradients()
+        return []
+    return traces
+
+
+def _foretell(found: _C.StepSummary, traces: Traces, uncounted: int) -> None:
+    found.used_bytes = _C.memory_stats(found.device).used_bytes - uncounted
+    model = _C.PeakModel.fit(traces) if traces else None
+    if model is not None:
+        found.predicted_bytes = found.used_bytes + model.peak_bytes(found.rows)
+
+
+def _measure_modules(
+    found: _C.StepSummary, step: _Step, batch: Any, uncounted: int, unchanged: Unchanged
+) -> None:
+    rows = module_rows(step.model)
+    with SavedBytes(step.model, rows, batch) as saved:
+        step.run(batch, saved.part)
+    unchanged.empty_gradients()
+    with ModuleSpans(step.model, step.device, uncounted) as spans:
+        step.run(batch, spans.part)
+    unchanged.empty_gradients()
+    found.modules = _C._charge_modules(rows, spans.spans)
+
+
+def _measure_step(
+    found: _C.StepSummary, step: _Step, batch: Any, uncounted: int, traces: Traces
+) -> None:
+    peaks = {"forward": 0, "backward": 0, "optimizer": 0}
+
+    class Part(AbstractContextManager[None]):
+        def __init__(self, name: str) -> None:
+            self._name, self._scope = name, _C._PeakScope(step.device)
+
+        def __enter__(self) -> None:
+            self._scope.__enter__()
+
+        def __exit__(self, *error: object) -> None:
+            self._scope.__exit__(*error)
+            peaks[self._name] = self._scope.peak_bytes - uncounted
+
+    found.used_bytes = _C.memory_stats(step.device).used_bytes - uncounted
+    with _C._PeakScope(step.device) as whole, _C._TraceScope() as scope:
+        step.run(batch, Part)
+    found.peak_bytes = whole.peak_bytes - uncounted
+    found.forward_peak_bytes = peaks["forward"]
+    found.backward_peak_bytes = peaks["backward"]
+    found.optimizer_peak_bytes = peaks["optimizer"]
+    if traces:
+        traces.append((found.rows, scope.trace))
+
+
+def _look_beyond(found: _C.StepSummary, batch: Any, traces: Traces) -> None:
+    """From the small steps and this one: a row more, and the batch that fills the limit."""
+    model = _C.PeakModel.fit(traces) if traces else None
+    if model is None:
+        return
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim() > 0]
+    of_row = sum(t.numel() * t.element_size() for t in tensors) / found.rows
+
+    def peak(rows: int) -> int:
+        return model.peak_bytes(rows) + int(rows * of_row)
+
+    found.bytes_per_row = (peak(2 * found.rows) - peak(found.rows)) / found.rows
+    found.limit_bytes = _C.memory_stats("cpu").limit_bytes
+    if found.limit_bytes is None:
+        return
+    room = found.limit_bytes - (found.used_bytes - int(found.rows * of_row))
+    fits, too_many = 0, _MOST_ROWS
+    while too_many - fits > 1:
+        rows = (fits + too_many) // 2
+        fits, too_many = (rows, too_many) if peak(rows) <= room else (fits, rows)
+    found.largest_rows = fits

@@ -1,0 +1,97 @@
+"""What a trial of a search sees of its memory, and of the steps of the sizers in it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from brimful import _C, memory
+
+if TYPE_CHECKING:
+    from brimful.sizer import BatchSizer
+
+
+class WouldRunOut(torch.OutOfMemoryError):
+    """Told before anything was run."""
+
+    def __init__(self, peak_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"memory would run out (peak_bytes: {peak_bytes:,}, limit_bytes: {limit_bytes:,}); use a smaller "
+            "batch or model, or raise the limit"
+        )
+        self.peak_bytes = peak_bytes
+
+
+class Trial:
+    """Within it, in this thread; ``whole`` ends it where a batch cannot be run in one piece."""
+
+    def __init__(self, device: torch.device, whole: bool) -> None:
+        self._device, self._whole = device, whole
+        self._planned: weakref.WeakSet[BatchSizer] = weakref.WeakSet()
+        self._rows = self._effective_batch = self._pieces = self._needed = 0
+        self._oom = False
+        self.has_sizer = False  # to split batches
+
+    def __enter__(self) -> Trial:
+        memory.reset_peak(self._device)
+        self._token: Token[Trial | None] = _current.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
+    def before_step(
+        self, sizer: BatchSizer, plan: Callable[[], _C.Plan | None], accumulate: bool
+    ) -> None:
+        """Raise WouldRunOut if the first step of a sizer cannot be run under the CPU's limit."""
+        self.has_sizer = True
+        self._rows = self._rows if accumulate else 0
+        if sizer in self._planned:
+            return
+        self._planned.add(sizer)
+        limit_bytes = memory.stats("cpu").limit_bytes
+        if limit_bytes is None:
+            return
+        planned = without_limit(plan) if self._whole else plan()
+        if planned is not None and planned.peak_bytes > limit_bytes:
+            raise WouldRunOut(planned.peak_bytes, limit_bytes)
+
+    def after_step(self, outcome: _C.Outcome) -> None:
+        self._rows += sum(outcome.split)
+        self._effective_batch = max(self._effective_batch, self._rows)
+        self._pieces = max(self._pieces, outcome.pieces)
+        if self._whole and any(attempt.ran_out for attempt in outcome.attempts):
+            raise torch.OutOfMemoryError(
+                f"a batch ran in pieces only, and is to run whole (pieces: {outcome.pieces})"
+            )
+
+    def ran_out(self, error: BaseException) -> None:
+        self._oom = True
+        self._needed = getattr(error, "peak_bytes", 0)
+
+    def facts(self) -> dict[str, int]:
+        stats = memory.stats(self._device)
+        return {
+            "oom": int(self._oom),
+            "effective_batch": self._effective_batch,
+            "pieces": self._pieces,
+            "peak_bytes": max(self._needed, stats.peak_bytes),
+        }
+
+
+_current: ContextVar[Trial | None] = ContextVar("brimful_trial", default=None)
+current: Callable[[], Trial | None] = _current.get
+
+
+def without_limit(plan: Callable[[], Any]) -> Any:
+    """What a step takes of the CPU's memory where nothing makes it smaller."""
+    limit_bytes = memory.stats("cpu").limit_bytes
+    memory.set_limit("cpu", None)
+    try:
+        return plan()
+    finally:
+        memory.set_limit("cpu", limit_bytes)

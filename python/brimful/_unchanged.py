@@ -1,0 +1,123 @@
+"""A model, its optimizer and random numbers as they were, whatever was run on them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from brimful import _C
+from brimful.sizer import _numpy_state, _set_numpy_state
+
+Tensors = list[tuple[torch.Tensor, torch.Tensor]]  # each with a copy
+
+
+class Unchanged:
+    """Within it gradients begin empty; ``bytes`` of the device is what it holds itself and what it put aside."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device
+    ) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        asked = [p for g in optimizer.param_groups for p in g["params"]] if optimizer else []
+        self._parameters = list(dict.fromkeys([*model.parameters(), *asked]))
+        self._buffers = list(dict.fromkeys(model.buffers()))
+        self.bytes = 0
+
+    def __enter__(self) -> Unchanged:
+        before = _C.memory_stats(self._device).used_bytes
+        changing = [*self._buffers, *(self._parameters if self._optimizer else ())]
+        self._tensors: Tensors = [(t, t.detach().clone()) for t in changing]
+        self._kept_optimizer = self._optimizer and _OptimizerState(self._optimizer)
+        self._modes = [(m, m.training, dict(m._buffers)) for m in self._model.modules()]
+        self._random = random.getstate(), _numpy_state(), torch.get_rng_state()
+        cuda = self._device.type == "cuda"
+        self._cuda_random = torch.cuda.get_rng_state(self._device) if cuda else None
+        # Checked by the backward of a graph from before: what is put back has not changed.
+        self._versions = _unsafe_preserve_version_counter((*self._parameters, *self._buffers))
+        self._versions.__enter__()
+        self._gradients = [(p, p.grad) for p in self._parameters]
+        self.bytes = _C.memory_stats(self._device).used_bytes - before
+        self.bytes += _storage_bytes(self._device, [g for _, g in self._gradients if g is not None])
+        self.empty_gradients()
+        return self
+
+    def empty_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with torch.no_grad():
+            for tensor, kept in self._tensors:
+                tensor.copy_(kept)
+        if self._kept_optimizer:
+            self._kept_optimizer.restore()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for module, mode, buffers in self._modes:
+            module.training = mode
+            module._buffers.clear()  # a forward may put new tensors in
+            module._buffers.update(buffers)
+        python, numpy, cpu = self._random
+        random.setstate(python)
+        _set_numpy_state(numpy)
+        torch.set_rng_state(cpu)
+        if self._cuda_random is not None:
+            torch.cuda.set_rng_state(self._cuda_random, self._device)
+        self._versions.__exit__(kind, error, trace)
+
+
+class _OptimizerState:
+    """Puts back the same objects with the same values: others may hold them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._attributes = dict(vars(optimizer))
+        self._entries = [(p, s, self._kept(s)) for p, s in optimizer.state.items()]
+        self._groups = [(group, self._kept(group)) for group in optimizer.param_groups]
+
+    @staticmethod
+    def _kept(values: Any) -> list[tuple[Any, Any, Any]]:
+        kept: list[tuple[Any, Any, Any]] = []
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                kept.append((key, value, value.detach().clone()))
+            else:
+                kept.append((key, value if key == "params" else copy.deepcopy(value), None))
+        return kept
+
+    @staticmethod
+    def _put_back(values: Any, kept: list[tuple[Any, Any, Any]]) -> None:
+        values.clear()
+        for key, value, numbers in kept:
+            values[key] = value if numbers is None else value.copy_(numbers)
+
+    def restore(self) -> None:
+        vars(self._optimizer).clear()
+        vars(self._optimizer).update(self._attributes)
+        with torch.no_grad():
+            self._optimizer.state.clear()
+            for parameter, state, kept in self._entries:
+                self._put_back(state, kept)
+                self._optimizer.state[parameter] = state
+            for group, kept in self._groups:
+                self._put_back(group, kept)
+
+
+def _storage_bytes(device: torch.device, tensors: list[torch.Tensor]) -> int:
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if t.layout == torch.strided and t.device == device
+    }
+    return sum(storages.values())

@@ -1,0 +1,112 @@
+"""What an error means: which shortage, which index, which rank; and what to do about it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from brimful import _C
+from brimful._C import Explanation, OpRecord
+
+__all__ = ["Explanation", "OpRecord", "OpRing", "explain", "op_ring"]
+
+_NOT_THE_USERS = [
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    "<",  # frozen modules, generated code
+]
+
+
+def explain(
+    error: BaseException | str,
+    *,
+    stderr: str = "",
+    free_bytes: int | None = None,
+    workspace_bytes: int | None = None,
+) -> Explanation:
+    """Explain an exception, or the text of one, by its words and by what can be measured now.
+
+    ``stderr`` is what was printed with it: kernels print their assertions there. ``free_bytes``, of the device before
+    the call, and ``workspace_bytes``, what the call needs beside tensors, tell whether a library's "not initialized" is
+    an OOM in disguise; without them the device is asked, or ``op_ring`` is. An exception of this process is explained
+    with what ``op_ring`` kept; the text of one from elsewhere by its words alone. The result has ``kind``,
+    ``is_memory`` (``None``: perhaps), ``cause``, ``remedy`` and ``evidence``; ``print`` shows all of it. Raises
+    ``TypeError`` for anything else.
+    """
+    if isinstance(error, str):
+        return _C._explain(_joined(error, stderr), [], free_bytes, workspace_bytes, False)
+    if not isinstance(error, BaseException):
+        raise TypeError(
+            f"an error is an exception or its text (type: {type(error).__name__}); pass one of them"
+        )
+    types = [kind.__name__ for kind in type(error).__mro__]
+    text = _joined(str(error), stderr)
+    cause = error.__cause__
+    if cause is not None and not isinstance(error, _C.RankFailed):
+        text = _joined(text, str(cause))
+    return _C._explain(text, types, free_bytes, workspace_bytes, True)
+
+
+def _joined(text: str, more: str) -> str:
+    return f"{text}\n{more}" if more else text
+
+
+_in_background = False
+
+
+class OpRing:
+    """Keeps the last 256 operators that this process began, with shapes, dtypes, lines and short indices.
+
+    For ``explain``: a device-side assert names a later line than the one to blame. On it costs microseconds an
+    operator; off, nothing. After a ``with`` that an exception ended, and after ``stop()``, the records stay; a new
+    start, or a ``with`` that ended well, forgets them.
+    """
+
+    def start(self) -> None:
+        """Record from here on. Raises ``ValueError`` where operators are recorded already."""
+        global _in_background
+        if _in_background:
+            _C._stop_op_ring()
+        _in_background = False
+        _C._start_op_ring(_NOT_THE_USERS)
+
+    def stop(self) -> None:
+        """Record no more, and keep what there is. Again does nothing."""
+        _C._stop_op_ring()
+
+    def records(self) -> list[OpRecord]:
+        """What is kept, oldest first."""
+        return _C._op_ring_records()
+
+    def index_findings(self) -> list[str]:
+        """Indices out of range among them, newest first."""
+        return _C._op_ring_index_findings()
+
+    def __enter__(self) -> OpRing:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+        if error is None:
+            _C._clear_op_ring()
+
+
+def record_in_background() -> None:
+    """Record, unless the program does; its own ring takes the place of this one."""
+    global _in_background
+    if not _C._op_ring_is_on():
+        op_ring().start()
+        _in_background = True
+
+
+#: ``with brimful.op_ring():``, or ``ring = brimful.op_ring(); ring.start()``.
+op_ring: Callable[[], OpRing] = OpRing

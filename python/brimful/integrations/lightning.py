@@ -1,0 +1,147 @@
+"""Lightning's Trainer: the strategy "ddp_brimful", a batch size finder for several ranks, and memory in the logs.
+
+``import brimful.integrations.lightning`` registers the strategy, for Fabric too.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from brimful.integrations._extra import require
+
+require("lightning")
+
+import torch
+from lightning.pytorch import Callback, callbacks
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner import batch_size_scaling
+
+import brimful
+from brimful import finder
+from brimful.integrations import fabric  # noqa: F401  (registers the strategy there)
+from brimful.integrations._step_as_loss import step_as_loss
+
+__all__ = ["BatchSizeFinder", "BrimfulStrategy", "MemoryReport"]
+
+
+class BrimfulStrategy(DDPStrategy):
+    """``Trainer(strategy="ddp_brimful")``: Lightning's DDPStrategy with brimful's class in the place of torch's.
+
+    Takes the keywords of ``DDPStrategy`` and of ``brimful.DistributedDataParallel``. With ``sizer=True``, or a dict of
+    options of ``BatchSizer``, every batch runs in pieces that fit: ``training_step`` is called for each piece, and what
+    it logs is of the piece. That is for automatic optimization, and a ``training_step`` that returns the mean loss.
+    A scaler (``precision="16-mixed"``) scales the gradients of a batch when they are made; bfloat16 needs none.
+    """
+
+    def __init__(self, *args: Any, sizer: bool | Mapping[str, Any] = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sizer_options = {} if sizer is True else sizer
+        self.sizer: brimful.BatchSizer | None = None
+
+    def _setup_model(self, model: torch.nn.Module) -> brimful.DistributedDataParallel:
+        return brimful.DistributedDataParallel(
+            model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs
+        )
+
+    def _register_ddp_hooks(self) -> None:
+        hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
+        if hook is not None:
+            self.model.register_comm_hook(self._ddp_comm_state, wrapper(hook) if wrapper else hook)
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if self._sizer_options is False or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if not self.lightning_module.automatic_optimization:
+            raise ValueError(
+                "a batch runs in pieces where Lightning steps, not training_step (automatic_optimization: False); "
+                "leave out sizer, or leave the steps to Lightning"
+            )
+        self.sizer = brimful.BatchSizer(self.model, self.optimizers, **self._sizer_options)
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        if self.sizer is None:
+            return super().training_step(batch, *args)
+        one_piece = super().training_step
+        trainer = self.lightning_module.trainer
+        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            self.model.zero_grad()  # as Lightning will, before it is a copy that is kept in the step
+
+        def loss_fn(_: Any, piece: Any) -> Any:
+            output = one_piece(piece, *args)
+            return output["loss"] if isinstance(output, Mapping) else output
+
+        return step_as_loss(self.sizer, batch, loss_fn)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        if self.sizer is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        loss = closure()  # its errors leave no optimizer in the middle of a step
+        return super().optimizer_step(optimizer, lambda: loss, model, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        if self.sizer is not None:  # its step is one of all ranks
+            yield
+            return
+        with super().block_backward_sync():
+            yield
+
+    def teardown(self) -> None:
+        self.model = self.lightning_module
+        self.sizer = None  # which holds the wrapper, and its buckets
+        super().teardown()
+
+
+class BatchSizeFinder(callbacks.BatchSizeFinder):
+    """Lightning's, with its words, on several ranks too: all try a size together, and go down if memory ran out on one.
+
+    It changes the batch. ``BrimfulStrategy(sizer=True)`` keeps it, and changes only how it is run.
+    """
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str | None = None) -> None:
+        # Lightning's own is for one rank, and says so.
+        with patch.object(type(trainer._accelerator_connector), "is_distributed", False):
+            super().setup(trainer, pl_module, stage)
+
+    def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
+        alone = batch_size_scaling._try_loop_run
+
+        def together(*args: Any) -> None:
+            ended = finder._try(lambda _: alone(*args), 1, (), {})
+            if finder._share(ended):
+                # What Lightning takes for a shortage, of any device.
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        # All ranks restore the file that rank 0 has saved.
+        name = trainer.strategy.broadcast(str(uuid.uuid4()))
+        one_name = SimpleNamespace(uuid4=lambda: name)
+        with patch.multiple(batch_size_scaling, _try_loop_run=together, uuid=one_name):
+            super().scale_batch_size(trainer, pl_module)
+
+
+class MemoryReport(Callback):
+    """Logs the peak of each training batch as ``peak_bytes``, and prints the sizer's report when training ends."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        brimful.memory.reset_peak(pl_module.device)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        peak = brimful.memory.stats(pl_module.device).peak_bytes
+        pl_module.log("peak_bytes", float(peak), reduce_fx="max", on_step=True, on_epoch=True)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        sizer = getattr(trainer.strategy, "sizer", None)
+        if sizer is not None and trainer.is_global_zero:
+            print(sizer.report())
+
+
+StrategyRegistry.register(
+    "ddp_brimful", BrimfulStrategy, description=str(BrimfulStrategy.__doc__).splitlines()[0]
+)

@@ -1,0 +1,213 @@
+"""`brimful run script.py`: a program as it is, with its memory watched and its errors explained on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from types import CodeType, ModuleType, TracebackType
+
+import torch
+
+from brimful import _C, _tracking, memory
+from brimful.errors import explain, record_in_background
+from brimful.leaks import LeakFinder
+
+_LARGEST = 3
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a program as ``python`` would, and report when it ends; returns its exit status."""
+    options = _parse(arguments)
+    code, module = _load(options.program, options.is_module)
+    sys.argv = [module.__file__ or options.program, *options.arguments]
+    sys.modules["__main__"] = module
+    _mark_warnings()
+    if options.op_ring:
+        record_in_background()
+    elif options.op_ring is None:
+        torch.cuda._lazy_call(record_in_background)  # type: ignore[no-untyped-call]
+    page, recording = _OomPage(options), _Recording(options.record)
+    _tracking.start(None, page.path, every_module=options.modules, give_way=recording.end)
+    page.begin()
+    recording.begin()
+    with LeakFinder() as finder:
+        try:
+            exec(code, module.__dict__)
+        except Exception as error:
+            page.is_of_an_error = True
+            own = _own_part(error, code)
+            _tracking.add_oom_note(error)
+            sys.excepthook(type(error), error.with_traceback(own), own)
+            _tell(str(explain(error)))
+            return 1
+        finally:
+            _tell(_report(finder))
+            recording.end()
+            page.settle()
+            memory.stop_tracking()
+            page.end()
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="brimful run",
+        description="Runs a Python program as it is. On stderr: lines whose memory grows, what the peak was made of, "
+        "and what an error means. stdout and exit status are the program's.",
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="program is a module")
+    parser.add_argument(
+        "--op-ring",
+        action=argparse.BooleanOptionalAction,
+        help="keep the last operators, for errors of a device: microseconds an operator (default: once CUDA is in use)",
+    )
+    parser.add_argument(
+        "--modules",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="the peak by module too: microseconds a module's forward",
+    )
+    parser.add_argument(
+        "--oom-page",
+        metavar="FOLDER",
+        help="where memory runs out, oom-PID.html is written here (default: the working directory; or the file that "
+        "BRIMFUL_OOM_REPORT names)",
+    )
+    parser.add_argument(
+        "--no-oom-page", dest="oom_page", action="store_const", const="", help="write none"
+    )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="keep what memory does, for `brimful report`; each rank has its file",
+    )
+    parser.add_argument("program", help="a file, or with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+    return parser.parse_args(arguments)
+
+
+class _OomPage:
+    """The page of the last out-of-memory error."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        rank = os.environ.get("RANK")
+        name = f"oom-{f'rank{rank}-' if rank else ''}{os.getpid()}.html"
+        asked = None if options.oom_page is not None else os.environ.get("BRIMFUL_OOM_REPORT")
+        self._is_asked_for = bool(asked)
+        self.path = (
+            None
+            if options.oom_page == ""
+            else os.path.abspath(asked or os.path.join(options.oom_page or ".", name))
+        )
+        self._before = self._written()
+        self.is_of_an_error = False
+
+    def begin(self) -> None:
+        _C._set_oom_report_path(self.path)
+
+    def settle(self) -> None:
+        """Before tracking stops: an error that a sizer mended is not written by itself where the program ends well."""
+        if not (self.is_of_an_error or self._is_asked_for):
+            _C._set_oom_report_path(None)
+
+    def end(self) -> None:
+        if self._written() != self._before:
+            _tell(f"what filled the memory where it ran out: {self.path}")
+
+    def _written(self) -> int | None:
+        try:
+            return os.stat(self.path).st_mtime_ns if self.path else None
+        except OSError:
+            return None
+
+
+class _Recording:
+    """What memory did, until the program ends or records by itself."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path and os.path.abspath(path)
+        self._is_on = False
+
+    def begin(self) -> None:
+        if self._path:
+            memory.start_recording()
+            self._is_on = True
+
+    def end(self) -> None:
+        if self._is_on and self._path and memory.recording():  # not in a forked child
+            written = _C._save_recording_anywhere(memory.stop_recording(), self._path)
+            _tell(f"what memory did: brimful report {shlex.quote(written)}")
+        self._is_on = False
+
+
+def _load(program: str, is_module: bool) -> tuple[CodeType, ModuleType]:
+    module = ModuleType("__main__")
+    if not is_module:
+        with open(program, "rb") as file:
+            code = compile(file.read(), program, "exec")
+        module.__file__ = program
+        sys.path[0] = os.path.dirname(os.path.abspath(program))
+        return code, module
+    sys.path[0] = os.getcwd()
+    spec = importlib.util.find_spec(program)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{program}.__main__")
+    found = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec else None
+    if spec is None or found is None:
+        raise SystemExit(f"brimful run: there is no such module (name: {program})")
+    module.__file__, module.__spec__, module.__package__ = spec.origin, spec, spec.parent
+    return found, module
+
+
+def _own_part(error: BaseException, code: CodeType) -> TracebackType | None:
+    """The traceback from the program's first line on."""
+    own = error.__traceback__
+    while own is not None and own.tb_frame.f_code is not code:
+        own = own.tb_next
+    return own
+
+
+def _report(finder: LeakFinder) -> str:
+    peak = memory.peak_by_category()
+    parts = sorted(peak.by_category.items(), key=lambda part: -part[1])
+    words = ", ".join(f"{name} {_C._format_bytes(size)}" for name, size in parts if size > 0)
+    lines = [f"peak {_C._format_bytes(peak.bytes)} (step {peak.step}, {peak.phase}): {words}"]
+    lines += [
+        f"  {_C._format_bytes(use.bytes)} of {use.category}: {use.site}"
+        for use in peak.by_site[:_LARGEST]
+    ]
+    modules = {name: sum(use.values()) for name, use in peak.by_module.items() if name}
+    lines += [
+        f"  {_C._format_bytes(size)} in module {name}"
+        for name, size in sorted(modules.items(), key=lambda part: -part[1])[:_LARGEST]
+    ]
+    lines += [f"memory grew: {leak}" for leak in finder.leaks]
+    return "\n".join(lines)
+
+
+def _marked(text: str) -> str:
+    rank = os.environ.get("RANK")
+    mark = f"brimful{f' (rank {rank})' if rank else ''}: "
+    return "\n".join(mark + line for line in text.splitlines())
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(_marked(text) + "\n")  # at once: other ranks write there too
+    sys.stderr.flush()
+
+
+def _mark_warnings() -> None:
+    """Of this package, where the program sets up no logging."""
+
+    class Marked(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            text = super().format(record)
+            return _marked(text) if record.name == "brimful" else text
+
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(Marked())
