@@ -1,6 +1,6 @@
 """Installs brimful with pip into an empty folder, then builds and runs a C++ program that finds it.
 
-python tests/consumer/run.py WORK_FOLDER
+python tests/consumer/run.py WORK_FOLDER [WHEEL]      (without a wheel: the source tree)
 """
 
 import os
@@ -36,7 +36,7 @@ def main() -> None:
     site = work / "site"
     shutil.rmtree(site, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps"]
-    run(*pip, "--target", site, ROOT)
+    run(*pip, "--target", site, Path(sys.argv[2]).resolve() if sys.argv[2:] else ROOT)
 
     # brimful-dev.pth would put the build folder first: import from `site` alone.
     where = f"import sys; sys.path.insert(0, {str(site)!r})"

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import callgrind, common, intervals, ranks, run  # noqa: E402
 from benchmarks.pipeline import bench as pipeline_bench  # noqa: E402
+from benchmarks.probes import bench as probes_bench  # noqa: E402
 from benchmarks.reducer import (  # noqa: E402
     bench,
     cases,
@@ -36,7 +37,9 @@ from benchmarks.sizer import (  # noqa: E402
     models,
     overhead,
     peers,
+    predict,
     regrow,
+    steady,
     sweep,
     sweep_ranks,
     trials,
@@ -207,6 +210,20 @@ class TestIds:
     def test_every_reducer_benchmark_is_listed_and_no_other(self):
         listed = [name for name in common.load_ids() if name.startswith("reducer.")]
         assert sorted(REDUCER_IDS) == sorted(listed)
+
+    def test_every_probes_benchmark_is_listed_and_no_other(self):
+        measured = [figure_id for module in probes_bench.MODULES for figure_id in module.IDS]
+        assert sorted(measured) == sorted(n for n in common.load_ids() if n.startswith("probes."))
+
+    def test_the_peak_by_category_and_the_share_without_a_line_are_measured(self):
+        figures = {
+            f.id: f for f in probes_bench.figures(True, ("probes.unsited", "probes.category_bad"))
+        }
+        assert figures["probes.category_bad"].value == 0
+        assert figures["probes.unsited"].value == 0
+        assert "_MemRefType.ACT" in str(
+            figures["probes.category_bad"].conditions["MLP"]["MemTracker"]
+        )
 
     def test_every_sizer_benchmark_is_listed_and_no_other(self):
         measured = [figure_id for module in sizer_bench.MODULES for figure_id in module.IDS]
@@ -719,6 +736,35 @@ class TestSizerFigures:
         assert (figure.value, figure.conditions["bad"]) == (0, [])
         assert figure.conditions["models"]["conv + BN"]["retried"] >= 3
         assert figure.rounds == figure.conditions["faults"] >= 2 * 2 * sweep.QUICK_FAULTS
+
+    def test_a_limit_under_which_a_step_ends_otherwise_than_a_clean_one_is_found(
+        self, small_sizer, monkeypatch
+    ):
+        found = sweep.Found()
+        monkeypatch.setattr(trials.Result, "differs_from", lambda *_: "random numbers differ")
+        sweep.sweep_budgets(models.CASES["MLP"], 2, found)
+        assert found.fitted >= 1 and len(found.bad) == found.fitted
+        assert all("random numbers differ" in words for words in found.bad)
+
+    def test_refusals_are_counted_by_drop_and_after_the_first_plan(self, monkeypatch, no_limit):
+        monkeypatch.setattr(models, "CASES", {"MLP": models.CASES["MLP"]})
+        planned, dropped = steady.measure(quick=True)
+        assert planned.value == 0
+        assert 1 <= dropped.value <= 2
+        found = dropped.conditions["models"]["MLP"]
+        assert len(found) == len(steady.DROPS)
+        assert dropped.value == max(
+            drop["ooms"] for drops in dropped.conditions["models"].values() for drop in drops
+        )
+
+    def test_widths_vary_where_a_model_takes_several(self):
+        case = models.CASES["ragged decoder"]
+        widths = {case.draw(4).shape[1] for _ in range(100)}
+        assert len(widths) > 10 and max(widths) <= case.batch(4).shape[1] == models.LENGTH
+
+    def test_a_prediction_below_the_peak_counts_twice(self):
+        assert predict.worst_of([0.001, 0.007]) == 0.007
+        assert predict.worst_of([-0.005, 0.007]) == 0.01
 
     def test_no_fault_on_either_rank_ends_badly(self, small_sizer):
         (figure,) = sweep_ranks.measure(quick=True)

@@ -1,9 +1,11 @@
 """A compiled model meets pieces of one size: it compiles for each size that it meets."""
 
+import random
+
 import pytest
 import torch
 import torch._dynamo
-from models import classes, cross_entropy
+from models import classes, cross_entropy, used
 from torch._dynamo.utils import counters
 
 import brimful
@@ -54,6 +56,28 @@ def test_equal_pieces_may_be_asked_for_or_left(make, equal, expected):
     assert sizer.step(classes(120), cross_entropy).split == expected
 
 
-def test_rows_that_no_number_near_divides_are_split_as_ever():
+def test_rows_that_no_number_near_divides_are_split_into_common_sizes():
     sizer = brimful.BatchSizer(compiled(net()), pieces=7, predict=False)
-    assert sizer.step(classes(121), cross_entropy).split == [18, 18] + [17] * 5
+    assert sizer.step(classes(121), cross_entropy).split == [16] * 7 + [6, 3]
+
+
+@pytest.mark.parametrize("predict", [False, True])
+def test_batches_and_limits_that_change_meet_few_sizes(predict, no_limit):
+    torch._dynamo.reset()
+    counters.clear()
+    model = compiled(
+        torch.nn.Sequential(torch.nn.Linear(6, 400), torch.nn.Tanh(), torch.nn.Linear(400, 3))
+    )
+    sizer = brimful.BatchSizer(model, predict=predict)
+    rows = random.Random(0)
+    split, whole = set(), set()
+    for step in range(100):
+        batch = classes(rows.randint(65, 128), seed=step)
+        if step % 25 == 0:  # pieces grow again
+            room = (60_000, 100_000, 160_000, 240_000)[step // 25]
+            brimful.memory.set_limit("cpu", used() + room)
+        outcome = sizer.step(batch, cross_entropy)
+        model.zero_grad()
+        (split if outcome.pieces > 1 else whole).update(outcome.split)
+    assert len(split) <= 14, sorted(split)
+    assert max(split) >= 32 > min(split)

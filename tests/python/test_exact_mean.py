@@ -145,6 +145,47 @@ def test_a_loss_over_tokens_is_weighted_by_its_tokens(ranks, dtype):
     assert worst(False, [None, None]) == 0
 
 
+CLASS_WEIGHTS = torch.tensor([0.2, 3.0, 1.1], dtype=torch.float64)
+
+
+def class_weight(batch):
+    return float(CLASS_WEIGHTS[batch[1]].sum())
+
+
+def weighted_loss(model, piece):
+    """As torch's CrossEntropyLoss(weight=...): a mean over the weights of the targets' classes."""
+    scores = model(piece[0])
+    loss = F.cross_entropy(scores, piece[1], weight=CLASS_WEIGHTS.to(scores.dtype))
+    return loss, class_weight(piece)
+
+
+def class_weights_job(rank, dtype, known):
+    module = net(dtype)
+    model = wrap(copy.deepcopy(module))
+    sizer = brimful.BatchSizer(model, weight_fn=class_weight if known else None)
+    batches = [classes(6 + r, seed=r, dtype=dtype) for r in range(rank.size)]
+    whole = tuple(torch.cat(parts) for parts in zip(*map(in_double, batches), strict=True))
+    reference = copy.deepcopy(module).double()
+    loss = torch.nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)(reference(whole[0]), whole[1])
+    loss.backward()
+    worst = 0.0
+    mine = batches[rank.index]
+    for split in splits_of(len(mine[1])):
+        outcome = sizer.step(mine, weighted_loss, split=split)
+        assert abs(outcome.weight - class_weight(whole)) <= 1e-6 * outcome.weight
+        assert abs(outcome.loss - loss.item()) <= PRECISION[dtype] * loss.item()
+        worst = max(worst, relative_difference(gradients_of(model), gradients_of(reference)))
+        model.zero_grad()
+    return worst
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("dtype", PRECISION)
+def test_class_weights_give_the_mean_of_torchs_weighted_loss(ranks, dtype, known, size):
+    assert max(ranks(class_weights_job, dtype, known, size=size)) <= PRECISION[dtype]
+
+
 class Sometimes(torch.nn.Module):
     """Uses a layer only for the rows that are marked."""
 

@@ -110,6 +110,45 @@ def test_cpp_app_ends_with_the_parameters_of_the_python_program(demo, cpp_app, t
     assert float(right[1]) == pytest.approx(100 * result["accuracy"], abs=0.051)
 
 
+@pytest.mark.timeout(600)
+def test_first_steps_in_cpp_train_save_and_infer(cpp_app, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = torchrun("--no-python", cpp_app.with_name("first_steps"))
+    right = re.findall(r"^rank [01]: (\d+) % right$", printed, re.MULTILINE)
+    assert len(right) == 2 and all(int(share) > 30 for share in right), printed  # by chance 10
+    assert (tmp_path / "model.pt").is_file()
+
+
+@pytest.mark.timeout(600)
+def test_a_cpp_program_learns_where_its_memory_goes(cpp_app, tmp_path):
+    samples = tmp_path / "samples.jsonl"
+    printed = run(cpp_app.with_name("memory_report"), samples)
+    total = int(re.search(r"peak: (\d+) bytes", printed)[1])
+    parts = dict(re.findall(r"^  ([a-z_]+): (\d+)$", printed, re.MULTILINE))
+    assert sum(map(int, parts.values())) == total
+    weights = 4 * (256 * 512 + 512 + 512 * 10 + 10)
+    assert int(parts["parameters"]) == weights
+    assert int(parts["optimizer_state"]) >= 2 * weights
+    leaks = re.findall(r"^leak: (.*)$", printed, re.MULTILINE)
+    assert len(leaks) == 1 and "forward" in leaks[0] and "2.5 KiB a step" in leaks[0]
+    assert "Asked for 2.0 MiB at a batch that is too large (other, step 18)" in printed
+    assert re.search(r"^GPUs: \d+ ", printed, re.MULTILINE)
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(lines) >= 2 and all(line["processes"][0]["pid"] > 0 for line in lines)
+
+
+@pytest.mark.timeout(600)
+def test_a_cpp_program_trains_a_model_in_two_stages(cpp_app):
+    printed = run(cpp_app.with_name("pipeline"))
+    losses = [
+        float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+), 8", printed, re.MULTILINE)
+    ]
+    assert len(losses) == 2 and losses[1] < losses[0] / 2, printed
+    assert "Pipeline of 2 stages on 2 ranks (last step: zb_h1, 8 microbatches)" in printed
+    assert "stage 1 (part 1): " in printed
+    assert int(re.search(r"^(\d+) % right$", printed, re.MULTILINE)[1]) > 50  # by chance 10
+
+
 def test_a_model_by_hand_and_its_pipeline_have_the_same_gradients():
     sizes = {"--batch": 8, "--image": 8, "--width": 8, "--steps": 2, "--rounds": 1}
     options = [str(word) for pair in sizes.items() for word in pair]

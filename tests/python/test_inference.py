@@ -207,16 +207,17 @@ def test_a_row_that_does_not_fit_is_told_with_the_sizes_tried():
     error = raised(brimful.map_batches, heavy, batch)
     assert isinstance(error, torch.OutOfMemoryError) and isinstance(error, brimful.BatchTooLarge)
     assert str(error).startswith(
-        "a piece of one row does not fit (rows: 6, done: 0, rows of the pieces that ran out: "
-        "6, 3, 2, 1, max_retries: 8); give the device more memory, or use a smaller model or input. "
+        "a piece of one row does not fit on rank 0 of 1 (device: cpu, rows: 6, done: 0, retries: 3, "
+        "max_retries: 8).\nTried: 1 piece of 6 rows (peak: "
     )
+    assert [rows for _, rows, _ in error.tried] == [6, 3, 2, 1]
     error = raised(brimful.map_batches, heavy, batch, max_retries=1)
     assert str(error).startswith(
-        "no piece that was tried fits (rows: 6, done: 0, rows of the pieces that ran out: 6, 3, "
-        "max_retries: 1); begin with more pieces, or raise max_retries. "
+        "no piece that was tried fits on rank 0 of 1 (device: cpu, rows: 6, done: 0, retries: 1, "
     )
+    assert error.advice[0] == "raise max_retries, or begin with more pieces (pieces=4)"
     error = raised(brimful.map_batches, heavy, batch, max_retries=0)
-    assert "rows of the pieces that ran out: 6, max_retries: 0" in str(error)
+    assert [rows for _, rows, _ in error.tried] == [6]
     memory.set_limit("cpu", None)
     del error
     assert used() == before

@@ -18,6 +18,7 @@ OPTIMIZERS = {
     "RMSprop, centered": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
     "Adagrad": lambda p: torch.optim.Adagrad(p),
     "NAdam": lambda p: torch.optim.NAdam(p),
+    "ASGD": lambda p: torch.optim.ASGD(p, foreach=False),
 }
 
 
@@ -53,6 +54,32 @@ def test_what_an_optimizer_will_allocate_is_known(name):
             optimizer.step()
         assert most <= scope.peak_bytes - start <= most + 64  # numbers that kernels wrap in tensors
         assert used() - start == kept
+
+
+def test_the_peak_of_adafactor_is_short_by_what_its_loop_still_holds_of_earlier_parameters():
+    model = net()
+    optimizer = torch.optim.Adafactor(model.parameters(), foreach=False)
+    for _ in range(2):
+        fill_gradients(model)
+        kept, most, _ = next_step(optimizer)
+        start = used()
+        with _C._PeakScope("cpu") as scope:
+            optimizer.step()
+        assert used() - start == kept
+        assert most <= scope.peak_bytes - start <= 1.01 * most
+
+
+def test_the_state_of_sparse_adam_is_known_before_there_is_a_gradient():
+    table = torch.nn.Embedding(50, 20, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    kept, _, states = next_step(optimizer)
+    assert kept == 2 * 50 * 20 * 4
+    assert [parameter is table.weight for parameter, _ in states] == [True]
+    table(torch.tensor([1, 2])).sum().backward()
+    start = used()
+    optimizer.step()
+    assert used() - start == kept
+    assert next_step(optimizer)[0] == 0
 
 
 def test_looking_ahead_leaves_optimizer_and_hooks_alone():

@@ -26,7 +26,7 @@ def run_python(*arguments, **environment):
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
 
 
@@ -58,6 +58,32 @@ def test_another_torch_is_refused_by_both_versions_and_a_remedy(monkeypatch, ins
     assert f"built for torch {_build_info.torch_minor} and this is torch {installed}: " in text
     assert f"install torch {_build_info.torch_minor}, or build brimful again" in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("built", "installed", "built_words", "installed_words"),
+    [
+        ("13", None, "for CUDA 13", "without CUDA"),
+        ("13", "12.9", "for CUDA 13", "for CUDA 12"),
+        ("", "13.2", "without CUDA", "for CUDA 13"),
+    ],
+)
+def test_a_torch_for_another_cuda_is_refused(
+    monkeypatch, built, installed, built_words, installed_words
+):
+    monkeypatch.setattr(_build_info, "torch_cuda", built)
+    monkeypatch.setattr(torch.version, "cuda", installed)
+    with pytest.raises(ImportError) as caught:
+        _compat.check_torch()
+    text = str(caught.value)
+    assert f"built for torch {_build_info.torch_minor} {built_words} and this is torch " in text
+    assert f"{torch.__version__} {installed_words}: " in text
+
+
+def test_another_minor_of_the_same_cuda_will_do(monkeypatch):
+    cuda = _build_info.torch_cuda
+    monkeypatch.setattr(torch.version, "cuda", f"{cuda}.99" if cuda else None)
+    _compat.check_torch()
 
 
 @pytest.mark.parametrize("suffix", ["0", "7", "1+cu128"])

@@ -223,6 +223,96 @@ def test_tied_weights_get_the_gradients_of_both_stages():
     check(model, list(model), x, x.roll(1), F.cross_entropy)
 
 
+def test_copies_of_a_weight_get_the_sum_of_their_gradients():
+    """As stages on different devices have them, which cannot share a parameter."""
+    torch.manual_seed(0)
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(20, 6, dtype=torch.float64))
+
+        def forward(self, h):
+            return h @ self.weight.T
+
+    words, middle, logits = (
+        nn.Embedding(20, 6, dtype=torch.float64),
+        nn.Linear(6, 6, dtype=torch.float64),
+        Logits(),
+    )
+    x = torch.randint(20, (9,))
+    pipe = Pipeline(
+        [words, middle, logits],
+        microbatches=4,
+        loss_fn=F.cross_entropy,
+        tied={"words": [words.weight, logits.weight]},
+    )
+    assert torch.equal(words.weight, logits.weight)  # the first one's values
+    shared = words.weight.detach().clone().requires_grad_()
+    reference = copy.deepcopy(middle)
+    optimizers = [
+        torch.optim.SGD([words.weight, logits.weight, *middle.parameters()], 0.1, momentum=0.9),
+        torch.optim.SGD([shared, *reference.parameters()], 0.1, momentum=0.9),
+    ]
+    for _ in range(3):
+        loss = F.cross_entropy(reference(F.embedding(x, shared)) @ shared.T, x.roll(1))
+        loss.backward()
+        assert pipe.step(x, x.roll(1)).loss == pytest.approx(loss.item(), rel=1e-12)
+        assert torch.equal(words.weight.grad, logits.weight.grad)
+        torch.testing.assert_close(words.weight.grad, shared.grad, rtol=1e-12, atol=1e-15)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(words.weight, logits.weight)
+    torch.testing.assert_close(words.weight, shared, rtol=1e-12, atol=1e-15)
+
+
+class Moved(nn.Module):
+    """Says where it was moved to, and stays."""
+
+    def __init__(self, shared=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2)) if shared is None else shared
+        self.where = None
+
+    def to(self, device):
+        self.where = device
+        return self
+
+
+CONTIGUOUS = "0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0"
+
+
+@pytest.mark.parametrize(
+    "schedule, places",
+    [
+        ("interleaved_1f1b", (0, 1, 0, 1)),
+        ("zbv", (0, 1, 1, 0)),
+        (brimful.Schedule("dualpipev", 2, 1, stages_per_rank=2), (0, 1, 1, 0)),
+        (lambda count: brimful.Schedule("zbv", 2, count, stages_per_rank=2), (0, 1, 1, 0)),
+        (brimful.Schedule.from_csv(CONTIGUOUS), (0, 0, 1, 1)),
+    ],
+)
+def test_modules_are_moved_to_where_the_schedule_has_them(schedule, places):
+    devices = [torch.device("cuda:0"), torch.device("cuda:1")]
+    stages = [Moved() for _ in range(4)]
+    # Nothing has a tensor there: the pipeline asks for the modules after it has moved them.
+    with pytest.raises(ValueError, match=r"not on its device .*move them there"):
+        Pipeline(stages, devices=devices, schedule=schedule, microbatches=1)
+    assert [stage.where for stage in stages] == [devices[place] for place in places]
+
+
+def test_nothing_is_moved_for_a_schedule_or_a_weight_that_does_not_fit():
+    devices = ["cuda:0", "cuda:1"]
+    first = Moved()
+    stages = [first, Moved(), Moved(), Moved(first.weight)]
+    with pytest.raises(ValueError, match=r"share a parameter \(stages: 0 and 3.*tie the copies"):
+        Pipeline(stages, devices=devices, schedule="interleaved_1f1b", microbatches=1)
+    with pytest.raises(ValueError, match="another pipeline"):
+        Pipeline(stages, devices=devices, schedule=brimful.Schedule("1f1b", 2, 4))
+    assert [stage.where for stage in stages] == [None] * 4
+
+
 def test_batch_norm_is_rescaled_and_frozen_as_told():
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -355,6 +445,7 @@ def test_an_error_anywhere_is_raised_with_its_place_and_leaves_nothing(schedule,
             (note,) = caught.value.__notes__
             assert f"microbatch {microbatch} in stage {index}" in note
             assert ("backward" if backward else "forward") in note
+            assert "inputs: [" in note
             del caught
             stage.at = stage.error = None
             assert rng_states() == states
@@ -424,10 +515,10 @@ def test_a_fixed_schedule_is_not_repeated_with_more_microbatches():
         return F.mse_loss(output, target)
 
     pipe = Pipeline(stages, schedule=brimful.Schedule("1f1b", 2, 3), loss_fn=loss_fn)
-    with pytest.raises(brimful.BatchTooLarge) as caught:
+    with pytest.raises(brimful.BatchTooLarge, match="the schedule is fixed") as caught:
         pipe.step(x, y)
     assert [tried[0] for tried in caught.value.tried] == [3]
-    assert "the schedule is fixed (microbatches: 3)" in "".join(caught.value.__notes__)
+    assert "(microbatches: 3, rows: 11" in str(caught.value)
     full[0] = False
     model.zero_grad()
     assert pipe.step(x, y).microbatches == 3
@@ -441,7 +532,7 @@ def test_a_fixed_schedule_is_not_repeated_with_more_microbatches():
     )
     with pytest.raises(brimful.BatchTooLarge) as caught:
         pipe.step(x, y)
-    assert len(caught.value.tried) > 1 and not hasattr(caught.value, "__notes__")
+    assert len(caught.value.tried) > 1 and "fixed" not in str(caught.value)
 
 
 def test_random_numbers_of_a_repeated_step_begin_anew():
@@ -498,6 +589,35 @@ def test_a_schedule_may_be_ones_own():
         Pipeline(stages, schedule=3, loss_fn=F.mse_loss)
 
 
+def test_layers_keep_their_modes_in_stages():
+    model = net()
+    model[1].eval()
+    first, second = split_sequential(model, [2, 2])
+    assert first.training and second.training
+    assert [layer.training for layer in model] == [True, False, True, True]
+    assert not split_sequential(model.eval(), [2, 2])[0].training
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+def test_stages_have_as_many_threads_as_they_were_given(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    seen = set()
+
+    def first(x):
+        seen.add(torch.get_num_threads())
+        return x
+
+    last = nn.Linear(6, 6, dtype=torch.float64)
+    try:
+        pipe = Pipeline([first, last], microbatches=2, loss_fn=F.mse_loss, threads_per_rank=threads)
+        pipe.step(*data())
+        assert seen == {threads or 2}  # the caller's, shared out over two ranks
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("balance", [[1, 2], [5, 1], [4, 0], []])
 def test_a_balance_that_does_not_cover_the_model_is_refused(balance):
     with pytest.raises(ValueError, match="layers: 4"):
@@ -528,7 +648,7 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="stage: none"):
         stash("h", x)
     pipe = Pipeline([lambda x: pipe.step(x, x), stages[1]], loss_fn=F.mse_loss)
-    with pytest.raises(ValueError, match="another thread is in a call"):
+    with pytest.raises(ValueError, match="another thread is in a call of this pipeline"):
         pipe.step(x, y)
 
 

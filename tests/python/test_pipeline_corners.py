@@ -10,6 +10,7 @@ from models import gradients_of, relative_difference
 from test_pipeline import check, data, net, whole
 from torch import nn
 
+import brimful
 from brimful import Pipeline, split_sequential
 from brimful.pipeline import pop, stash
 
@@ -90,6 +91,24 @@ def test_casts_are_not_kept_where_the_caller_keeps_none():
             for parameter in model.parameters():
                 parameter.div_(2)
         assert pipe.step(x, y).loss == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.l1_loss])
+def test_nothing_of_a_microbatch_is_held_when_it_is_done(loss):
+    in_use = []
+
+    def loss_fn(output, target):
+        in_use.append(brimful.memory.stats("cpu").used_bytes)
+        return loss(output, target)
+
+    x = torch.randn(64 * 128, 64)
+    pipe = Pipeline([nn.Linear(64, 64), nn.Linear(64, 64)], microbatches=64, loss_fn=loss_fn)
+    pipe.step(x, x)
+    in_use.clear()
+    pipe.step(x, x)
+    microbatch = 128 * 64 * 4
+    # What the threads' own actions take comes and goes; what every microbatch left behind would add up.
+    assert min(in_use[-8:]) - min(in_use[8:16]) < 16 * microbatch
 
 
 # fork() beside other threads is what this is about.

@@ -3,11 +3,13 @@
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import gradients_of, relative_difference
+from rank_processes import raised
 from torch import nn
 
 import brimful
@@ -111,6 +113,85 @@ def fail(here):
 
 def test_a_failure_in_one_process_is_raised_or_repeated_in_all(ranks):
     assert ranks(fail) == [True, True]
+
+
+class Plan:
+    """Fails one of this rank's actions, once."""
+
+    def __init__(self):
+        self.at, self.error = None, None
+
+    def __call__(self, rank, index, action):
+        if index == self.at:
+            self.at = None
+            raise self.error
+
+
+def planned_pipeline(stages, rank, schedule):
+    """A pipeline, and the plan that its ranks follow before each action."""
+    plan, made = Plan(), brimful._C.Pipeline
+    with mock.patch.object(
+        brimful._C, "Pipeline", lambda **given: made(**{**given, "before_action": plan})
+    ):
+        return pipeline_of(stages, rank, schedule), plan
+
+
+def fail_everywhere(here, schedule):
+    rank = here.index
+    model = net()
+    _, gradients = expected_gradients(model)
+    stages = brimful.split_sequential(model, [2, 2])
+    x, y = data()
+    pipe, plan = planned_pipeline(stages, rank, schedule)
+    order = pipe.schedule().actions
+    slowest = 0.0
+    for failing in range(2):
+        for index, action in enumerate(order[failing]):
+            plan.at, plan.error = index if rank == failing else None, KeyError("planted")
+            error = raised(pipe.step, x, y)
+            assert type(error) is (KeyError if rank == failing else brimful.RankFailed), action
+            words = error.__notes__[0] if rank == failing else str(error)
+            assert f"stage {action[0]}" in words and f"microbatch {action[-1]}" in words, words
+            slowest = max(slowest, error.seconds)
+            assert all(p.grad is None for p in model.parameters())
+            pipe.step(x, y)
+            assert close(model, gradients, rank), action
+            model.zero_grad()
+    for failing in range(2):
+        for index, action in enumerate(order[failing]):
+            pipe, plan = planned_pipeline(stages, rank, schedule)  # that has not run out before
+            plan.at = index if rank == failing else None
+            plan.error = torch.OutOfMemoryError("planted")
+            began = time.monotonic()
+            outcome = pipe.step(x, y)
+            slowest = max(slowest, time.monotonic() - began)
+            assert (outcome.retries, outcome.microbatches) == (1, 8), action
+            assert close(model, gradients, rank), action
+            model.zero_grad()
+    return slowest
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_every_action_may_fail_in_either_process(ranks, schedule):
+    assert max(ranks(fail_everywhere, schedule, watchdog_s=60)) < 1
+
+
+def refuse_late(here):
+    """What is refused leaves the gradients of the steps before."""
+    rank = here.index
+    model = net()
+    _, gradients = expected_gradients(model)
+    pipe = pipeline_of(brimful.split_sequential(model, [2, 2]), rank)
+    x, y = data()
+    pipe.step(x, y)
+    for refusing in range(2):
+        assert raised(pipe.step, x[: 3 if rank == refusing else None], y) is not None
+        assert close(model, gradients, rank)
+    return True
+
+
+def test_gradients_of_earlier_steps_outlive_a_refused_one(ranks):
+    assert ranks(refuse_late) == [True, True]
 
 
 def refuse(here):

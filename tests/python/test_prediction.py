@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import classes, cross_entropy, rng_states, same_bits, seed, used, values_of, wrap
 from rank_processes import raised
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import brimful
 
@@ -242,3 +243,98 @@ def test_a_plan_refuses_what_a_step_refuses():
     assert type(raised(sizer.plan, torch.randn(9, 5), square)) is RuntimeError
     sizer.step(torch.randn(9, 4), square)
     assert "zero_grad" in str(raised(sizer.plan, torch.randn(9, 4), square))
+
+
+def test_a_resumed_job_goes_on_with_the_pieces_that_were_found_and_rehearses_nothing():
+    seed(0)
+    model = convolution()
+    batch, last = torch.randn(ROWS, 3, 12, 12), torch.randn(ROWS // 8, 3, 12, 12)
+    calls = []
+
+    def loss(model, piece):
+        calls.append(len(piece))
+        return square(model, piece)
+
+    def step(sizer, batch, room):
+        calls.clear()
+        with limit(used() + room):
+            outcome = sizer.step(batch, loss)
+        zero(sizer)
+        return outcome, len(calls) == outcome.pieces
+
+    room = 2_000_000
+    first = brimful.BatchSizer(model, predict=True)
+    found, was_quiet = step(first, batch, room)
+    assert found.pieces > 1 and found.retries == 0 and not was_quiet
+    step(first, last, room)  # an epoch's last batch is not what the next one begins with
+    state = first.state_dict()
+    assert state["piece_rows"] == found.split[0]
+
+    resumed = brimful.BatchSizer(model, predict=True)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    again, was_quiet = step(resumed, batch, room)
+    assert was_quiet and again.split == found.split and again.retries == 0
+    with limit(used() + room):
+        assert resumed.plan(batch, loss).pieces == found.pieces
+    outcome, was_quiet = step(resumed, batch, room // 2)  # they are not right there
+    assert not was_quiet and outcome.pieces > found.pieces and outcome.retries == 0
+
+    other_shape = brimful.BatchSizer(model, predict=True)
+    other_shape.load_state_dict(state)
+    _, was_quiet = step(other_shape, torch.randn(ROWS, 3, 10, 10), room)
+    assert not was_quiet
+
+    without = brimful.BatchSizer(model)
+    without.load_state_dict(state)
+    assert step(without, batch, room)[0].split == found.split
+
+
+def test_found_pieces_that_no_longer_fit_are_rehearsed_in_the_next_step():
+    seed(0)
+    model = convolution()
+    batch = torch.randn(ROWS, 3, 12, 12)
+    first = brimful.BatchSizer(model, predict=True)
+    with limit(used() + 2_000_000):
+        first.step(batch, square)
+    zero(first)
+    resumed = brimful.BatchSizer(model, predict=True)
+    resumed.load_state_dict(first.state_dict())
+    calls = []
+
+    def wider(model, piece):
+        calls.append(1)
+        return model(torch.cat([piece, piece])).square().mean()
+
+    with limit(used() + 2_000_000):
+        assert resumed.step(batch, wider).retries > 0
+        zero(resumed)
+        calls.clear()
+        outcome = resumed.step(batch, wider)
+    zero(resumed)
+    assert outcome.retries == 0 and len(calls) > outcome.pieces
+
+
+def test_a_step_waits_once_for_the_device_with_a_forecast_and_without_a_wrapper():
+    """What a program waits for on a GPU is a value that it reads: `item` is `_local_scalar_dense`."""
+    seed(0)
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    batch = torch.randn(ROWS, 8)
+    for predict in (True, False):
+        sizer = brimful.BatchSizer(model, predict=predict, pieces=4)
+        pieces = []
+        for step in range(3):
+            with limit(used() + 60_000), Reads() as reads:
+                pieces.append(sizer.step(batch, square).pieces)
+            zero(sizer)
+            if step > 0:  # the first one rehearses, or runs out
+                assert reads.count == 1
+        assert pieces[-1] > 1

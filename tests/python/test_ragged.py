@@ -232,3 +232,35 @@ def test_an_error_in_a_rehearsal_is_the_steps_error():
     assert "planted" in str(raised(sizer.plan, torch.randn(20, 200, 4), fail))
     gc.collect()
     assert sizer.plan(torch.randn(20, 200, 4), square).pieces == 1
+
+
+def jagged(sequences):
+    return torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    "batch_of",
+    [jagged, torch.nn.utils.rnn.pack_sequence, lambda rows: [{"x": jagged(rows)}]],
+    ids=["jagged", "packed", "jagged in a structure"],
+)
+def test_rows_of_several_lengths_have_no_forecast(batch_of):
+    """The first rows say nothing of the others: they are short in one batch, and long in the next."""
+    model = torch.nn.Linear(4, 64)
+
+    def loss(model, piece):
+        calls.append(1)
+        if isinstance(piece, list):
+            piece = piece[0]["x"]
+        data = piece.data if hasattr(piece, "batch_sizes") else piece.values()
+        return square(model, data), data.shape[0]
+
+    sizer = brimful.BatchSizer(model, predict=True)
+    for longest in (8, 400):
+        lengths = sorted([8] * 20 + [longest] * 20, reverse=batch_of is not jagged)
+        batch = batch_of([torch.randn(length, 4) for length in lengths])
+        calls = []
+        with limit(used() + 1_500_000):
+            assert sizer.plan(batch, loss) is None
+            outcome = sizer.step(batch, loss)
+        zero(model)
+        assert len(calls) <= sum(attempt.pieces for attempt in outcome.attempts)

@@ -159,8 +159,49 @@ def test_the_rank_that_ran_out_says_so_and_the_others_name_it(ranks):
     assert advice[-1] == "use a smaller model or input, or a device with more memory"
 
 
-def test_out_of_map_batches_the_facts_are_empty():
-    brimful.memory.set_limit("cpu", used() + 1000)
-    error = raised(brimful.map_batches, lambda piece: torch.empty(1 << 20), torch.zeros(2, 1))
+def test_map_batches_has_the_same_facts():
+    width = max(1000, used() // 400)
+    model = Widening(width)
+    batch = torch.randn(2, 40)
+    before = used()
+    brimful.memory.set_limit("cpu", before + 300 * width)
+    error = raised(brimful.map_batches, model, batch)
     assert type(error) is brimful.BatchTooLarge
-    assert error.rank is None and error.tried == [] and error.advice == []
+    assert error.rank == 0 and error.device == "cpu"
+    assert [(pieces, rows) for pieces, rows, _ in error.tried] == [(1, 2), (2, 1)]
+    assert error.bytes["parameters"] == bytes_of(model.parameters())
+    assert error.bytes["buffers"] == 400
+    assert sum(error.bytes.values()) == error.tried[-1][2]
+    assert error.limit_bytes == before + 300 * width and error.held["this process"] > 1 << 20
+    assert str(error).startswith("a piece of one row does not fit on rank 0 of 1 (device: cpu, ")
+    assert [a.split(" (")[0] for a in error.advice] == [
+        "raise the memory limit",
+        "compute in bfloat16",
+        "use a smaller model or input, or a device with more memory",
+    ]
+    other = raised(brimful.map_batches, lambda piece: model(piece), batch)
+    assert "parameters" not in other.bytes and sum(other.bytes.values()) == other.tried[-1][2]
+
+
+def test_an_optimizer_without_room_has_the_same_facts():
+    model = torch.nn.Linear(1000, 1000)
+    optimizer = torch.optim.Adam(model.parameters())
+    sizer = brimful.BatchSizer(model, optimizer)
+    batch = torch.randn(2, 1000)
+    calls = []
+    bytes = bytes_of(model.parameters())
+    before = used()
+    brimful.memory.set_limit("cpu", before + 4 * bytes)  # state and gradients, nothing beside
+    error = raised(sizer.step, batch, lambda *_: calls.append(1))
+    assert type(error) is brimful.BatchTooLarge and calls == []
+    assert error.rank == 0 and error.device == "cpu" and error.tried == []
+    assert error.bytes["parameters"] == bytes
+    assert 2 * bytes <= error.bytes["optimizer state"] <= 2 * bytes + 100
+    assert error.bytes["the optimizer's step"] > bytes
+    assert sum(error.bytes.values()) > error.limit_bytes == before + 4 * bytes
+    assert error.held["this process"] > 1 << 20
+    words = str(error)
+    assert words.startswith("the optimizer's step would run out of memory, whatever the split, on")
+    for number, advice in enumerate(error.advice, 1):
+        assert f"{number}. {advice}" in words
+    assert "take an optimizer with less state" in error.advice

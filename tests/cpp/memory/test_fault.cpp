@@ -121,3 +121,15 @@ TEST_CASE("a fault at any allocation of a training step arrives typed and leaves
     REQUIRE(used() == before);
   }
 }
+
+TEST_CASE("FaultAt counts allocations under an Unlimited where it is asked to", "[memory]") {
+  FaultAt passed_over(0);
+  FaultAt counted(1, /*unlimited_too=*/true);
+  const memory::Unlimited unlimited;
+  take(8);
+  CHECK(passed_over.seen() == 0);
+  CHECK(counted.seen() == 1);
+  CHECK_THROWS_AS(take(8), c10::OutOfMemoryError);
+  CHECK(counted.fired());
+  CHECK_FALSE(passed_over.fired());
+}

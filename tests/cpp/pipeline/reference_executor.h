@@ -58,7 +58,7 @@ class ReferenceExecutor {
  private:
   enum class Result { done, comes, waits, wrong };  // comes: it says that it waits, the first time
   using Key = std::tuple<Kind, int, int>;
-  using Channel = std::pair<int, int>;
+  using Channel = std::tuple<int, int, int, int>;
 
   bool has(Kind kind, int stage, int microbatch) const {
     return done_.count({kind, stage, microbatch}) > 0;
@@ -68,9 +68,15 @@ class ReferenceExecutor {
     const auto ranks = owners_.find(stage);
     return ranks == owners_.end() ? -1 : *ranks->second.begin();
   }
-  Channel channel(int from, int to) const {
-    const bool by_rank = options_.channels == pipeline::ChannelKind::by_rank;
-    return by_rank ? Channel(owner(from), owner(to)) : Channel(from, to);
+  Channel channel(int from, int to, const Action& action) const {
+    switch (options_.channels) {
+      case pipeline::ChannelKind::by_rank:
+        return {owner(from), owner(to), 0, 0};
+      case pipeline::ChannelKind::by_stage:
+        return {from, to, 0, 0};
+      default:
+        return {from, to, action.microbatch, 1};
+    }
   }
 
   Result act(int rank, const Action& action) {
@@ -125,7 +131,8 @@ class ReferenceExecutor {
     if (!is_stage(other) || owner(other) == owner(stage)) {
       return Result::wrong;
     }
-    return sends ? send(action, channel(stage, other)) : receive(action, channel(other, stage));
+    return sends ? send(action, channel(stage, other, action))
+                 : receive(action, channel(other, stage, action));
   }
 
   Result send(const Action& action, const Channel& key) {

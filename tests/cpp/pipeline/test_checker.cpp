@@ -117,6 +117,7 @@ TEST_CASE("Messages that overtake each other need a channel for each stage", "[p
   CHECK_THAT(verdict(by_stage), Contains("3RECV_F0 (rank 1, action 3) would get the message of "
                                          "0SEND_F1 (rank 0, action 3)"));
   CHECK(verdict(by_stage, {std::nullopt, ChannelKind::by_stage}) == "valid");
+  CHECK(verdict(csv, {std::nullopt, ChannelKind::by_message}) == "valid");
 }
 
 TEST_CASE("A long list of problems is cut", "[pipeline]") {

@@ -94,6 +94,19 @@ TEST_CASE("A drawing has a cell with a tooltip for each action", "[pipeline]") {
   CHECK(fills.size() == 6 + 2 + 2);
 }
 
+TEST_CASE("A drawing is as wide as its title, to a limit", "[pipeline]") {
+  const auto width_of = [](const std::string& name) {
+    auto schedule = gpipe(1, 1);
+    schedule.name = name;
+    const auto svg = to_picture_svg(simulate(schedule));
+    return std::stod(svg.substr(svg.find("width=\"") + 7));
+  };
+  const double short_name = width_of("a");
+  CHECK(width_of(std::string(120, 'a')) > 120 * 8);
+  CHECK(width_of("b") == short_name);
+  CHECK(width_of(std::string(100'000, 'a')) < 4000);
+}
+
 TEST_CASE("A drawing of nothing, and of a name that is markup, is a drawing", "[pipeline]") {
   auto schedule = gpipe(1, 1);
   schedule.name = "<a> & \x01 \"b\"";

@@ -1,9 +1,10 @@
 // What a step leaves behind when any of its actions fails: nothing, within a second, and the next step works.
 #include <brimful/error.h>
-#include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/pipeline/schedules.h>
+#include <brimful/sizer/pieces.h>
 #include "support/catch.h"
+#include "support/quiet_log.h"
 #include "support/stages.h"
 #include "support/watchdog.h"
 
@@ -40,11 +41,6 @@ struct Planted {
       throw std::runtime_error("planted");
     }
   }
-};
-
-struct QuietLog {
-  QuietLog() { set_log_level(LogLevel::off); }
-  ~QuietLog() { set_log_level(LogLevel::warning); }
 };
 
 struct Trained {
@@ -114,6 +110,7 @@ TEST_CASE("An error in any action is raised with its place, and leaves nothing o
     Trained trained(schedule, ranks, stages, false);
     trained.require_good_step();  // gradients of an earlier step are there, and stay
     const auto order = trained.pipe->schedule(kMicrobatches);
+    const auto split = split_rows(kRows, kMicrobatches);
     const auto before = memory::stats(c10::Device(c10::DeviceType::CPU)).used_bytes;
     for (int rank = 0; rank < ranks; ++rank) {
       for (int index = 0; index < std::ssize(order.ranks[rank]); ++index) {
@@ -132,6 +129,12 @@ TEST_CASE("An error in any action is raised with its place, and leaves nothing o
         REQUIRE(text.find("planted (in the ") == 0);
         REQUIRE(text.find("microbatch " + std::to_string(action.microbatch) + " in stage " +
                           std::to_string(action.stage)) != std::string::npos);
+        // A forward has not taken its input yet; of what comes later the words are there, though I has freed the tensors.
+        const auto rows = std::to_string(split[action.microbatch]);
+        CAPTURE(text);
+        REQUIRE(text.find(action.kind == pipeline::ActionKind::forward
+                              ? "inputs: no tensor"
+                              : "inputs: [" + rows + ", 4] Double") != std::string::npos);
         REQUIRE(seconds < 1);
         REQUIRE(trained.pipe->last_failure()->index == index);
         REQUIRE(at::equal(trained.buffer, buffer));

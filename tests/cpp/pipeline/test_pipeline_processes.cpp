@@ -2,12 +2,13 @@
 #include <ATen/ATen.h>
 #include <brimful/error.h>
 #include <brimful/launch/run_ranks.h>
-#include <brimful/log.h>
-#include <brimful/pipeline/peers.h>
 #include <brimful/pipeline/pipeline.h>
+#include <brimful/pipeline/schedules.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include "pipeline/peers.h"
 #include "support/catch.h"
 #include "support/checks.h"
+#include "support/quiet_log.h"
 #include "support/stages.h"
 #include "support/watchdog.h"
 
@@ -25,21 +26,20 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 constexpr int64_t kRows = 11;
 constexpr int kMicrobatches = 4;
 
-struct QuietLog {
-  QuietLog() { set_log_level(LogLevel::off); }
-  ~QuietLog() { set_log_level(LogLevel::warning); }
-};
-
 /// What one rank has of a model that all ranks make alike.
 struct Rank {
-  Rank(int rank, const Group& group, const std::string& schedule, int per_rank)
-      : model(group->getSize() * per_rank) {
-    const int ranks = group->getSize();
-    const bool folded = schedule == "zbv";
+  /// `sockets`: as between ranks on one host.
+  Rank(int rank, const Group& group, const std::string& schedule, int per_rank, bool sockets = true)
+      : Rank(rank, group,
+             pipeline::make_schedule(schedule, group->getSize(), per_rank, kMicrobatches),
+             sockets) {}
+  /// One of a name is made anew for each number of microbatches.
+  Rank(int rank, const Group& group, const pipeline::Schedule& schedule, bool sockets = true)
+      : model(schedule.stages) {
+    const auto placed = pipeline::rank_of_stage(schedule);
     std::vector<pipeline::Stage> own;
-    for (int i = 0; i < ranks * per_rank; ++i) {
-      const int place = folded ? std::min(i, ranks * per_rank - 1 - i) : i % ranks;
-      if (place == rank) {
+    for (int i = 0; i < schedule.stages; ++i) {
+      if (placed[i] == rank) {
         own.push_back(pipeline::make_stage(model.layers[i], model.layers[i].parameters()));
         own.back().forward = [this, inner = own.back().forward](const pipeline::Value& input) {
           auto output = inner(input);
@@ -52,8 +52,12 @@ struct Rank {
       }
     }
     PipelineOptions options;
-    options.peers = pipeline::peers_of(group);
-    options.schedule = schedule;
+    options.peers = peers =
+        std::make_shared<pipeline::Peers>(group, pipeline::Peers::MakePair{}, sockets);
+    if (pipeline::has_communication(schedule)) {
+      options.fixed_schedule = schedule;
+    }
+    options.schedule = schedule.name;
     options.microbatches = kMicrobatches;
     options.before_action = [this](int, int index, const pipeline::Action&) {
       if (index == fail_at && fail_left-- > 0) {
@@ -70,15 +74,7 @@ struct Rank {
 
   /// Gradients of this rank's own layers.
   bool as_expected(double factor = 1) const {
-    const auto gradients = model.gradients();
-    bool good = true;
-    for (const int i : own_stages) {
-      for (const size_t k : {2 * i, 2 * i + 1}) {
-        good &= gradients[k].defined() &&
-                at::allclose(gradients[k], expected[k] * factor, 1e-12, 1e-14);
-      }
-    }
-    return good;
+    return all_close_in(own_stages, model.gradients(), expected, factor);
   }
 
   Layers model;
@@ -92,6 +88,7 @@ struct Rank {
   int fail_at = -1;
   int fail_left = 0;
   bool out_of_memory = false;
+  std::shared_ptr<pipeline::Peers> peers;
   std::unique_ptr<Pipeline> pipe;
 };
 
@@ -108,11 +105,16 @@ TEST_CASE("Processes give the gradients of the whole model", "[pipeline][process
                                              {"gpipe", 3, 1},
                                              {"interleaved_1f1b", 2, 2},
                                              {"zb_h1", 2, 1},
-                                             {"zbv", 2, 2}}));
-  CAPTURE(wanted.schedule);
+                                             {"zb_h2", 3, 1},
+                                             {"zbv", 2, 2},
+                                             {"dualpipev", 2, 2}}));
+  const bool sends = GENERATE(false, true);  // a schedule with actions of its own for messages
+  CAPTURE(wanted.schedule, sends);
   Checks checks;
   run_ranks({wanted.ranks}, [&](int rank, const Group& group) {
-    Rank own(rank, group, wanted.schedule, wanted.per_rank);
+    const auto named =
+        pipeline::make_schedule(wanted.schedule, wanted.ranks, wanted.per_rank, kMicrobatches);
+    Rank own(rank, group, sends ? pipeline::with_communication(named) : named);
     for (int step = 1; step <= 3; ++step) {
       const auto outcome = own.pipe->step(own.x, own.y, mse);
       checks.expect(own.as_expected(step), "gradients of rank " + std::to_string(rank));
@@ -127,12 +129,45 @@ TEST_CASE("Processes give the gradients of the whole model", "[pipeline][process
   CHECK(checks.failures().empty());
 }
 
+TEST_CASE("A schedule of forwards alone runs inference over processes", "[pipeline][processes]") {
+  const QuietLog quiet;
+  const Watchdog watchdog("forwards over processes");
+  const int per_rank = GENERATE(1, 2);
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    Rank own(rank, group, "forward_only", per_rank);
+    const auto output = own.pipe->forward(own.x);
+    const at::NoGradGuard no_grad;
+    checks.expect(output.tensors.empty() == (rank == 0), "the last stage has the outputs");
+    checks.expect(rank == 0 || at::allclose(output.tensors[0], own.model(own.x), 1e-12, 1e-14),
+                  "outputs");
+  });
+  CHECK(checks.failures().empty());
+}
+
+TEST_CASE("A step has 2 (p - 1) messages beside those of its stages", "[pipeline][processes]") {
+  const Watchdog watchdog("messages of verdicts");
+  const int ranks = GENERATE(2, 3, 5);
+  std::atomic<int64_t> sent{0};
+  run_ranks({ranks}, [&](int rank, const Group& group) {
+    Rank own(rank, group, "1f1b", 1);
+    own.pipe->step(own.x, own.y, mse);  // which compares set-ups too
+    const auto before = own.peers->messages();
+    for (int step = 0; step < 3; ++step) {
+      own.pipe->step(own.x, own.y, mse);
+    }
+    sent += own.peers->messages() - before;
+  });
+  CHECK(sent.load() == 3 * 2 * (ranks - 1));
+}
+
 TEST_CASE("Messages between processes may be of any size, and of another one in every step",
           "[pipeline][processes]") {
   const Watchdog watchdog("sizes of messages", std::chrono::seconds(60));
+  const bool sockets = GENERATE(true, false);
   Checks checks;
   run_ranks({2}, [&](int rank, const Group& group) {
-    Rank own(rank, group, "1f1b", 1);
+    Rank own(rank, group, "1f1b", 1, sockets);
     for (const int64_t rows : {40, 4000, 11, 8000, 4001, 4}) {
       const auto x = filled({rows, 4}, 3, at::kDouble);
       const auto y = filled({rows, 4}, 4, at::kDouble);
@@ -153,14 +188,15 @@ TEST_CASE("Whatever fails in a process, all return within a second and go on",
   const Watchdog watchdog("faults in processes", std::chrono::seconds(110));
   const auto wanted = GENERATE(values<Case>({{"1f1b", 2, 1}, {"zb_h1", 2, 1}}));
   const bool out_of_memory = GENERATE(false, true);
-  CAPTURE(wanted.schedule, out_of_memory);
+  const bool sockets = GENERATE(true, false);
+  CAPTURE(wanted.schedule, out_of_memory, sockets);
   Checks checks;
   run_ranks({wanted.ranks}, [&](int rank, const Group& group) {
     Rank own(rank, group, wanted.schedule, wanted.per_rank);
     own.out_of_memory = out_of_memory;
     const auto order = own.pipe->schedule(kMicrobatches);
     const auto fresh = [&] {  // what was learnt of sizes is forgotten
-      return std::make_unique<Rank>(rank, group, wanted.schedule, wanted.per_rank);
+      return std::make_unique<Rank>(rank, group, wanted.schedule, wanted.per_rank, sockets);
     };
     for (int failing = 0; failing < wanted.ranks; ++failing) {
       for (int index = 0; index < std::ssize(order.ranks[failing]); ++index) {

@@ -55,7 +55,8 @@ TEST_CASE("Stages pass several tensors, some of them without gradients", "[pipel
   const auto schedule = GENERATE(values<std::string>({"1f1b", "zb_h1"}));
   const Layers model(2);
   const Data data;
-  const auto& [first, second] = std::tie(model.layers[0], model.layers[1]);
+  const auto& first = model.layers[0];
+  const auto& second = model.layers[1];
   const auto head = [&](const at::Tensor& x) {
     const auto h = first(x);
     return std::make_tuple(h, h * 2, h.detach() > 0, at::arange(x.size(0)));

@@ -6,6 +6,8 @@
 #include "support/watchdog.h"
 
 #include <brimful/launch/run_ranks.h>
+#include <brimful/memory/categories.h>
+#include <brimful/step/control_record.h>
 
 #include "reducer/at_exit.h"
 
@@ -101,6 +103,33 @@ TEST_CASE("Gradients are the mean over ranks once backward returns", "[reducer]"
       model->update(0);
     }
   });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("What a reducer takes for itself is communication, to the byte",
+          "[reducer][categories]") {
+  const bool wire = GENERATE(false, true);
+  const Watchdog watchdog("a reducer's memory");
+  Checks checks;
+  brimful::memory::start_tracking();
+  run_ranks({2}, [&](int, const Group& group) {
+    auto options = capped(1);
+    if (wire) {
+      options.wire_dtype = at::kBFloat16;
+    }
+    const auto reducer =
+        Reducer::create({leaf(at::zeros({64})), leaf(at::zeros({100}))}, {}, group, options);
+    group->barrier()->wait();
+    const auto found = brimful::memory::live_by_category();
+    constexpr int64_t kTail = 2 + 2 * brimful::kRecordBytes;  // an element a parameter and a byte
+    constexpr int64_t kAligned = 112;                         // the second parameter
+    const int64_t floats = 64 + kAligned + kTail + kTail;     // what leaves has its own copy
+    checks.expect(found[static_cast<size_t>(brimful::memory::Category::communication)] ==
+                      2 * (4 * floats + (wire ? 2 * (64 + kAligned) : 0)),
+                  "communication");
+    group->barrier()->wait();
+  });
+  brimful::memory::stop_tracking();
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 

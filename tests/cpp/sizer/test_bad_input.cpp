@@ -148,6 +148,25 @@ TEST_CASE("A memory limit below what every step needs is refused at the step's s
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 
+TEST_CASE("A wrapped module's parameters and gradients are what a limit must have room for",
+          "[sizer][bad input]") {
+  memory::install();
+  const c10::Device cpu(c10::DeviceType::CPU);
+  std::string text;
+  run_ranks({1}, [&](int, const Group& group) {
+    DistributedDataParallel<Net> model(std::make_shared<Net>(), group);
+    BatchSizer sizer(model);
+    const auto batch = batch_of(0, 0, kRows);
+    const auto loss_fn = [&](const Batch& piece) {
+      return at::mse_loss(model(piece.data), piece.target);
+    };
+    memory::set_limit(cpu, 100);
+    text = catching([&] { sizer.step(batch, loss_fn); }).text;
+    memory::set_limit(cpu, std::nullopt);
+  });
+  CHECK_THAT(text, Catch::Contains("(limit: 100 B, needed before any sample: "));
+}
+
 TEST_CASE("A sizer rejects bad options, and modules of different groups", "[sizer][bad input]") {
   BatchSizerOptions options;
   options.max_retries = -1;

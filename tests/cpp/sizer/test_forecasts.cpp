@@ -130,7 +130,42 @@ TEST_CASE("The kind of a batch is all that a row's memory depends on", "[sizer]"
   CHECK(kind_of(c10::IValue(words)).sizes == Split{11});
   CHECK(kind_of(std::vector<torch::data::Example<>>{{at::zeros({7}), at::zeros({})}}).sizes ==
         Split{7});
-  CHECK(kind_of(at::zeros({6, 5}).to_sparse()) == RowKind{"Float*;", {}});
+  CHECK(kind_of(at::zeros({6, 5}).to_sparse()) == RowKind{"Float*;", {}, true});
+}
+
+TEST_CASE("Kinds have fingerprints that are the same in every process", "[sizer]") {
+  const RowKind kind{"Long2;", {11}};
+  CHECK(fingerprint(kind) == fingerprint(RowKind{"Long2;", {11}}));
+  CHECK(fingerprint(RowKind{"a", {}}) == 0xE40C292C);  // FNV-1a's own example
+  CHECK(fingerprint(kind) != fingerprint(RowKind{"Long2;", {12}}));
+  CHECK(fingerprint(kind) != fingerprint(RowKind{"Int2;", {11}}));
+  CHECK(fingerprint(RowKind{"", {1, 2}}) != fingerprint(RowKind{"", {2, 1}}));
+}
+
+TEST_CASE("Pieces that were found hold for their batch, in the room for which they are right",
+          "[sizer]") {
+  const FoundPieces found{7, 100, 4, 5000, 8000};
+  CHECK(found.holds(7, 100, 5000));
+  CHECK(found.holds(7, 100, 7999));
+  CHECK_FALSE(found.holds(7, 100, 8000));
+  CHECK_FALSE(found.holds(7, 100, 4999));
+  CHECK_FALSE(found.holds(7, 99, 6000));
+  CHECK_FALSE(found.holds(8, 100, 6000));
+  CHECK(FoundPieces{7, 100, 1, 5000, 0}.holds(7, 100, int64_t{1} << 60));
+  CHECK_FALSE(FoundPieces{}.holds(0, 0, 100));
+
+  std::map<std::string, double> state;
+  found.put(state);
+  const auto again = FoundPieces::of(state);
+  CHECK(again.holds(7, 100, 5000));
+  CHECK_FALSE(again.holds(7, 100, 8000));
+  CHECK(again.pieces == 4);
+  CHECK(FoundPieces::of({{"steps", 3}}).rows == 0);
+  state["found_pieces"] = 101;
+  CHECK_THROWS_WITH(FoundPieces::of(state),
+                    Catch::Contains("(found_rows: 100, found_pieces: 101)"));
+  state["found_pieces"] = -1;
+  CHECK_THROWS_AS(FoundPieces::of(state), c10::ValueError);
 }
 
 TEST_CASE("Sequences of any length are split as they fit, from the rehearsals of a few",

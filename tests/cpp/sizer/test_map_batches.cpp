@@ -138,9 +138,11 @@ TEST_CASE("A row that does not fit is told with the sizes tried", "[sizer]") {
   });
   CHECK(caught.type == Type::batch_too_large);
   CHECK_THAT(caught.text,
-             Catch::StartsWith("a piece of one row does not fit (rows: 6, done: 0, rows of the "
-                               "pieces that ran out: 6, 3, 2, 1, max_retries: 8); give the "
-                               "device more memory"));
+             Catch::StartsWith("a piece of one row does not fit on rank 0 of 1 (device: cpu, rows: "
+                               "6, done: 0, retries: 3, max_retries: 8).\nTried: 1 piece of 6 rows "
+                               "(peak: ") &&
+                 Catch::Contains("3 pieces of 2 rows (peak: ") &&
+                 Catch::Contains("Try next: 1. raise the memory limit"));
   CHECK(used() == before);
   MapOptions options;
   options.max_retries = 1;
@@ -150,9 +152,69 @@ TEST_CASE("A row that does not fit is told with the sizes tried", "[sizer]") {
   });
   CHECK(sooner.type == Type::batch_too_large);
   CHECK_THAT(sooner.text,
-             Catch::StartsWith("no piece that was tried fits (rows: 6, done: 0, rows of the "
-                               "pieces that ran out: 6, 3, max_retries: 1); begin with more "
-                               "pieces, or raise max_retries"));
+             Catch::StartsWith("no piece that was tried fits on rank 0 of 1 (device: cpu, rows: 6, "
+                               "done: 0, retries: 1, max_retries: 1)") &&
+                 Catch::Contains("1. raise max_retries, or begin with more pieces (pieces=4)"));
+}
+
+TEST_CASE("A row that does not fit beside the results of others is told with its bytes",
+          "[sizer]") {
+  const Quiet quiet;
+  const auto weight = at::zeros({100}, at::kFloat);
+  MapOptions options;
+  options.pieces = 6;
+  options.rank = 1;
+  options.world_size = 3;
+  options.standing_bytes = [&] { return standing_bytes({weight}, {}, kCpu); };
+  int calls = 0;
+  const auto before = used();
+  const Budget budget(2 * kRowBytes);
+  try {
+    map_batches(
+        [&](const at::Tensor& x) {
+          const auto more = at::empty({++calls == 4 ? 4 * kRowBytes : 0}, at::kByte);
+          return heavy(x);
+        },
+        batch_of_rows(6), options);
+    FAIL("nothing was thrown");
+  } catch (const BatchTooLarge& error) {
+    const auto& facts = error.facts();
+    CHECK(facts.rank == 1);
+    REQUIRE(facts.tried.size() == 1);
+    CHECK(facts.tried[0].piece_rows == 1);
+    int64_t sum = 0;
+    for (const auto& [name, bytes] : facts.bytes) {
+      sum += bytes;
+    }
+    CHECK(sum == facts.tried[0].peak_bytes);
+    CHECK(facts.bytes.front() == std::pair<std::string, int64_t>("parameters", 400));
+    CHECK(facts.limit_bytes == before + 2 * kRowBytes);
+    CHECK_THAT(error.what_without_backtrace(), Catch::Contains("on rank 1 of 3 (device: cpu, rows: "
+                                                               "6, done: 3"));
+  }
+}
+
+TEST_CASE("Torch's cache is released where that helps, and the same piece tried once more",
+          "[sizer]") {
+  const Quiet quiet;
+  const std::string fragmented =
+      "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of "
+      "which 512.00 MiB is free. Of the allocated memory 60.00 GiB is allocated by PyTorch, and "
+      "3.00 GiB is reserved by PyTorch but unallocated.";
+  const auto sizes_with = [&](int failures, const std::string& words) {
+    Sizes sizes;
+    map_batches(
+        [&](const at::Tensor& x) {
+          sizes.push_back(x.size(0));
+          TORCH_CHECK_WITH(OutOfMemoryError, failures-- <= 0, words);
+          return x;
+        },
+        batch_of_rows());
+    return sizes;
+  };
+  CHECK(sizes_with(1, fragmented) == Sizes{13, 13});
+  CHECK(sizes_with(2, fragmented) == Sizes{13, 13, 7, 6});
+  CHECK(sizes_with(1, "CPU out of memory. Tried to allocate 2.0 GiB.") == Sizes{13, 7, 6});
 }
 
 TEST_CASE("A piece that is repeated gets the same random numbers", "[sizer]") {
@@ -220,7 +282,10 @@ TEST_CASE("Results that do not fit together are refused", "[sizer]") {
 TEST_CASE("Bad input of a mapping is refused, and what the function throws passes", "[sizer]") {
   const auto batch = batch_of_rows();
   const auto with = [&](int64_t pieces, int64_t max_retries) {
-    return catching([&] { map_batches(heavy, batch, {pieces, max_retries, kCpu, {}}); });
+    MapOptions options;
+    options.pieces = pieces;
+    options.max_retries = max_retries;
+    return catching([&] { map_batches(heavy, batch, options); });
   };
   CHECK_THAT(with(0, 8).text, Catch::Contains("(pieces: 0)"));
   CHECK(with(0, 8).type == Type::value_error);

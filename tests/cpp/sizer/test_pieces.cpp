@@ -3,9 +3,14 @@
 
 #include <brimful/sizer/pieces.h>
 
+#include <algorithm>
+#include <numeric>
+
 using brimful::equal_pieces;
 using brimful::finer;
+using brimful::largest_piece;
 using brimful::pieces_for;
+using brimful::split_into_few_sizes;
 using brimful::split_rows;
 using Split = std::vector<int64_t>;
 
@@ -57,6 +62,35 @@ TEST_CASE("Equal pieces cost a quarter more pieces at most", "[sizer]") {
       CHECK((found >= pieces && 4 * (found - pieces) <= pieces && found <= rows));
     }
   }
+}
+
+TEST_CASE("Splits of few sizes have equal pieces where they can, else common ones", "[sizer]") {
+  std::set<int64_t> equal;
+  CHECK(split_into_few_sizes(120, 18, equal) == Split(8, 15));
+  CHECK(split_into_few_sizes(120, 120, equal) == Split{120});
+  CHECK(split_into_few_sizes(121, 18, equal) == Split{16, 16, 16, 16, 16, 16, 16, 6, 3});
+  CHECK(split_into_few_sizes(7, 6, equal) == Split{4, 3});
+  CHECK(split_into_few_sizes(4, 3, equal) == Split{2, 2});
+  CHECK(split_into_few_sizes(0, 3, equal).size() <= 1);
+  CHECK(equal == std::set<int64_t>{15, 2});
+  CHECK_THROWS_WITH(split_into_few_sizes(4, 0, equal), Catch::Contains("rows of a piece: 0"));
+}
+
+TEST_CASE("However batches and memory change, their pieces have few sizes", "[sizer]") {
+  std::set<int64_t> equal;
+  std::set<int64_t> met;
+  for (int64_t rows = 1; rows <= 512; ++rows) {
+    for (int64_t piece_rows = 1; piece_rows < rows && piece_rows <= 256; ++piece_rows) {
+      const auto split = split_into_few_sizes(rows, piece_rows, equal);
+      REQUIRE(std::accumulate(split.begin(), split.end(), int64_t{0}) == rows);
+      REQUIRE(largest_piece(split) <= piece_rows);
+      REQUIRE((piece_rows <= 2 || *std::min_element(split.begin(), split.end()) >= 2));
+      REQUIRE(static_cast<int64_t>(split.size()) <= 3 * pieces_for(rows, piece_rows) / 2 + 6);
+      met.insert(split.begin(), split.end());
+    }
+  }
+  CHECK(equal.size() <= 4);
+  CHECK(met.size() <= 5 + 2 * 8);
 }
 
 TEST_CASE("A finer split doubles the pieces down to one row each", "[sizer]") {

@@ -95,6 +95,48 @@ TEST_CASE("What is not known is left out", "[sizer][too large]") {
   CHECK_NOTHROW(words_for({}, facts_of({})));
 }
 
+TEST_CASE("An optimizer without room has the same facts, and other advice", "[sizer][too large]") {
+  auto shortfall = example();
+  shortfall.of = Shortfall::Of::optimizer;
+  shortfall.tried.clear();
+  shortfall.last_error.clear();
+  shortfall.standing->gradients = 0;
+  shortfall.optimizer_bytes = 50 * kMiB;
+  const auto facts = facts_of(shortfall);
+  CHECK(
+      words_for(shortfall, facts) ==
+      "the optimizer's step would run out of memory, whatever the split, on rank 1 of 1 (device: "
+      "cpu, rows: 8).\n"
+      "The peak would be: parameters 6.0 MiB, gradients 0 B, optimizer state 8.0 MiB, buffers 1.0 "
+      "MiB, other tensors 5.0 MiB, the optimizer's step 50.0 MiB (limit: 64.0 MiB).\n"
+      "Beside tensors: this process 100.0 MiB, others 500.0 MiB, free 1000.0 MiB (source: "
+      "/proc/meminfo).\n"
+      "Try next: 1. raise the memory limit (memory.set_limit, now: 64.0 MiB, free beyond it: "
+      "956.0 MiB); 2. take an optimizer with less state; 3. freeze parameters that need no "
+      "training (gradients: 4.0 MiB, optimizer state: 8.0 MiB); 4. use a smaller model or input, "
+      "or a device with more memory");
+  CHECK(facts.tried.empty());
+  shortfall.world_size = 2;
+  CHECK(kinds(shortfall) ==
+        Kinds{"raise the", "take an", "freeze parameters", "shard the", "use a"});
+}
+
+TEST_CASE("A mapping that does not fit is told without what is for training",
+          "[sizer][too large]") {
+  auto shortfall = example();
+  shortfall.of = Shortfall::Of::mapping;
+  shortfall.rows_done = 3;
+  const auto words = words_for(shortfall, facts_of(shortfall));
+  CHECK(
+      words.rfind("a piece of one row does not fit on rank 1 of 1 (device: cpu, rows: 8, done: 3, "
+                  "retries: 3, max_retries: 8).\nTried: 1 piece of 8 rows",
+                  0) == 0);
+  CHECK(kinds(shortfall) == Kinds{"raise the", "compute in", "use a"});
+  shortfall.tried.resize(2);
+  CHECK(words_for(shortfall, facts_of(shortfall)).rfind("no piece that was tried fits on", 0) == 0);
+  CHECK(kinds(shortfall) == Kinds{"raise max_retries,", "raise the", "compute in", "use a"});
+}
+
 TEST_CASE("Only advice that applies is given", "[sizer][too large]") {
   const Kinds rest{"checkpoint activations", "compute in", "freeze parameters", "use a"};
   const auto with = [&](Kinds first, const Kinds& then) {
@@ -123,7 +165,7 @@ TEST_CASE("Only advice that applies is given", "[sizer][too large]") {
     shortfall.tried.resize(2);
     CHECK(kinds(shortfall) == with({"raise max_retries,", "raise the"}, rest));
     CHECK(advice_for(shortfall)[0] == "raise max_retries, or begin with more pieces (pieces=4)");
-    shortfall.lockstep = true;
+    shortfall.of = Shortfall::Of::lockstep;
     CHECK(kinds(shortfall) == with({"begin with", "raise the"}, rest));
     CHECK(words_for(shortfall, facts_of(shortfall)).rfind("in lockstep no rank may split", 0) == 0);
   }

@@ -3,6 +3,7 @@
 #include "support/net.h"
 
 #include <brimful/pipeline/pipeline.h>
+#include <algorithm>
 
 namespace brimful::test {
 
@@ -69,6 +70,18 @@ inline bool all_close(const std::vector<at::Tensor>& a, const std::vector<at::Te
          std::equal(a.begin(), a.end(), b.begin(), [](const auto& x, const auto& y) {
            return x.defined() == y.defined() && (!x.defined() || at::allclose(x, y, 1e-12, 1e-14));
          });
+}
+
+/// Whether the gradients of these layers of a `Layers`, weights and biases in turn, are `factor` times the expected ones.
+inline bool all_close_in(const std::vector<int>& layers, const std::vector<at::Tensor>& gradients,
+                         const std::vector<at::Tensor>& expected, double factor) {
+  return std::all_of(layers.begin(), layers.end(), [&](int layer) {
+    const auto good = [&](size_t k) {
+      return gradients[k].defined() &&
+             at::allclose(gradients[k], expected[k] * factor, 1e-12, 1e-14);
+    };
+    return good(2 * layer) && good(2 * layer + 1);
+  });
 }
 
 }  // namespace brimful::test

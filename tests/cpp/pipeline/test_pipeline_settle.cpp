@@ -1,0 +1,200 @@
+// What ranks exchange once a step stands: sums of tied weights' gradients, and overflows. A rank that has no memory left for
+// its part says so.
+#include <ATen/ATen.h>
+#include <brimful/error.h>
+#include <brimful/launch/run_ranks.h>
+#include <brimful/memory/fault.h>
+#include <brimful/pipeline/peers.h>
+#include <brimful/pipeline/pipeline.h>
+#include <brimful/sizer/grad_scaler.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include "support/catch.h"
+#include "support/checks.h"
+#include "support/quiet_log.h"
+#include "support/stages.h"
+#include "support/watchdog.h"
+
+#include <array>
+#include <barrier>
+#include <chrono>
+#include <optional>
+
+using namespace brimful;
+using namespace brimful::test;
+using pipeline::Pipeline;
+using pipeline::PipelineOptions;
+
+namespace {
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+constexpr int kRanks = 2;
+constexpr int64_t kRows = 11;
+
+/// The weights of both layers are one, of which each rank has a copy.
+struct Rank {
+  Rank(int rank, const Group& group) : rank(rank) {
+    {
+      const at::NoGradGuard no_grad;
+      model.layers[1].weight.copy_(model.layers[0].weight);
+    }
+    mse(model(x), y).backward();
+    const auto gradients = copies(model.gradients());
+    expected = {gradients[0] + gradients[2], gradients[1], gradients[0] + gradients[2],
+                gradients[3]};
+    model.zero_grad();
+    const auto& layer = model.layers[rank];
+    PipelineOptions options;
+    options.peers = pipeline::peers_of(group);
+    options.microbatches = 2;
+    options.tied = {{"weight", layer.weight}};
+    options.scaler = &scaler;
+    pipe.emplace(Pipeline({pipeline::make_stage(layer, layer.parameters())}, options));
+  }
+  auto step() { return pipe->step(x, y, mse); }
+  bool as_expected() const {
+    const auto gradients = model.gradients();
+    return all_close({gradients[2 * rank], gradients[2 * rank + 1]},
+                     {expected[2 * rank], expected[2 * rank + 1]});
+  }
+
+  int rank;
+  Layers model{2};
+  at::Tensor x = filled({kRows, 4}, 3, at::kDouble);
+  at::Tensor y = filled({kRows, 4}, 4, at::kDouble);
+  std::vector<at::Tensor> expected;
+  GradScaler scaler{[] {
+    GradScalerOptions options;
+    options.init_scale = 1;
+    return options;
+  }()};
+  std::optional<Pipeline> pipe;
+};
+}  // namespace
+
+// Each allocation of the thread that calls step(): before the actions, for the verdict, and after it.
+TEST_CASE("A rank that has no memory around its actions leaves no other waiting",
+          "[pipeline][processes][faults]") {
+  const QuietLog quiet;
+  const Watchdog watchdog("faults of the caller's thread", std::chrono::seconds(60));
+  Checks checks;
+  std::array<std::atomic<int64_t>, kRanks> allocations{};
+  std::array<std::atomic<bool>, kRanks> raised{};
+  std::barrier together(kRanks);
+  run_ranks({kRanks}, [&](int rank, const Group& group) {
+    {
+      Rank own(rank, group);
+      own.step();
+      checks.expect(own.as_expected(), "gradients are the sum of the copies'");
+      own.model.zero_grad();
+      const memory::FaultAt none(1 << 20, /*unlimited_too=*/true);
+      own.step();
+      allocations[rank] = none.seen();
+      together.arrive_and_wait();
+      checks.expect(allocations[rank] > 10, "there is something to refuse");
+    }
+    for (int failing = 0; failing < kRanks; ++failing) {
+      for (int64_t index = 0; index < allocations[failing]; ++index) {
+        const auto name = "rank " + std::to_string(failing) + ", allocation " +
+                          std::to_string(index) + ", seen by rank " + std::to_string(rank);
+        Rank own(rank, group);
+        own.step();
+        own.model.zero_grad();
+        std::optional<memory::FaultAt> fault;
+        if (rank == failing) {
+          fault.emplace(index, /*unlimited_too=*/true);
+        }
+        const auto began = std::chrono::steady_clock::now();
+        std::string text;
+        try {
+          own.step();
+        } catch (const std::exception& error) {
+          text = error.what();
+        }
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+        checks.expect(took.count() < 1, name + ": returns within a second");
+        checks.expect(rank != failing || fault->fired(), name + ": was refused");
+        fault.reset();
+        raised[rank] = !text.empty();
+        together.arrive_and_wait();
+        checks.expect(raised[0] == raised[1], name + ": ends alike: " + text);
+        const auto gradients = own.model.gradients();
+        checks.expect(text.empty() ? own.as_expected()
+                                   : std::none_of(gradients.begin(), gradients.end(),
+                                                  [](const auto& g) { return g.defined(); }),
+                      name + ": gradients: " + text);
+        own.model.zero_grad();
+        own.step();
+        checks.expect(own.as_expected(), name + ": the next step");
+        together.arrive_and_wait();
+      }
+    }
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("Copies of a weight in one process get the sum of their gradients", "[pipeline]") {
+  const Watchdog watchdog("tied in one process");
+  const auto schedule = GENERATE(values<std::string>({"1f1b", "zb_h1"}));
+  const auto x = filled({kRows, 4}, 3, at::kDouble);
+  const auto y = filled({kRows, 4}, 4, at::kDouble);
+  const Layers model(3);
+  PipelineOptions options;
+  options.microbatches = 4;
+  options.schedule = schedule;
+  options.tied = {{"weight", model.layers[0].weight}, {"weight", model.layers[2].weight}};
+  Pipeline pipe(model.stages(), options);
+  CHECK(at::equal(model.layers[0].weight, model.layers[2].weight));
+  mse(model(x), y).backward();
+  auto expected = copies(model.gradients());
+  model.zero_grad();
+  expected[0] = expected[4] = expected[0] + expected[4];
+  pipe.step(x, y, mse);
+  CHECK(all_close(model.gradients(), expected));
+  pipe.step(x, y, mse);  // adds to those that are there
+  for (auto& gradient : expected) {
+    gradient = gradient * 2;
+  }
+  CHECK(all_close(model.gradients(), expected));
+  CHECK(at::equal(model.layers[0].weight.grad(), model.layers[2].weight.grad()));
+}
+
+TEST_CASE("Weights that cannot be tied are refused", "[pipeline]") {
+  const Layers model(2);
+  const Layer wide(1, 4, 5);
+  const auto& weight = model.layers[0].weight;
+  const auto made = [&](std::vector<std::pair<std::string, at::Tensor>> tied) {
+    PipelineOptions options;
+    options.tied = std::move(tied);
+    return Pipeline(model.stages(), options);
+  };
+  CHECK_THROWS_WITH(made({{"w", weight}}), Catch::Contains("one copy (name: w, group: none)"));
+  CHECK_THROWS_WITH(made({{"w", weight}, {"w", weight}}), Catch::Contains("named twice (name: w)"));
+  CHECK_THROWS_WITH(made({{"w", weight}, {"w", wide.weight}}),
+                    Catch::Contains("copies of a tied weight differ"));
+  auto frozen = model.layers[1].weight.detach();
+  CHECK_THROWS_WITH(made({{"w", weight}, {"w", frozen}}), Catch::Contains("frozen"));
+}
+
+TEST_CASE("The schedule says on which device a stage is, and who may share a parameter",
+          "[pipeline]") {
+  const c10::Device first(c10::DeviceType::CUDA, 0);
+  const c10::Device second(c10::DeviceType::CUDA, 1);
+  using Devices = std::vector<c10::Device>;
+  PipelineOptions options;
+  options.devices = {first, second};
+  std::vector<std::vector<at::Tensor>> parameters(4);
+  const auto places = [&](const std::string& schedule) {
+    options.schedule = schedule;
+    return pipeline::stage_devices(options, parameters);
+  };
+  CHECK(places("interleaved_1f1b") == Devices{first, second, first, second});
+  CHECK(places("zbv") == Devices{first, second, second, first});
+  const Layer layer(1);
+  parameters[0] = parameters[3] = layer.parameters();
+  CHECK(places("zbv").size() == 4);
+  CHECK_THROWS_WITH(places("looped_bfs"),
+                    Catch::Contains("share a parameter (stages: 0 and 3, devices: cuda:0 and "
+                                    "cuda:1); give each a copy"));
+  CHECK_THROWS_WITH(places("1f1b"), Catch::Contains("1 stage a rank only"));
+  parameters.resize(3);
+  CHECK_THROWS_WITH(places("zbv"), Catch::Contains("stages: 3, devices: 2"));
+}

@@ -1,0 +1,126 @@
+#include <brimful/probes/explain.h>
+#include <string>
+#include "support/catch.h"
+
+using namespace brimful::probes;
+
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr const char* kNotInitialized = "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED";
+
+Explanation explain(const char* text, const ErrorEvidence& evidence = {}) {
+  return explain_error({text, {"RuntimeError"}}, evidence);
+}
+
+ErrorEvidence free_of(int64_t bytes) {
+  ErrorEvidence evidence;
+  evidence.free_bytes = bytes;
+  return evidence;
+}
+
+}  // namespace
+
+TEST_CASE("A library that could not start is an OOM where memory was short", "[probes]") {
+  auto out = explain(kNotInitialized, free_of(20 * kMiB));
+  CHECK(out.kind == "hidden_out_of_memory");
+  CHECK(out.is_memory == true);
+  CHECK(out.evidence.at(0) == "free on the device before the call: 20.0 MiB");
+  out = explain(kNotInitialized, free_of(20000 * kMiB));
+  CHECK(out.kind == "library");
+  CHECK(out.is_memory == false);
+  out = explain(kNotInitialized);
+  CHECK(out.kind == "library");
+  CHECK_FALSE(out.is_memory.has_value());
+  auto evidence = free_of(20000 * kMiB);
+  evidence.workspace_bytes = 24000 * kMiB;
+  CHECK(explain(kNotInitialized, evidence).is_memory == true);
+  evidence.workspace_bytes = std::nullopt;
+  evidence.refused = true;
+  CHECK(explain(kNotInitialized, evidence).is_memory == true);
+}
+
+TEST_CASE("A refusal's numbers tell fragmentation from want", "[probes]") {
+  const char* fragmented =
+      "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
+      "which 1.20 GiB is free. Including non-PyTorch memory, this process has 77.9 GiB memory in "
+      "use. Of the allocated memory 70.1 GiB is allocated by PyTorch, and 6.50 GiB is reserved by "
+      "PyTorch but unallocated.";
+  ErrorEvidence evidence;
+  auto out = explain(fragmented, evidence);
+  CHECK(out.kind == "out_of_memory");
+  CHECK_THAT(out.cause, Catch::Contains("fragmented"));
+  CHECK_THAT(out.remedy, Catch::Contains("expandable_segments:True"));
+  evidence.allocator_settings = "expandable_segments:True";
+  CHECK_THAT(explain(fragmented, evidence).remedy, Catch::Contains("expandable_segments is on"));
+  out = explain("CUDA out of memory. Tried to allocate 20.00 GiB.");
+  CHECK_THAT(out.cause, Catch::Contains("no room"));
+  CHECK(out.evidence.at(0) == "asked for: 20.0 GiB");
+  const ErrorText typed{"Unable to allocate 29.8 GiB for an array with shape (4000000000,)",
+                        {"_ArrayMemoryError", "MemoryError", "Exception"}};
+  CHECK(explain_error(typed).kind == "out_of_memory");
+  CHECK_THAT(explain_error(typed).cause, Catch::Contains("host's memory"));
+}
+
+TEST_CASE("A device-side assert is explained by the kernel's words and by the ring", "[probes]") {
+  const char* bare = "CUDA error: device-side assert triggered";
+  auto out = explain(bare);
+  CHECK(out.kind == "device_lost");
+  CHECK(out.is_memory == false);
+  CHECK_THAT(out.remedy, Catch::Contains("op_ring"));
+  out = explain(
+      "Loss.cu:250: block: [0,0,0], thread: [0,0,0] Assertion `t >= 0 && t < n_classes` failed.\n"
+      "CUDA error: device-side assert triggered");
+  CHECK(out.kind == "index");
+  CHECK_THAT(out.cause, Catch::Contains("label"));
+  ErrorEvidence evidence;
+  evidence.indices = {{"aten::embedding", "train.py:31 in forward", 0, 50257, 0, 50256}};
+  evidence.operators = {
+      {"aten::embedding", {"Float[50257, 768] cuda:0"}, "train.py:31", false, {}}};
+  out = explain(bare, evidence);
+  CHECK(out.kind == "index");
+  CHECK(out.cause ==
+        "train.py:31 in forward: aten::embedding got index 50257, allowed are 0 to 50256");
+  CHECK(out.evidence.back() ==
+        "operator: aten::embedding(Float[50257, 768] cuda:0) at train.py:31");
+}
+
+TEST_CASE("A killed worker is memory where the kernel counted a kill", "[probes]") {
+  const char* text = "DataLoader worker (pid 3002) is killed by signal: Killed.";
+  CHECK_FALSE(explain(text).is_memory.has_value());
+  ErrorEvidence evidence;
+  evidence.oom_kills = 0;
+  CHECK_FALSE(explain(text, evidence).is_memory.has_value());
+  evidence.oom_kills = 2;
+  CHECK(explain(text, evidence).is_memory == true);
+  CHECK(explain(text, evidence).kind == "worker_killed");
+}
+
+TEST_CASE("Another rank's error, and one that nothing is known of, stay what they are",
+          "[probes]") {
+  const ErrorText other{"rank 1 ran out of memory",
+                        {"RankOutOfMemory", "RankFailed", "RuntimeError"}};
+  CHECK(explain_error(other).kind == "other_rank");
+  CHECK(explain_error(other).is_memory == false);
+  auto out = explain("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)\nmore");
+  CHECK(out.kind == "other");
+  CHECK(out.is_memory == false);
+  CHECK(out.cause ==
+        "no shortage of memory: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)");
+  CHECK(explain("").kind == "other");
+  CHECK(explain("NCCL is a fine library").kind == "other");
+  CHECK(explain("\n\n").is_memory == false);
+  // Findings explain an error about indices, and no other.
+  ErrorEvidence evidence;
+  evidence.indices = {{"aten::embedding", "", 0, 10, 0, 9}};
+  CHECK(explain("expected scalar type Float but found Half", evidence).kind == "other");
+  CHECK(explain("index out of range in self", evidence).kind == "index");
+}
+
+TEST_CASE("What is measured now can be asked for anywhere", "[probes]") {
+  const auto evidence = evidence_now();
+  CHECK_FALSE(evidence.refused);
+  CHECK_THAT(to_text(explain("CUDA out of memory. Tried to allocate 2 GiB", evidence)),
+             Catch::Contains("out_of_memory (memory: yes)\n  cause:  ") &&
+                 Catch::Contains("\n  - asked for: 2.0 GiB"));
+}

@@ -1,0 +1,83 @@
+#include <brimful/probes/leak.h>
+
+#include <c10/util/Exception.h>
+
+#include "support/catch.h"
+
+using namespace brimful::probes;
+using brimful::memory::LiveBlock;
+
+namespace {
+
+std::vector<LiveBlock> one_a_step(uint32_t site, int64_t first, int64_t last, int64_t bytes = 8) {
+  std::vector<LiveBlock> blocks;
+  for (int64_t step = first; step <= last; ++step) {
+    LiveBlock block;
+    block.bytes = bytes;
+    block.step = step;
+    block.site = site;
+    blocks.push_back(block);
+  }
+  return blocks;
+}
+
+std::vector<LiveBlock> operator+(std::vector<LiveBlock> a, const std::vector<LiveBlock>& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+}  // namespace
+
+TEST_CASE("A line grows when each of the last complete steps has left blocks", "[probes]") {
+  const auto found = growing(one_a_step(1, 2, 8), 8);
+  REQUIRE(found.size() == 1);
+  CHECK(found[0].site == 1);
+  CHECK(found[0].first_step == 2);
+  CHECK(found[0].steps == 5);  // 2 to 6: the last two do not count
+  CHECK(found[0].bytes == 40);
+}
+
+TEST_CASE("Warm-up, gaps, and what stopped are no growth", "[probes]") {
+  CHECK(growing(one_a_step(1, 2, 8), 7).empty());
+  CHECK(growing(one_a_step(1, 0, 1), 8).empty());
+  CHECK(growing(one_a_step(1, 2, 5), 8).empty());
+  CHECK(growing(one_a_step(1, 2, 4) + one_a_step(1, 6, 8), 10).empty());
+  CHECK(growing({}, 100).empty());
+}
+
+TEST_CASE("The line with the most bytes comes first", "[probes]") {
+  const auto found = growing(one_a_step(1, 2, 9) + one_a_step(2, 2, 9, 16), 9);
+  REQUIRE(found.size() == 2);
+  CHECK(found[0].site == 2);
+}
+
+TEST_CASE("Growth over less than two steps is an error", "[probes]") {
+  CHECK_THROWS_AS(growing({}, 0, {1, 2}), c10::ValueError);
+  CHECK_THROWS_AS(growing({}, 0, {5, -1}), c10::ValueError);
+}
+
+TEST_CASE("A leak's words name holder, line, node and remedy", "[probes]") {
+  Leak leak;
+  leak.holder.kind = HolderKind::variable;
+  leak.holder.path = leak.holder.container = "total";
+  leak.holder.root = "global of train";
+  leak.holder.node = "AddBackward0";
+  leak.holder.scalar = leak.holder.has_graph = true;
+  leak.sites = {"train.py:31 (<module>)"};
+  leak.steps = 5;
+  leak.bytes_per_step = 2048;
+  CHECK(to_string(leak) ==
+        "`total` (train.py:31 (<module>); global of train) keeps 5 graphs alive through "
+        "AddBackward0, "
+        "2.0 KiB a step; use total += loss.item()");
+  leak.evaluation = true;
+  CHECK(to_string(leak).ends_with("run it under torch.no_grad()"));
+  leak.evaluation = false;
+  leak.retained = true;
+  CHECK(to_string(leak).ends_with("loss.item()"));  // its nodes alone: no backward has kept them
+  leak.bytes = 4096;
+  CHECK(to_string(leak).find("call backward() without retain_graph=True") != std::string::npos);
+  leak.holder.is_gradient = true;  // a backward() with create_graph=True has made it
+  leak.evaluation = true;
+  CHECK(to_string(leak).ends_with("graphs that hold each other"));
+}

@@ -1,0 +1,113 @@
+"""The blocks of docs/integrations.md run, on two ranks where they are of ranks."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import classes
+from trainers import dataset, net, under_torchrun
+
+import brimful
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "integrations.md"
+BLOCK = re.compile(r"^## (.*?)\n.*?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = dict(BLOCK.findall(PAGE.read_text()))
+
+
+def loss_fn(model, piece):
+    return F.cross_entropy(model(piece[0]), piece[1])
+
+
+def values_for(title, folder):
+    """What the surroundings of a block would have."""
+    module, data = net(), dataset(16)
+    options = {"accelerator": "cpu", "devices": 2}
+    if title == "Lightning":
+        pl = pytest.importorskip("lightning.pytorch")
+
+        class Module(pl.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = module
+
+            def training_step(self, batch, _):
+                return loss_fn(self.net, batch)
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+            def train_dataloader(self):
+                return torch.utils.data.DataLoader(data, batch_size=4)
+
+        options |= {"max_epochs": 1, "logger": False, "enable_checkpointing": False}
+        return {"module": Module(), "options": options}
+    if title == "Hugging Face Trainer":
+        transformers = pytest.importorskip("transformers")
+        config = transformers.BertConfig(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+        rows = [{"input_ids": torch.arange(4), "labels": torch.tensor(k % 2)} for k in range(8)]
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, use_cpu=True, num_train_epochs=1, report_to=[], save_strategy="no"
+        )
+        net_of_it = transformers.BertForSequenceClassification(config)
+        return {"net": net_of_it, "arguments": arguments, "data": rows}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    found = {"net": module, "optimizer": optimizer, "batch": classes(4), "loss_fn": loss_fn}
+    if title == "torch.distributed.checkpoint":
+        scaler = torch.amp.GradScaler("cpu")
+        model = brimful.DistributedDataParallel(module)
+        sizer = brimful.BatchSizer(model, optimizer, scaler=scaler)
+        found |= {"model": model, "sizer": sizer, "scaler": scaler, "loader": [1, 2]}
+        return found | {"folder": folder, "brimful": brimful, "itertools": itertools}
+    return found | {"options": {"cpu": True} if title == "Accelerate" else options}
+
+
+def block_job(rank, title, folder):
+    under_torchrun(rank)
+    exec(compile(BLOCKS[title], title, "exec"), values_for(title, folder))
+
+
+NEEDS = {
+    "Lightning": "lightning",
+    "Fabric": "lightning",
+    "Accelerate": "accelerate",
+    "Hugging Face Trainer": "transformers",
+    "torch.distributed.checkpoint": "torch",
+}
+
+
+@pytest.mark.parametrize("title", NEEDS)
+def test_a_block_of_the_page_runs(ranks, tmp_path, title):
+    pytest.importorskip(NEEDS[title])
+    ranks(block_job, title, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_recipe_for_ray_train_runs(tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray.train.torch")
+    monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
+    ray.init(
+        num_cpus=3,
+        object_store_memory=100 << 20,
+        include_dashboard=False,
+        _system_config={"worker_niceness": 0},  # of 15 a loaded machine would give them nothing
+    )
+    try:
+        values = {"folder": str(tmp_path)}
+        exec(compile(BLOCKS["Ray Train"], "Ray Train", "exec"), values)
+    finally:
+        ray.shutdown()
+    assert values["result"].metrics["loss"] > 0
+    assert values["result"].metrics["retries"] == 0
+    assert list(tmp_path.rglob("net.pt"))
+
+
+def test_every_block_is_run():
+    assert set(BLOCKS) == {*NEEDS, "Ray Train"}
+    assert PAGE.read_text().count("```python") == len(BLOCKS)

@@ -1,0 +1,59 @@
+"""The loop of each program of this folder, and what a finder is to say of it.
+
+A program under ``planted`` marks the line of its leak with ``# holder: NAME``, and states each clause of the remedy as
+``# advice: WORDS``; one under ``clean`` has none.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import brimful
+
+FOLDER = Path(__file__).parent
+PLANTED = sorted((FOLDER / "planted").glob("*.py"))
+CLEAN = sorted((FOLDER / "clean").glob("*.py"))
+
+_finders: list[brimful.LeakFinder] = []
+
+
+def steps() -> Iterator[int]:
+    """Twelve, each watched by the finder of run()."""
+    yield from _finders[-1].watch(range(12))
+
+
+def run(program: Path) -> list[brimful.Leak]:
+    """Returns the leaks that are found in a program. This folder must be on sys.path."""
+    with brimful.LeakFinder() as finder:
+        _finders.append(finder)
+        try:
+            runpy.run_path(str(program), run_name="__main__")
+        finally:
+            _finders.pop()
+    return finder.leaks
+
+
+def is_right(program: Path, leaks: list[brimful.Leak]) -> bool:
+    """Whether there is one leak, with the line, the holder and the advice that a planted program states."""
+    text = program.read_text()
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := re.search(r"# holder: (\S+)", line):
+            place = f"{program.name}:{number}"
+            return len(leaks) == 1 and all(
+                (
+                    found[1] in leaks[0].holder.path,
+                    any(place in site for site in leaks[0].sites),
+                    has_clauses(leaks[0].advice, re.findall(r"^# advice: (.+)$", text, re.M)),
+                )
+            )
+    return not leaks
+
+
+def has_clauses(advice: str, expected: list[str]) -> bool:
+    clauses = advice.split("; ")
+    return len(clauses) == len(expected) and all(
+        words in clause for words, clause in zip(expected, clauses, strict=True)
+    )

@@ -1,0 +1,15 @@
+"""A libnvidia-ml.so.1 whose driver is made up, for the tests; built once a session."""
+
+import os
+import subprocess
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "cpp" / "support" / "fake_nvml.cpp"
+
+
+def build(folder):
+    library = Path(folder) / "libnvidia-ml.so.1"
+    compiler = os.environ.get("CXX", "c++")
+    command = [compiler, "-std=c++20", "-shared", "-fPIC", "-o", str(library), str(SOURCE)]
+    subprocess.run(command, check=True, timeout=100)
+    return library

@@ -1,0 +1,135 @@
+"""The main paths on a GPU: what the other tests prove on the CPU, once more where memory and time are the device's."""
+
+import copy
+import sys
+from subprocess import run
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import gradients_of, relative_difference
+from torch import nn
+
+import brimful
+from brimful import memory
+
+pytestmark = pytest.mark.gpu
+MIB = 1 << 20
+
+
+def net():
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 256), nn.ReLU()] * 4
+    return nn.Sequential(*copy.deepcopy(layers)).to("cuda", torch.float64)
+
+
+def data(rows):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 256, generator=generator, dtype=torch.float64).cuda()
+
+
+def loss_fn(model, x):
+    return F.mse_loss(model(x), x)
+
+
+@pytest.fixture
+def limit():
+    """limit(bytes): that much more than the device's reserved bytes; none after the test."""
+    memory.release_cached("cuda")
+    yield lambda more: memory.set_limit("cuda", memory.stats("cuda").reserved_bytes + more)
+    memory.set_limit("cuda", None)
+
+
+def test_a_batch_that_does_not_fit_is_run_in_pieces_with_its_gradient(limit):
+    whole, model, x = net(), net(), data(1 << 14)
+    loss_fn(whole, x).backward()
+    sizer = brimful.BatchSizer(model)
+    sizer.step(x[:64], loss_fn)  # what libraries take once
+    model.zero_grad()
+    memory.release_cached("cuda")
+    limit(96 * MIB)  # whole it takes 32 MiB a layer
+    outcome = sizer.step(x, loss_fn)
+    assert outcome.pieces > 1
+    assert relative_difference(gradients_of(model), gradients_of(whole)) < 1e-10
+    refused = memory.stats("cuda").ooms
+    model.zero_grad()
+    assert sizer.step(x, loss_fn).retries == 0
+    assert memory.stats("cuda").ooms == refused
+
+
+def reduce_on_one_device(rank):
+    model, x = net(), data(64)
+    whole = copy.deepcopy(model)
+    loss_fn(whole, x).backward()
+    wrapped = brimful.DistributedDataParallel(model)
+    rows = x.chunk(2)[rank.index]
+    for _ in range(3):
+        model.zero_grad()
+        loss_fn(wrapped, rows).backward()
+    return relative_difference(gradients_of(model), gradients_of(whole))
+
+
+def test_two_ranks_reduce_gradients_of_one_device_over_gloo(ranks):
+    assert max(ranks(reduce_on_one_device)) < 1e-10
+
+
+def retry_on_one_rank(rank):
+    model, x = net(), data(1 << 14)
+    sizer = brimful.BatchSizer(brimful.DistributedDataParallel(model))
+    sizer.step(x[:64], loss_fn)
+    model.zero_grad()
+    memory.release_cached("cuda")
+    if rank.index == 1:
+        memory.set_limit("cuda", memory.stats("cuda").reserved_bytes + 96 * MIB)
+    outcome = sizer.step(x, loss_fn)
+    whole = net()
+    memory.set_limit("cuda", None)
+    loss_fn(whole, x).backward()
+    return outcome.pieces, relative_difference(gradients_of(model), gradients_of(whole))
+
+
+def test_a_rank_that_runs_out_of_a_gpu_s_memory_retries_and_the_other_waits(ranks):
+    (alone, first), (split, second) = ranks(retry_on_one_rank)
+    assert alone == 1 < split
+    assert max(first, second) < 1e-10
+
+
+def test_the_summary_has_the_device_s_peak():
+    model, x = net(), data(4096)
+    found = brimful.summary(model, x)
+    model.zero_grad()
+    memory.release_cached("cuda")
+    torch.cuda.reset_peak_memory_stats()
+    model(x).sum().backward()
+    assert found.peak_bytes == torch.cuda.max_memory_allocated()
+
+
+ASSERTS = """
+import torch, brimful
+from torch import nn
+table = nn.Embedding(100, 8).cuda()
+try:
+    with brimful.op_ring():
+        for _ in range(20):
+            table(torch.randint(100, (16,), device="cuda")).sum()
+        table(torch.tensor([3, 512], device="cuda")).sum().backward()
+        torch.cuda.synchronize()
+except Exception as error:
+    print(brimful.explain(error))
+"""
+
+
+def test_an_assertion_of_the_device_is_explained_by_the_ring(tmp_path):
+    program = tmp_path / "asserts.py"
+    program.write_text(ASSERTS)
+    told = run(
+        [sys.executable, program], capture_output=True, text=True, timeout=100, check=False
+    ).stdout
+    assert "asserts.py:9" in told
+    assert "index 512" in told
+
+
+def test_the_monitor_sees_this_process_on_the_device():
+    held = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
+    gpus = brimful.monitor.sample()["gpus"]
+    assert any(gpu["used_bytes"] is None or gpu["used_bytes"] >= len(held) for gpu in gpus)

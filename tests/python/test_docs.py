@@ -1,0 +1,179 @@
+"""What the documentation says: its code runs, its C++ is part of programs that are tested, its links lead somewhere."""
+
+import contextlib
+import io
+import os
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import doc_names
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import run_ranks
+
+import brimful
+from brimful import memory
+from brimful.__main__ import _COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TESTED_ELSEWHERE = {"docs/integrations.md"}  # needs other packages: tests/integrations
+LINKING = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("*/*/README.md")]
+FENCE = re.compile(
+    r"(?:^<!-- (?P<how>.*?) -->\n)?^```(?P<language>[^\n`]*)\n(?P<code>.*?)^```$", re.M | re.S
+)
+LINK = re.compile(r"\[[^\]\[]+\]\((?!https?:)([^)\s#]*)#?([^)\s]*)\)")
+MOST_NOT_RUN = 3
+
+
+@dataclass
+class Block:
+    page: str
+    line: int  # of its first line of code
+    language: str
+    code: str
+    how: str  # of the comment above it
+
+    def __str__(self):
+        return f"{self.page}:{self.line}"
+
+    def run(self, namespace):
+        """Errors have the page's own lines."""
+        code = compile("\n" * (self.line - 1) + self.code, str(ROOT / self.page), "exec")
+        exec(code, namespace)
+
+
+def blocks_of(page):
+    text = page.read_text()
+    return [
+        Block(
+            page.relative_to(ROOT).as_posix(),
+            text.count("\n", 0, found.start("code")) + 1,
+            found["language"],
+            found["code"],
+            found["how"] or "",
+        )
+        for found in FENCE.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+PYTHON = [b for b in BLOCKS if b.language == "python" and b.page not in TESTED_ELSEWHERE]
+
+
+def in_this_process(block):
+    return not block.how.startswith(("not run:", "ranks:", "torchrun:"))
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """One rank, a folder of its own, and nothing left on behind it."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    memory.stop_tracking()
+    memory.set_limit("cpu", None)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON if in_this_process(block)}))
+def test_code_in_python_runs(page, alone):
+    """Blocks of a page run in order, with names that only their reader's program has from doc_names.py."""
+    namespace = doc_names.of(page)
+    for block in PYTHON:
+        if block.page == page and in_this_process(block):
+            block.run(namespace)
+
+
+def run_on_rank(rank, block, folder):
+    os.chdir(folder)
+    block.run(doc_names.of(block.page, rank.index))
+
+
+@pytest.mark.parametrize("block", [b for b in PYTHON if b.how.startswith("ranks:")], ids=str)
+def test_code_of_several_ranks_runs(block, tmp_path):
+    run_ranks(run_on_rank, block, tmp_path, size=int(block.how.split(":")[1]))
+
+
+def run_program(rank, block, port):
+    """As torchrun runs it; what it prints."""
+    dist.destroy_process_group()
+    os.environ |= {"RANK": str(rank.index), "WORLD_SIZE": str(rank.size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        block.run({"__name__": "__main__"})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("block", [b for b in PYTHON if b.how.startswith("torchrun:")], ids=str)
+def test_programs_of_several_ranks_print_what_is_shown(block):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    printed = "".join(run_ranks(run_program, block, store.port, size=int(block.how.split(":")[1])))
+    (shown,) = [b.code for b in blocks_of(ROOT / block.page) if b.code.startswith("$ torchrun")]
+    assert sorted(printed.splitlines()) == sorted(shown.splitlines()[1:])
+
+
+def test_few_blocks_are_not_run():
+    left_out = [f"{block}: {block.how}" for block in PYTHON if block.how.startswith("not run:")]
+    assert len(left_out) <= MOST_NOT_RUN, "\n".join(left_out)
+
+
+TESTED_SOURCES = "\n".join(
+    file.read_text()
+    for folder in ("examples/cpp_app", "tests/consumer", "tests/cpp")
+    for file in sorted((ROOT / folder).rglob("*"))
+    if file.suffix in {".cpp", ".h", ".txt"}
+)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in {"cpp", "cmake"}], ids=str)
+def test_code_in_cpp_is_part_of_a_program_that_is_tested(block):
+    sources = textwrap.dedent(TESTED_SOURCES)
+    depths = (textwrap.indent(textwrap.dedent(block.code), " " * depth) for depth in (0, 2, 4))
+    assert any(code in sources for code in depths)
+
+
+def test_commands_exist():
+    shown = "\n".join(block.code for block in BLOCKS if block.language == "")
+    commands = set(re.findall(r"^(?:\$ )?(?:python -m )?brimful ([a-z]+)", shown, re.M))
+    assert commands and commands <= set(_COMMANDS), commands
+    targets = set(re.findall(r"^([a-z-]+)(?: [a-z-]+)*:", (ROOT / "Makefile").read_text(), re.M))
+    wanted = set(re.findall(r"^make ([a-z-]+)", shown, re.M))
+    assert wanted <= targets, wanted - targets
+
+
+def anchors_of(page):
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_between_files_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for target, anchor in LINK.findall(text):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors_of(file), f"{target}#{anchor}"
+
+
+def test_every_public_header_is_in_the_reference():
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").rglob("*.md"))
+    headers = (ROOT / "csrc" / "include").rglob("*.h")
+    names = {header.relative_to(ROOT / "csrc" / "include").as_posix() for header in headers}
+    missing = {name for name in names if f"## {name}\n" not in pages}
+    assert missing == {"brimful/brimful.h", "brimful/export.h"}
+
+
+def test_everything_in_python_is_in_the_reference():
+    page = (ROOT / "docs" / "api" / "python.md").read_text()
+    missing = {name for name in brimful.__all__ if f"brimful.{name}\n" not in page}
+    assert missing == {"__version__", "cmake_prefix_path"}

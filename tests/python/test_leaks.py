@@ -1,0 +1,147 @@
+"""Planted leaks are found with their line and holder, within ten steps; clean loops raise no alarm."""
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import brimful
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "leaks"))
+import leak_loop
+
+
+@pytest.fixture(autouse=True)
+def swept():
+    yield
+    gc.collect()  # what was planted is not the next test's to count
+
+
+@pytest.mark.parametrize("program", leak_loop.PLANTED, ids=lambda path: path.stem)
+def test_a_planted_leak_is_found_with_its_line_its_holder_and_advice(program):
+    leaks = leak_loop.run(program)
+    assert leak_loop.is_right(program, leaks), [str(leak) for leak in leaks]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["kept_losses", "forward_hook", "retain_graph"])
+def test_a_leak_on_a_gpu_is_found_with_its_line_and_its_holder(name):
+    program = leak_loop.FOLDER / "planted" / f"{name}.py"
+    torch.zeros(1, device="cuda")
+    with torch.device("cuda"):
+        leaks = leak_loop.run(program)
+    assert leak_loop.is_right(program, leaks), [str(leak) for leak in leaks]
+
+
+@pytest.mark.parametrize("program", leak_loop.CLEAN, ids=lambda path: path.stem)
+def test_a_clean_loop_raises_no_alarm(program):
+    assert [str(leak) for leak in leak_loop.run(program)] == []
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="steps: 1"):
+        brimful.LeakFinder(steps=1)
+    with pytest.raises(ValueError, match="warm_up: -1"):
+        brimful.LeakFinder(warm_up=-1)
+
+
+def test_nothing_is_found_where_there_was_nothing_to_see():
+    with brimful.LeakFinder() as finder:
+        pass
+    assert finder.leaks == []
+    with pytest.raises(RuntimeError, match="with statement"):
+        finder.step()
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with brimful.LeakFinder() as finder:
+        brimful.memory.stop_tracking()
+        optimizer.step()  # the program's own decision
+    assert finder.leaks == []
+
+
+def test_what_has_no_storage_has_no_holder():
+    kept = [torch.empty(0), torch.empty(3, device="meta")]
+    assert brimful.who_holds(kept[0]).kind == "unknown"
+    with pytest.raises(TypeError, match=r"must be a torch.Tensor \(type: int\)"):
+        brimful.who_holds(1)
+
+
+def test_tracking_that_was_on_stays_on():
+    with brimful.memory.track():
+        with brimful.LeakFinder():
+            pass
+        assert brimful.memory.tracking()
+    assert not brimful.memory.tracking()
+
+
+@pytest.mark.smoke
+def test_an_optimizer_ends_steps_where_nobody_else_does():
+    model = torch.nn.Linear(64, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    history = []
+    with brimful.LeakFinder() as finder:
+        for _ in range(12):
+            optimizer.zero_grad()
+            history.append(model(torch.randn(8, 64)).sum())
+            history[-1].backward()
+            optimizer.step()
+    (leak,) = finder.leaks
+    assert leak.holder.container == "history"
+    assert leak.holder.root == "local of test_an_optimizer_ends_steps_where_nobody_else_does()"
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_retain_graph_is_blamed_only_where_backward_was_given_it(keeps_graph):
+    """An auxiliary output whose graph no backward has freed, with and without a backward that keeps its own."""
+    model = torch.nn.Linear(64, 64)
+    extra = []
+    with brimful.LeakFinder() as finder:
+        for _ in finder.watch(range(12)):
+            extra.append(model(torch.randn(32, 64)).tanh())
+            model(torch.randn(32, 64)).tanh().sum().backward(retain_graph=keeps_graph)
+    (leak,) = finder.leaks
+    assert leak.holder.container == "extra"
+    assert ("retain_graph" in leak.advice) == keeps_graph
+
+
+@pytest.mark.parametrize("names", [["Out"], ["Out", "_{}"], ["_{}"]])
+def test_the_outputs_of_a_notebook_are_named_as_such(monkeypatch, names):
+    """IPython keeps what a cell returns in the dict Out and in a variable, _12."""
+    user = sys.modules["__main__"]
+    if "Out" in names:
+        monkeypatch.setattr(user, "Out", {}, raising=False)
+    with brimful.LeakFinder() as finder:
+        for number in finder.watch(range(1, 13)):
+            value = torch.randn(64, 64)
+            if "Out" in names:
+                user.Out[number] = value
+            if "_{}" in names:
+                monkeypatch.setattr(user, f"_{number}", value, raising=False)
+            del value
+    (leak,) = finder.leaks
+    assert (leak.holder.kind, leak.holder.container) == ("notebook", "Out")
+    assert leak.advice.startswith("end the cell with a semicolon")
+
+
+class Keeper:
+    __slots__ = ("kept",)
+
+
+@pytest.mark.smoke
+def test_who_holds_names_a_way_to_the_tensor():
+    keeper = Keeper()
+    keeper.kept = {"a": [torch.zeros(3), torch.ones(3)]}
+    holder = brimful.who_holds(keeper.kept["a"][1])
+    assert (holder.kind, holder.path) == ("sequence", "keeper.kept['a'][1]")
+    assert holder.root == "local of test_who_holds_names_a_way_to_the_tensor()"
+
+
+def test_the_search_holds_nothing_itself():
+    before = brimful.memory.stats("cpu").used_bytes
+    kept = [torch.zeros(1000)]
+    holder = brimful.who_holds(kept[0])
+    assert holder.container == "kept"
+    del kept
+    assert brimful.memory.stats("cpu").used_bytes == before

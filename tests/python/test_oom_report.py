@@ -1,0 +1,145 @@
+"""Out-of-memory errors tell what filled the memory, by themselves."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import brimful
+from brimful import memory
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ooms"))
+import oom_loop
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def limit():
+    """Room for 8 MiB more."""
+    memory.set_limit("cpu", memory.stats("cpu").used_bytes + 8 * MIB)
+    yield
+    memory.set_limit("cpu", None)
+
+
+@pytest.mark.parametrize("program", oom_loop.PLANTED, ids=lambda path: path.stem)
+def test_the_first_cause_is_the_planted_one(program):
+    report = oom_loop.run(program)
+    assert oom_loop.is_right(program, report), str(report)
+
+
+def test_the_message_tells_lines_in_a_few_lines(limit):
+    with memory.track(), pytest.raises(torch.OutOfMemoryError) as error:
+        held = torch.ones(MIB)
+        torch.ones(2 * MIB)
+    words = str(error.value).splitlines()
+    assert words[0].startswith("CPU out of memory. Tried to allocate 8.0 MiB")
+    assert len(words) <= 13
+    assert any("4.0 MiB at" in line and "test_oom_report.py" in line for line in words)
+    assert any("the largest request that fits: 4.0 MiB" in line for line in words)
+    del held
+
+
+def test_nothing_is_said_where_tracking_is_off(limit):
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        torch.ones(4 * MIB)
+    assert "\n" not in str(error.value)
+
+
+def test_a_page_is_written_where_it_is_asked_for(limit, tmp_path):
+    path = tmp_path / "oom.html"
+    with memory.track(report=path), pytest.raises(torch.OutOfMemoryError):
+        torch.ones(4 * MIB)
+    page = path.read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert page.rstrip().endswith("</html>")
+    assert "16.0 MiB were asked for" in page
+    assert "http" not in page and "<script" not in page
+    path.unlink()
+    with memory.track(), pytest.raises(torch.OutOfMemoryError):
+        torch.ones(4 * MIB)
+    assert not path.exists()
+
+
+def test_a_path_that_cannot_be_written_costs_one_warning():
+    code = """
+        import torch
+        from brimful import memory
+        memory.set_limit("cpu", memory.stats("cpu").used_bytes + (1 << 20))
+        with memory.track():
+            for _ in range(3):
+                try:
+                    torch.ones(1 << 20)
+                except torch.OutOfMemoryError as error:
+                    assert "In use" in str(error), error
+        print("the job goes on")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "BRIMFUL_OOM_REPORT": "/nowhere/oom.html"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == "the job goes on\n"
+    assert done.stderr.count("/nowhere/oom.html") == 1
+
+
+def test_a_retried_step_has_its_report_when_tracking_ends(tmp_path):
+    path = tmp_path / "oom.html"
+    model = nn.Sequential(nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, 1))
+    sizer = brimful.BatchSizer(model)
+    memory.set_limit("cpu", memory.stats("cpu").used_bytes + 8 * MIB)
+    try:
+        with memory.track(report=path):
+            sizer.step(torch.randn(1024, 64), lambda model, rows: model(rows).square().mean())
+            assert not path.exists()
+    finally:
+        memory.set_limit("cpu", None)
+    assert sizer.report().retries > 0
+    assert "Out of memory on cpu" in path.read_text()
+    report = memory.last_oom()
+    assert report.phase in ("forward", "backward")
+    assert "test_oom_report.py" in report.place
+
+
+def test_a_report_makes_no_tensor(limit):
+    with memory.track():
+        before = memory.tracking_counts("cpu").births
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(4 * MIB)
+        assert memory.tracking_counts("cpu").births == before
+
+
+def test_an_error_with_torchs_words_gets_a_note(limit):
+    with pytest.raises(torch.OutOfMemoryError) as error, memory.track():
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(4 * MIB)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 MiB.")
+    (note,) = error.value.__notes__
+    assert note.startswith("Asked for 16.0 MiB at") or "Likely cause" in note
+    with pytest.raises(torch.OutOfMemoryError) as error, memory.track():
+        torch.ones(4 * MIB)
+    assert not hasattr(error.value, "__notes__")
+
+
+@pytest.mark.gpu
+def test_cuda_tells_what_split_its_segments():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    with memory.track():
+        held = torch.ones(MIB, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 44, device="cuda")
+        report = memory.last_oom()
+    assert report.device == "cuda:0"
+    assert report.request_bytes >= 1 << 46
+    assert report.largest_bytes < 1 << 46
+    assert "lie outside the largest piece" in str(report)
+    del held

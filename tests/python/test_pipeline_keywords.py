@@ -1,0 +1,174 @@
+"""Keywords of a step: cut to microbatches and given to the stages that name them."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import gradients_of, relative_difference
+from test_pipeline import data
+from torch import nn
+
+from brimful import Pipeline, Schedule
+
+pytestmark = pytest.mark.usefixtures("no_limit")
+
+
+class Masked(nn.Module):
+    """Takes one keyword, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x, mask, scale: float = 1.0):
+        return torch.tanh(self.linear(x)) * mask * scale
+
+
+class Shifted(Masked):
+    """Takes others, one of them as all that there is."""
+
+    def forward(self, x, **kwargs):
+        assert set(kwargs) >= {"mask"}
+        return self.linear(x) + kwargs.get("shift", 0)
+
+
+class Plain(Masked):
+    def forward(self, x):
+        return self.linear(x)
+
+
+def three():
+    torch.manual_seed(0)
+    return nn.ModuleList([Masked(), Plain(), Shifted()])
+
+
+def masks(rows=11):
+    generator = torch.Generator().manual_seed(2)
+    return torch.rand(rows, 1, generator=generator, dtype=torch.float64)
+
+
+def whole(model, x, y, mask, shift, scale):
+    output = model[2](model[1](model[0](x, mask, scale)), mask=mask, shift=shift)
+    loss = F.mse_loss(output, y)
+    loss.backward()
+    gradients = gradients_of(model)
+    model.zero_grad()
+    return loss.item(), gradients, output.detach()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_each_stage_gets_the_keywords_that_it_names(schedule):
+    model = three()
+    x, y = data()
+    mask = masks()
+    shift = torch.randn(6, dtype=torch.float64)
+    loss, gradients, output = whole(model, x, y, mask, shift, 2.0)
+    pipe = Pipeline(
+        list(model),
+        schedule=schedule,
+        microbatches=4,
+        loss_fn=F.mse_loss,
+        kwargs_dim={"shift": None},
+    )
+    for _ in range(2):
+        outcome = pipe.step(x, target=y, mask=mask, shift=shift, scale=2.0)
+        assert outcome.loss == pytest.approx(loss, rel=1e-12)
+        assert relative_difference(gradients_of(model), gradients) < 1e-12
+        model.zero_grad()
+    got = pipe.forward(x, mask=mask, shift=shift, scale=2.0)
+    torch.testing.assert_close(got, output, rtol=1e-12, atol=0)
+
+
+def test_keywords_are_structures_too_and_have_rows_where_they_are_said_to():
+    seen = []
+
+    def first(x, extra):
+        seen.append((extra["h"].shape, extra["names"], extra["k"].shape))
+        return x + extra["h"]
+
+    x, y = data()
+    last = nn.Linear(6, 6, dtype=torch.float64)
+    pipe = Pipeline(
+        [first, last],
+        microbatches=2,
+        loss_fn=F.mse_loss,
+        kwargs_dim={"extra": {"k": 1}},
+    )
+    names = [f"row {i}" for i in range(11)]
+    pipe.step(x, y, extra={"h": x, "names": names, "k": torch.zeros(3, 11)})
+    assert seen == [((6, 6), names[:6], (3, 6)), ((5, 6), names[6:], (3, 5))]
+
+
+def test_no_gradient_goes_back_to_a_keyword():
+    model = three()
+    x, y = data()
+    mask = masks().requires_grad_()
+    Pipeline(list(model), microbatches=3, loss_fn=F.mse_loss).step(x, y, mask=mask)
+    assert mask.grad is None
+
+
+def test_a_repeated_step_cuts_the_keywords_anew():
+    model = three()
+    x, y = data()
+    mask = masks()
+    _, gradients, _ = whole(model, x, y, mask, 0, 1.0)
+    full = [True]
+
+    def loss_fn(output, target):
+        if full.pop() if full else False:
+            raise torch.OutOfMemoryError("planted")
+        return F.mse_loss(output, target)
+
+    outcome = Pipeline(list(model), microbatches=3, loss_fn=loss_fn).step(x, y, mask=mask)
+    assert (outcome.retries, outcome.microbatches) == (1, 6)
+    assert relative_difference(gradients_of(model), gradients) < 1e-12
+
+
+def test_bad_keywords_are_refused_before_anything_runs():
+    model = three()
+    x, y = data()
+    pipe = Pipeline(list(model)[:2], microbatches=3, loss_fn=F.mse_loss)
+    with pytest.raises(TypeError, match=r"name: msk, taken: mask, scale"):
+        pipe.step(x, y, msk=masks())
+    with pytest.raises(TypeError, match="name: msk"):
+        pipe.forward(x, msk=masks())
+    with pytest.raises(ValueError, match="rows: 11 and 5"):
+        pipe.step(x, y, mask=masks(5))
+    with pytest.raises(TypeError, match="name: msk"):
+        Pipeline(list(model)[:2], loss_fn=F.mse_loss, kwargs_dim={"msk": None})
+    with pytest.raises(TypeError, match="mask"):  # Python's own, of the stage that lacks it
+        pipe.step(x, y)
+    assert all(p.grad is None for p in model.parameters())
+    pipe = Pipeline([torch.relu, model[1]], microbatches=3, loss_fn=F.mse_loss)
+    with pytest.raises(TypeError, match="taken: none"):
+        pipe.step(x, y, mask=masks())
+    assert pipe.step(x, y).microbatches == 3
+
+
+def test_keywords_of_a_script_module_are_those_of_its_schema():
+    x, y = data()
+    mask = masks()
+    with warnings.catch_warnings():  # newer versions of torch advise against it
+        warnings.simplefilter("ignore")
+        first = torch.jit.script(Masked())
+    last = Plain()
+    F.mse_loss(last(first(x, mask, 3.0)), y).backward()
+    model = nn.ModuleList([first, last])
+    gradients = gradients_of(model)
+    model.zero_grad()
+    pipe = Pipeline([first, last], microbatches=4, loss_fn=F.mse_loss)
+    pipe.step(x, y, mask=mask, scale=3.0)
+    assert relative_difference(gradients_of(model), gradients) < 1e-12
+    with pytest.raises(TypeError, match="taken: mask, scale"):
+        pipe.step(x, y, masks=mask)
+
+
+def test_schedules_with_communication_carry_keywords():
+    model = three()
+    x, y = data()
+    mask = masks()
+    _, gradients, _ = whole(model, x, y, mask, 0, 1.0)
+    order = Schedule("1f1b", 3, 4).with_communication()
+    Pipeline(list(model), schedule=order, loss_fn=F.mse_loss).step(x, y, mask=mask)
+    assert relative_difference(gradients_of(model), gradients) < 1e-12
