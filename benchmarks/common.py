@@ -6,8 +6,10 @@ import json
 import math
 import os
 import platform
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 import torch
@@ -15,7 +17,7 @@ import torch
 from benchmarks.intervals import Interval
 
 IDS_FILE = Path(__file__).parent / "ids.json"
-UNITS = ("ratio", "fraction", "count", "bytes", "s")
+UNITS = ("ratio", "fraction", "count", "bytes", "MB", "s")
 BETTER = ("lower", "higher")
 NEEDS_CUDA = "needs a CUDA device"  # the one reason that is no failure
 # Below this difference a ratio of times, or a fraction, is judged by CPU time where it is known, over
@@ -198,3 +200,13 @@ def machine_conditions() -> dict[str, Any]:
         "python": platform.python_version(),
         "threads_per_rank": 1,
     }
+
+
+def figures_of(modules: Sequence[ModuleType], quick: bool, only: Sequence[str]) -> Iterator[Figure]:
+    """Measures each of the modules' figures, or those named in `only`, on one thread; yields it when it is ready."""
+    torch.set_num_threads(1)
+    for module in modules:
+        if not only or not set(only).isdisjoint(module.IDS):
+            for figure in module.measure(quick):
+                if not only or figure.id in only:
+                    yield figure

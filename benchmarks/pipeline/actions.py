@@ -33,20 +33,20 @@ def figures(quick: bool) -> Iterator[common.Figure]:
     with tempfile.TemporaryDirectory() as folder:
         ways = {"python": _ours(), "torch": _torchs(folder)}
         for number in range(rounds):
-            for name in ("python", "torch") if number % 2 else ("torch", "python"):
-                _time(ways[name], wall[name], cpu[name])
-            try:
-                for trace in (True, False) if number % 2 else (False, True):
-                    lines = program.run("actions", 40 * STEPS, int(trace))
-                    seconds = [line["cpu_us"] / 1e6 for line in lines]
-                    traced[trace].append(statistics.median(seconds))
-                    if trace:
-                        wall["cpp"].append(
-                            statistics.median(line["wall_us"] / 1e6 for line in lines)
-                        )
-                        cpu["cpp"].append(statistics.median(seconds))
-            except program.Unavailable as error:
-                missing = str(error)
+            order = [("python", "torch", "cpp"), ("cpp", "torch", "python")][number % 2]
+            for name in order[number // 2 % 3 :] + order[: number // 2 % 3]:  # each first in turn
+                if name != "cpp":
+                    _time(ways[name], wall[name], cpu[name])
+                elif missing is None:
+                    try:
+                        lines = program.run("actions", 40 * STEPS)
+                    except program.Unavailable as error:
+                        missing = str(error)
+                        continue
+                    for trace, seconds in traced.items():
+                        seconds.append(_median_s(lines, "cpu_us", trace))
+                    wall["cpp"].append(_median_s(lines, "wall_us", True))
+                    cpu["cpp"].append(traced[True][-1])
         torch.distributed.destroy_process_group()
     conditions = common.machine_conditions()
     conditions.update(size=SIZE, rows=1, microbatches=MICROBATCHES, actions=ACTIONS)
@@ -81,6 +81,10 @@ def figures(quick: bool) -> Iterator[common.Figure]:
             "what": "CPU time of a step of the C++ pipeline, spinning included",
         },
     )
+
+
+def _median_s(lines: list[dict[str, Any]], name: str, trace: bool) -> float:
+    return statistics.median(line[name] for line in lines if line["trace"] == trace) / 1e6
 
 
 def _figure(

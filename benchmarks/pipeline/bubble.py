@@ -19,13 +19,18 @@ SCHEDULES = {
     "zb_h2": 1,
     "zbv": 2,
     "dualpipev": 2,
+    "forward_only": 1,
 }
 RANKS, QUICK_RANKS = (2, 4, 8), (2,)
-STEPS = 4  # the first warms up; the fastest of the others counts: a busy machine only adds
+#: For the steps of a case, six at least: the first warms up, the fastest of the others counts. The kernel wakes
+#: sleepers late now and then, by milliseconds on a virtual machine; that is not the executor's.
+CASE_S = 3
 
 
 def formula_s(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
     """Returns the makespan where one is stated in closed form and its condition on the microbatches holds."""
+    if schedule == "forward_only":
+        return (microbatches + ranks - 1) * MILLISECONDS / 3e3
     if schedule in ("gpipe", "1f1b"):
         return (microbatches + ranks - 1) * MILLISECONDS / 1e3
     if schedule == "interleaved_1f1b" and microbatches % ranks == 0:
@@ -63,7 +68,7 @@ def figures(quick: bool) -> Iterator[common.Figure]:
         worst["above"],
         worst["above"],
         None,
-        rounds=STEPS - 1,
+        rounds=min(case["steps"] for case in cases),
         conditions={**conditions, "worst": worst, "cases": cases},
     )
     bad = sum(case["live_bad"] for case in cases)
@@ -82,7 +87,7 @@ def figures(quick: bool) -> Iterator[common.Figure]:
 def _case(
     schedule: str, ranks: int, per_rank: int, microbatches: int, equal: int
 ) -> dict[str, Any]:
-    lines = program.run("sleep", schedule, ranks, per_rank, microbatches, equal, STEPS)[1:]
+    lines = program.run("sleep", schedule, ranks, per_rank, microbatches, equal, CASE_S)[1:]
     closed = formula_s(schedule, ranks, per_rank, microbatches) if equal else None
     expected = lines[0]["planned_s"] if closed is None else closed
     took = min(line["makespan_s"] for line in lines)
@@ -92,7 +97,8 @@ def _case(
             wanted = formula_live(schedule, ranks, microbatches, index)
             wanted = stage["planned"] if wanted is None else wanted
             held = stage["bytes"] / line["activation_bytes"]
-            bad += stage["live"] != wanted or held != wanted or line["left"] != 0
+            bad += stage["live"] != wanted or held != wanted
+        bad += line["left"] != 0
     return {
         "schedule": schedule,
         "ranks": ranks,
@@ -101,6 +107,7 @@ def _case(
         "expected_by": "simulator" if closed is None else "formula",
         "expected_s": expected,
         "took_s": took,
+        "steps": len(lines),
         "above": took / expected - 1,
         "live_bad": bad,
         "stages": ranks * per_rank,

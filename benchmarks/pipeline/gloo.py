@@ -32,7 +32,7 @@ def figures(quick: bool) -> Iterator[common.Figure]:
         return
     cpu, wall = {}, {}
     for name in ("brimful", "torch"):
-        pairs = list(zip(*(rank[name] for rank in measured), strict=True))
+        pairs = list(zip(*(times[name] for times, _ in measured), strict=True))
         cpu[name] = [sum(c for c, _ in pair) for pair in pairs]
         wall[name] = [max(w for _, w in pair) for pair in pairs]
     conditions["us_per_action"] = {
@@ -45,7 +45,7 @@ def figures(quick: bool) -> Iterator[common.Figure]:
     conditions["wall_ratio"] = common.interval_dict(
         intervals.median_ratio(wall["brimful"], wall["torch"])
     )
-    conditions["verdict_messages_a_step"] = 2 * (len(measured) - 1)
+    conditions["verdict_messages_a_step"] = sum(sent for _, sent in measured)
     print(f"\npipeline.action_gloo: {conditions['us_per_action']}")
     ratio = intervals.median_ratio(cpu["brimful"], cpu["torch"])
     yield common.Figure(
@@ -62,8 +62,10 @@ def figures(quick: bool) -> Iterator[common.Figure]:
 
 def _measure(
     rank: int, world_size: int, progress: Callable[[], None], rounds: int
-) -> dict[str, list[tuple[float, float]]]:
-    ways = {"brimful": _ours(), "torch": _torchs(rank, world_size)}
+) -> tuple[dict[str, list[tuple[float, float]]], float]:
+    """Returns CPU and wall time of a step in each round, and the verdicts that this rank sends in one of ours."""
+    ours, sent = _ours()
+    ways = {"brimful": ours, "torch": _torchs(rank, world_size)}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(-1, rounds):
         for name in sorted(ways, reverse=number % 2 == 0):
@@ -74,11 +76,13 @@ def _measure(
             if number >= 0:
                 taken = time.process_time() - began[0], time.perf_counter() - began[1]
                 found[name].append((taken[0] / STEPS, taken[1] / STEPS))
+        if number < 0:
+            before = sent()
         progress()
-    return found
+    return found, (sent() - before) / (rounds * STEPS)
 
 
-def _ours() -> Callable[[], object]:
+def _ours() -> tuple[Callable[[], object], Callable[[], int]]:
     import brimful
 
     stage = nn.Linear(SIZE, SIZE)
@@ -94,7 +98,7 @@ def _ours() -> Callable[[], object]:
         pipe.step(x, y)
         stage.zero_grad()
 
-    return step
+    return step, lambda: pipe._core.messages
 
 
 def _torchs(rank: int, world_size: int) -> Callable[[], object]:

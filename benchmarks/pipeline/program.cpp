@@ -1,6 +1,6 @@
 // What the pipeline's benchmarks measure in C++; prints one JSON object a line.
-//   brimful_bench_pipeline actions STEPS TRACE              microseconds of a step of two Linear(64, 64) stages
-//   brimful_bench_pipeline sleep SCHEDULE RANKS STAGES_PER_RANK MICROBATCHES EQUAL STEPS
+//   brimful_bench_pipeline actions STEPS                    microseconds of a step of two Linear(64, 64) stages
+//   brimful_bench_pipeline sleep SCHEDULE RANKS STAGES_PER_RANK MICROBATCHES EQUAL SECONDS
 //   brimful_bench_pipeline matmul SIZE MICROBATCHES ROUNDS  two stages, two free threads, and one thread
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -53,7 +53,8 @@ at::Tensor mse(const at::Tensor& output, const at::Tensor& target) {
   return at::mse_loss(output, target);
 }
 
-int actions(int steps, bool trace) {
+/// Steps with and without a trace in turn: two processes differ by more than a trace costs.
+int actions(int steps) {
   constexpr int64_t kSize = 64;
   constexpr int64_t kMicrobatches = 32;
   const Linear first(kSize);
@@ -61,25 +62,29 @@ int actions(int steps, bool trace) {
   PipelineOptions options;
   options.microbatches = kMicrobatches;
   options.threads_per_rank = 1;
-  options.trace = trace;
-  Pipeline pipe({first.stage(), second.stage()}, options);
+  Pipeline traced({first.stage(), second.stage()}, options);
+  options.trace = false;
+  Pipeline untraced({first.stage(), second.stage()}, options);
   const auto x = at::randn({kMicrobatches, kSize});
   const auto y = at::randn({kMicrobatches, kSize});
   for (int step = -20; step < steps; ++step) {
-    const double began[] = {wall(), cpu()};
-    pipe.step(x, y, mse);
-    if (step >= 0) {
-      std::printf("{\"wall_us\": %.3f, \"cpu_us\": %.3f}\n", (wall() - began[0]) * 1e6,
-                  (cpu() - began[1]) * 1e6);
+    for (const bool trace : {step % 2 == 0, step % 2 != 0}) {
+      const double began[] = {wall(), cpu()};
+      (trace ? traced : untraced).step(x, y, mse);
+      if (step >= 0) {
+        std::printf("{\"trace\": %s, \"wall_us\": %.3f, \"cpu_us\": %.3f}\n",
+                    trace ? "true" : "false", (wall() - began[0]) * 1e6, (cpu() - began[1]) * 1e6);
+      }
+      first.zero_grad();
+      second.zero_grad();
     }
-    first.zero_grad();
-    second.zero_grad();
   }
   return 0;
 }
 
+/// Six steps, and more until `seconds` have passed.
 int sleep(const std::string& schedule, int ranks, int per_rank, int microbatches, bool equal,
-          int steps) {
+          double seconds) {
   const int stages = ranks * per_rank;
   std::vector<Stage> parts;
   std::vector<std::shared_ptr<bench::Live>> live;
@@ -104,16 +109,26 @@ int sleep(const std::string& schedule, int ranks, int per_rank, int microbatches
   options.microbatches = microbatches;
   options.threads_per_rank = 1;
   Pipeline pipe(std::move(parts), options);
-  const auto planned = pipeline::simulate(pipe.schedule(microbatches), costs);
+  const auto order = pipe.schedule(microbatches);
+  const auto planned = pipeline::simulate(order, costs);
+  const bool trains = pipeline::has_backward(order);
   const auto data = at::zeros({microbatches, 1});
-  for (int step = 0; step < steps; ++step) {
+  const double began = wall();
+  for (int step = 0; step < 6 || wall() - began < seconds; ++step) {
     for (const auto& counter : live) {
       counter->peak = 0;
     }
-    const auto outcome = pipe.step(data, data, mse);
+    pipeline::PipelineOutcome outcome;
+    if (trains) {
+      outcome = pipe.step(data, data, mse);
+    } else {
+      const auto began = wall();
+      pipe.forward(data);
+      outcome.total_ms = (wall() - began) * 1e3;
+    }
     std::printf("{\"makespan_s\": %.6f, \"planned_s\": %.6f, \"stages\": [", outcome.total_ms / 1e3,
                 planned.makespan);
-    for (int i = 0; i < stages; ++i) {
+    for (int i = 0; trains && i < stages; ++i) {  // inference holds nothing for later
       std::printf("%s{\"live\": %d, \"bytes\": %ld, \"planned\": %.0f}", i == 0 ? "" : ", ",
                   outcome.stages[i].peak_live,
                   static_cast<long>(live[i]->peak.load() * bench::Live::kBytes),
@@ -189,7 +204,7 @@ int main(int count, char** words) {
   memory::install();
   const auto& mode = arguments.at(0);
   if (mode == "actions") {
-    return actions(number(1), number(2) != 0);
+    return actions(number(1));
   }
   if (mode == "sleep") {
     return sleep(arguments.at(1), number(2), number(3), number(4), number(5) != 0, number(6));

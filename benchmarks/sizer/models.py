@@ -15,11 +15,15 @@ LENGTH = 24
 
 @dataclass(frozen=True)
 class Case:
-    """`rows`: of a batch whose activations outweigh the parameters, for a model in steady use."""
+    """`rows`: of a batch whose activations outweigh the parameters, for a model in steady use.
+
+    `draw`: a batch of another width each time, for a model that takes several; `batch` gives the widest of them.
+    """
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], torch.Tensor]
     rows: int
+    draw: Callable[[int], torch.Tensor] | None = None
 
 
 class Residual(nn.Module):
@@ -142,10 +146,15 @@ def _frozen() -> nn.Module:
     return module
 
 
-def _ragged(rows: int) -> torch.Tensor:
-    lengths = torch.randint(LENGTH // 4, LENGTH + 1, (rows, 1))
-    lengths[0] = LENGTH
-    return torch.randint(1, WORDS, (rows, LENGTH)) * (torch.arange(LENGTH) < lengths)
+def ragged(rows: int, longest: int = LENGTH, shortest: int = LENGTH // 4) -> torch.Tensor:
+    """Rows of several lengths, padded with word 0 to the longest."""
+    lengths = torch.randint(shortest, longest + 1, (rows, 1))
+    lengths[0] = longest
+    return torch.randint(1, WORDS, (rows, longest)) * (torch.arange(longest) < lengths)
+
+
+def _of_any_width(rows: int) -> torch.Tensor:
+    return ragged(rows, int(torch.randint(LENGTH // 4, LENGTH + 1, ())))
 
 
 def _image(side: int) -> Callable[[int], torch.Tensor]:
@@ -165,7 +174,7 @@ CASES = {
     "encoder": Case(
         lambda: Transformer(False), lambda rows: torch.randint(1, WORDS, (rows, LENGTH)), 128
     ),
-    "ragged decoder": Case(lambda: Transformer(True), _ragged, 128),
+    "ragged decoder": Case(lambda: Transformer(True), ragged, 128, _of_any_width),
     "LSTM": Case(Recurrent, _row(16, 32), 300),
     "embeddings": Case(Bag, lambda rows: torch.randint(0, 2000, (rows, 20)), 2000),
     "checkpointed": Case(Checkpointed, _row(128), 6000),

@@ -72,10 +72,7 @@ def measure(quick: bool) -> Iterator[common.Figure]:
 
 
 def _batch(length: int) -> torch.Tensor:
-    """Rows of several lengths, padded with word 0 to the longest."""
-    lengths = torch.randint(length // 2, length + 1, (ROWS, 1))
-    lengths[0] = length
-    return torch.randint(1, models.WORDS, (ROWS, length)) * (torch.arange(length) < lengths)
+    return models.ragged(ROWS, length, length // 2)
 
 
 def _bytes_per_row(brimful: Any, model: torch.nn.Module, length: int) -> int:

@@ -12,6 +12,7 @@ from benchmarks.sizer import models, trials
 IDS = ("sizer.sweep_bad",)
 QUICK_FAULTS = 6  # of each phase of each model
 BUDGETS, QUICK_BUDGETS = 24, 4
+SLACK_BYTES = 16384  # what a step takes beside its pieces and its optimizer
 SHOWN = 20
 
 
@@ -21,6 +22,7 @@ class Found:
 
     faults: dict[str, int] = field(default_factory=dict)
     retried: int = 0
+    fitted: int = 0  # limits that were enough
     bad: list[str] = field(default_factory=list)
 
 
@@ -30,7 +32,7 @@ def measure(quick: bool) -> Iterator[common.Figure]:
     with trials.quick_collections():
         for name, case in models.CASES.items():
             found[name] = sweep(case, QUICK_FAULTS if quick else None)
-            _sweep_budgets(case, QUICK_BUDGETS if quick else BUDGETS, found[name])
+            sweep_budgets(case, QUICK_BUDGETS if quick else BUDGETS, found[name])
             print(f"  {name:15s} {found[name].faults}, bad: {len(found[name].bad)}")
     yield figure_of(IDS[0], found)
 
@@ -42,7 +44,10 @@ def figure_of(figure_id: str, found: dict[str, Found]) -> common.Figure:
     conditions: dict[str, Any] = common.machine_conditions()
     conditions.update(
         faults=swept,
-        models={name: {**f.faults, "retried": f.retried} for name, f in found.items()},
+        models={
+            name: {**f.faults, "retried": f.retried, "fitted": f.fitted}
+            for name, f in found.items()
+        },
         bad=bad[:SHOWN],
     )
     print(f"\n{figure_id}: {len(bad)} of {swept} faults ended badly")
@@ -82,6 +87,13 @@ def _judge_work(
 ) -> str | None:
     if not result.fired:
         return "the fault was not met"
+    return _judge(subject, result, clean)
+
+
+def _judge(
+    subject: trials.Subject, result: trials.Result, clean: dict[tuple[int, ...], trials.Result]
+) -> str | None:
+    """What differs from a clean run with the split that was recorded, or None."""
     if result.error is not None or result.split is None:
         return result.error
     key = tuple(result.split)
@@ -101,10 +113,11 @@ def judge_optimizer(result: trials.Result, plain: trials.Result) -> str | None:
     return None
 
 
-def _sweep_budgets(case: models.Case, count: int, found: Found) -> None:
-    """Real limits from next to nothing to all that the step takes, and around the least that is enough."""
+def sweep_budgets(case: models.Case, count: int, found: Found) -> None:
+    """Real limits from next to nothing to more than the step takes, and around the least that is enough."""
     subject = trials.Subject(case)
-    most = subject.run().peak_bytes
+    clean: dict[tuple[int, ...], trials.Result] = {}
+    most = subject.run().peak_bytes * 5 // 4 + SLACK_BYTES
     rooms = [most * (k + 1) // count for k in range(count)]
     found.faults["budget"] = 0
 
@@ -112,14 +125,21 @@ def _sweep_budgets(case: models.Case, count: int, found: Found) -> None:
         with subject.limit(room):
             result = subject.run()
         found.faults["budget"] += 1
-        if result.error is not None and result.error.startswith(trials.OPTIMIZER):
-            found.bad.append(f"room for {room} bytes: {result.error}")
-        if result.left_bytes != 0:
-            found.bad.append(f"room for {room} bytes: {result.left_bytes} bytes left over")
+        found.retried += result.retries > 0
+        found.fitted += result.error is None
+        words = result.error
+        if words is None:
+            words = _judge(subject, result, clean)
+        elif not words.startswith(trials.OPTIMIZER):  # too little for any split
+            words = f"{result.left_bytes} bytes left over" if result.left_bytes else None
+        if words is not None:
+            found.bad.append(f"room for {room} bytes: {words}")
         return result.error is None
 
     enough = min(room for room in rooms if fits(room) or room == most)
     too_little = max((room for room in rooms if room < enough), default=0)
+    if found.fitted == 0:
+        found.bad.append(f"no limit was enough (largest room: {most} bytes)")
     while enough - too_little > 1 and count == BUDGETS:
         middle = (enough + too_little) // 2
         if fits(middle):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 
 from benchmarks.sizer import models
@@ -60,6 +61,7 @@ class Subject:
         import brimful
 
         self.brimful = brimful
+        gc.collect()  # what others have left is not to go while a trial runs
         torch.manual_seed(0)
         module = case.make()
         self.model = module if wrap is None else wrap(module)
@@ -182,21 +184,23 @@ class Subject:
                 tensor.copy_(value)
             torch.manual_seed(2 + self.rank)
         random.seed(2 + self.rank)
+        numpy.random.seed(2 + self.rank)
 
     def _used(self) -> int:
         return int(self.brimful.memory.stats("cpu").used_bytes)
 
 
 def noisy_loss(model: torch.nn.Module, piece: torch.Tensor) -> torch.Tensor:
-    """Copies the piece, as a step does that moves it to its device, and draws from two generators."""
-    noise = random.random() + float(torch.rand(()))
+    """Copies the piece, as a step does that moves it to its device, and draws from three generators."""
+    noise = random.random() + numpy.random.random() + float(torch.rand(()))
     out: torch.Tensor = model(piece.clone()).square().mean() * (1 + noise)
     return out
 
 
 def rng_states() -> tuple[Any, ...]:
-    """Of torch's and Python's generators, to be compared."""
-    return bytes(torch.get_rng_state().numpy()), random.getstate()
+    """Of torch's, Python's and numpy's generators, to be compared."""
+    name, keys, *rest = numpy.random.get_state()
+    return bytes(torch.get_rng_state().numpy()), random.getstate(), name, keys.tobytes(), *rest
 
 
 def same_bits(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
