@@ -1,12 +1,13 @@
 # Every target sets itself up: a virtual environment with torch and the build tools, and system packages by apt-get.
-#   make test TORCH=2.11.0      the same with another torch, in an environment and a build folder of its own
+#   make test TORCH=2.11.0          the same with another torch, in an environment and a build folder of its own
+#   make test PYTHON=python3.13     the same with another Python
 DEFAULT_TORCH := 2.15.0
 OLDEST_TORCH := 2.11.0
 TORCH ?= $(DEFAULT_TORCH)
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 
-VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
+VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(CURDIR)/$(VENV)/bin
 # One build folder for each torch minor and Python; setup.py uses the same.
 BUILD = build/torch-$(basename $(TORCH))-$(shell $(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')
@@ -18,8 +19,9 @@ export PYTHON
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-cpp test-consumer test-layers test-python test-oldest smoke soak build configure \
-  lint lint-static stubtest tidy format bench asan tsan setup setup-lint clean distclean
+.PHONY: help demo test test-cpp test-consumer test-layers test-python test-slow test-oldest smoke wheel sdist soak build \
+  package configure lint lint-static stubtest tidy format bench docs pictures asan tsan setup setup-lint setup-clang \
+  clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,7 +32,7 @@ demo: build ## Train a small CNN on Fashion-MNIST with two ranks and too little 
 test: test-cpp test-consumer test-layers test-python ## Run all tests: C++, consumer project, layers, Python
 
 test-cpp: build
-	@$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+	@$(BIN)/ctest --test-dir $(BUILD) --parallel $(JOBS) --output-on-failure --no-tests=error
 
 test-consumer: build
 	@$(BIN)/python tests/consumer/run.py $(BUILD)/consumer
@@ -39,13 +41,21 @@ test-layers: setup
 	@$(BIN)/python tools/check_layers.py
 
 test-python: build
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
 
 soak: build ## Thousands of random faults in random steps of random models (minutes)
 	@$(BIN)/python -m pytest -m slow tests/python/test_soak.py
 
+test-slow: build ## Run the tests with trainers, Ray and Optuna, in an environment of their own beside .venv
+	@tools/setup_integrations.sh $(VENV)
+	@$(VENV)-integrations/bin/python -m pytest -m "slow or not slow" tests/integrations tests/python/test_migration.py
+
+# Without optimisation, and by clang++: it instantiates the templates of a precompiled header once, and g++ again in every
+# file, which takes most of its time.
 test-oldest: ## Build and install against the oldest torch that is supported, and run the smoke tests
-	@$(MAKE) smoke TORCH=$(OLDEST_TORCH)
+	@$(MAKE) setup-clang TORCH=$(OLDEST_TORCH)
+	@BRIMFUL_BUILD=build/oldest-$(notdir $(PYTHON)) CMAKE_ARGS='-DCMAKE_BUILD_TYPE=Quick -DCMAKE_CXX_COMPILER=clang++' \
+	  $(MAKE) smoke TORCH=$(OLDEST_TORCH)
 
 # A real installation beside torch, not the build folder.
 smoke: setup
@@ -53,8 +63,24 @@ smoke: setup
 	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 	@$(BIN)/python -m pytest -m smoke
 
-build: configure ## Build library, Python module and C++ tests; .venv then imports brimful from the build folder
+# torch's and CUDA's libraries stay where pip puts them.
+EXCLUDE := $(foreach lib,libtorch libc10 libcudart libnccl,--exclude '$(lib)*')
+
+wheel: setup ## Build a manylinux wheel for this torch and Python, check it in an environment of its own, put it in dist/
+	@rm -rf build/wheel
+	@$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	@PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair $(EXCLUDE) --wheel-dir build/wheel/audited build/wheel/*.whl
+	@$(BIN)/python tools/check_wheel.py build/wheel/audited/*.whl build/wheel
+	@mkdir -p dist && mv build/wheel/audited/*.whl dist/
+
+sdist: setup ## Put a source distribution in dist/
+	@$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist")' >/dev/null
+
+build: package ## Build library, Python module and C++ tests; .venv then imports brimful from the build folder
 	@$(BIN)/cmake --build $(BUILD) --parallel $(JOBS)
+
+package: configure
+	@$(BIN)/cmake --build $(BUILD) --parallel $(JOBS) --target _C
 	@echo "import sys; sys.path.insert(0, '$(CURDIR)/$(BUILD)/python')" \
 	  > $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/brimful-dev.pth
 
@@ -76,7 +102,8 @@ stubtest: build
 
 # clang-tidy, on the files that have no precompiled header: the others take it a minute each.
 tidy: setup-lint configure
-	@clang-tidy --quiet -p $(BUILD) csrc/base/*.cpp csrc/memory/*.cpp 2>/dev/null
+	@clang-tidy --quiet -p $(BUILD) \
+	  $(filter-out csrc/memory/moment.cpp,$(wildcard csrc/base/*.cpp csrc/memory/*.cpp)) 2>/dev/null
 
 format: setup-lint ## Rewrite the sources in the project's format
 	@clang-format -i $(CPP)
@@ -86,19 +113,27 @@ format: setup-lint ## Rewrite the sources in the project's format
 bench: build ## Run all benchmarks; the figures go to build/bench.json
 	@$(BIN)/python benchmarks/run.py --json build/bench.json
 
-asan tsan: setup ## Build the C++ tests under a sanitizer and run them
-	@$(BIN)/cmake --preset $@ $(CONFIGURE) --log-level=WARNING
+# Warnings are errors: links between pages, names in the code, headers that doxygen does not understand.
+docs: package ## Write the documentation as a site, build/docs/index.html
+	@tools/setup.sh $(VENV) $(TORCH) docs
+	@PYTHONPATH=$(CURDIR)/$(VENV)/docs $(BIN)/python -m sphinx -W --keep-going -q -j auto docs build/docs
+
+pictures: package ## Draw the documentation's pictures again, from runs on this machine
+	@$(BIN)/python tools/pictures/draw.py
+
+asan tsan: setup ## Build the C++ tests under a sanitizer and run them; FOLDERS='base;memory' for these alone
+	@$(BIN)/cmake --preset $@ $(CONFIGURE) '-DBRIMFUL_FOLDERS=$(FOLDERS)' --log-level=WARNING
 	@$(BIN)/cmake --build build/$@ --parallel $(JOBS)
 	@setarch -R $(BIN)/ctest --test-dir build/$@ --output-on-failure --no-tests=error
 
 setup: ## Make the environment and install what is missing (the others do it by themselves)
 	@tools/setup.sh $(VENV) $(TORCH)
 
-setup-lint:
-	@tools/setup.sh $(VENV) $(TORCH) lint
+setup-lint setup-clang:
+	@tools/setup.sh $(VENV) $(TORCH) $(@:setup-%=%)
 
 clean: ## Remove what was built
-	rm -rf build python/*.egg-info
+	rm -rf build dist python/*.egg-info
 
 distclean: clean ## Remove the environments too
 	rm -rf .venv .venv-*

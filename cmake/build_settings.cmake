@@ -3,6 +3,7 @@ if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE Release)
 endif()
 set(CMAKE_CXX_FLAGS_RELEASE "-O2 -DNDEBUG")
+set(CMAKE_CXX_FLAGS_QUICK "-O0 -DNDEBUG") # compiles in less time, to see that all compiles, links and runs
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_EXTENSIONS OFF)
@@ -44,11 +45,12 @@ target_include_directories(brimful_json SYSTEM INTERFACE "${BRIMFUL_JSON_INCLUDE
 
 # Links the package's Python files into `package`, so that an edit needs no build.
 function(brimful_link_python_sources package)
-  file(GLOB files CONFIGURE_DEPENDS
-    python/brimful/*.py python/brimful/*.pyi python/brimful/py.typed)
-  list(FILTER files EXCLUDE REGEX "/_build_info\\.py$")
+  set(sources "${CMAKE_CURRENT_SOURCE_DIR}/python/brimful")
+  file(GLOB files CONFIGURE_DEPENDS RELATIVE "${sources}"
+    ${sources}/*.py ${sources}/*.pyi ${sources}/py.typed ${sources}/integrations/*.py)
+  list(REMOVE_ITEM files _build_info.py)
+  file(MAKE_DIRECTORY "${package}/integrations")
   foreach(file IN LISTS files)
-    get_filename_component(name "${file}" NAME)
-    file(CREATE_LINK "${file}" "${package}/${name}" SYMBOLIC)
+    file(CREATE_LINK "${sources}/${file}" "${package}/${file}" SYMBOLIC)
   endforeach()
 endfunction()

@@ -1,7 +1,8 @@
 # Defines the target brimful::torch (and brimful::torch_python, brimful::gloo where they can be had) from an
 # installed torch wheel or libtorch, without find_package(Torch): no CUDA language, no CUDA toolkit.
 # Used by brimful's own build and, installed, by its users. Sets brimful_torch_version, brimful_torch_root,
-# brimful_torch_cuda (its headers are there) and brimful_torch_gloo. What it finds is cached as BRIMFUL_TORCH_*.
+# brimful_torch_gloo, brimful_torch_cuda (its headers are there) and, if so, brimful_torch_cudart. What it finds is cached
+# as BRIMFUL_TORCH_*.
 if(TARGET brimful::torch)
   return()
 endif()
@@ -61,8 +62,8 @@ if(EXISTS "${_lib}/libtorch_cuda.so")
     set(brimful_torch_cuda ON)
     target_compile_definitions(brimful::torch INTERFACE USE_C10D_NCCL)
     target_include_directories(brimful::torch SYSTEM INTERFACE "${BRIMFUL_TORCH_NCCL_INCLUDE}" "${BRIMFUL_TORCH_CUDA_INCLUDE}")
-    list(GET _cudart 0 _cudart)
-    target_link_libraries(brimful::torch INTERFACE "${_cudart}")
+    list(GET _cudart 0 brimful_torch_cudart)
+    target_link_libraries(brimful::torch INTERFACE "${brimful_torch_cudart}")
   endif()
 endif()
 

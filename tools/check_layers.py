@@ -1,6 +1,6 @@
 """Checks that includes only go down the layers, and the few rules that keep a layer what it is.
 
-base -> memory -> step -> { sizer | reducer } -> { pipeline | launch } -> bindings
+base -> memory -> step -> { sizer | reducer | probes } -> { pipeline | launch } -> bindings
 """
 
 import re
@@ -14,6 +14,7 @@ LEVELS = {
     "step": 2,
     "sizer": 3,
     "reducer": 3,
+    "probes": 3,
     "pipeline": 4,
     "launch": 4,
     "bindings": 5,

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Makes a virtual environment with torch and the build tools, and installs the system packages that are missing.
 # Does nothing, and quickly, when all is there.
-#   tools/setup.sh VENV TORCH_VERSION [lint]      (PYTHON: the Python to make VENV with)
+#   tools/setup.sh VENV TORCH_VERSION [lint|clang|docs]     (PYTHON: the Python to make VENV with)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=$1 torch=$2 lint=${3:-}
+venv=$1 torch=$2 part=${3:-}
 python=${PYTHON:-python3}
 
 say() { echo "brimful set-up: $*" >&2; }
@@ -38,10 +38,13 @@ need nlohmann-json3-dev test -e /usr/include/nlohmann/json.hpp
 need libgloo-dev test -e /usr/include/gloo/rendezvous/store.h
 need ccache command -v ccache
 need dataset-fashion-mnist test -e /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz
-if [ "$lint" = lint ]; then
-  need clang-format command -v clang-format
-  need clang-tidy command -v clang-tidy
-fi
+case $part in
+  lint)
+    need clang-format command -v clang-format
+    need clang-tidy command -v clang-tidy ;;
+  clang) need clang command -v clang++ ;;
+  docs) need doxygen command -v doxygen ;;
+esac
 if [ ${#missing[@]} -gt 0 ]; then
   root=()
   if [ "$(id -u)" != 0 ]; then
@@ -54,12 +57,28 @@ if [ ${#missing[@]} -gt 0 ]; then
   "${root[@]}" apt-get update -qq
   "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"
 fi
-[ $fresh = no ] || exit 0
+
+pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+
+# What writes the documentation is in a folder that only `make docs` looks at.
+install_docs() {
+  [ "$part" = docs ] || return 0
+  local wanted
+  wanted=$(cksum <tools/requirements-docs.txt)
+  [ "$(cat "$venv/docs/stamp" 2>/dev/null)" != "$wanted" ] || return 0
+  say "installing sphinx in $venv/docs"
+  rm -rf "$venv/docs"
+  pip install --target "$venv/docs" -r tools/requirements-docs.txt
+  echo "$wanted" >"$venv/docs/stamp"
+}
+if [ $fresh = yes ]; then
+  install_docs
+  exit
+fi
 
 # 3. The environment.
 say "installing torch $torch and the build tools in $venv (some minutes the first time)"
 "$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
-pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 pip install "torch==$torch" -r tools/requirements.txt
 
 # The CUDA headers that torch pulls in are incomplete: what they lack depends on the torch. Without a toolkit and without
@@ -80,3 +99,4 @@ if [ -s "$stamp.cuda" ]; then
 fi
 rm "$stamp.cuda"
 echo "$key" >"$stamp"
+install_docs

@@ -1,0 +1,129 @@
+"""Checks a wheel: what is in it, and that it works where there is torch but nothing else of brimful.
+
+python tools/check_wheel.py WHEEL WORK_FOLDER      (the Python: one whose environment has torch, pytest and CMake)
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = Path(sysconfig.get_path("purelib"))
+DLOPEN = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
+SHOW = "import brimful, sys; print(brimful.__file__); sys.exit(not brimful.__version__)"
+
+
+def fail(what: str) -> None:
+    sys.exit(f"check_wheel: {what}")
+
+
+def run(*command: object, cwd: Path) -> str:
+    """Runs a command without the shell's Python and library paths; its output is shown only if it fails."""
+    hidden = ("PYTHONPATH", "LD_LIBRARY_PATH")
+    done = subprocess.run(
+        [str(part) for part in command],
+        env={name: value for name, value in os.environ.items() if name not in hidden},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1200,
+        cwd=cwd,
+    )
+    if done.returncode:
+        fail(f"{' '.join(map(str, command))} failed\n{done.stdout}")
+    return done.stdout
+
+
+def expected_members(info: str) -> set[str]:
+    """What a user of Python, of type checkers, of CMake and of the licences looks for."""
+    python = ROOT / "python"
+    kinds = ("*.py", "*.pyi", "py.typed")
+    sources = [path for kind in kinds for path in (python / "brimful").rglob(kind)]
+    include = ROOT / "csrc" / "include"
+    headers = [path.relative_to(include).as_posix() for path in include.rglob("*.h")]
+    cmake = ("Config", "ConfigVersion", "Targets", "Targets-release")
+    licenses = ["LICENSE", *(f"licenses/{path.name}" for path in ROOT.glob("licenses/*.txt"))]
+    return {
+        *(path.relative_to(python).as_posix() for path in sources),
+        *(f"brimful/include/{header}" for header in [*headers, "brimful/version.h"]),
+        *(f"brimful/share/cmake/brimful/brimful{part}.cmake" for part in cmake),
+        "brimful/share/cmake/brimful/torch.cmake",
+        "brimful/lib/libbrimful.so",
+        f"brimful/_C{sysconfig.get_config_var('EXT_SUFFIX')}",
+        "brimful/_build_info.py",
+        *(f"{info}/licenses/{path}" for path in licenses),
+        *(f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")),
+        f"{info}/top_level.txt",
+    }
+
+
+def check_contents(wheel: Path) -> None:
+    name, version, *_, platform = wheel.stem.split("-")
+    if "manylinux" not in platform or "+torch" not in version:
+        fail(f"the name tells no manylinux or no torch (wheel: {wheel.name})")
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if not name.endswith("/")}
+    expected = expected_members(f"{name}-{version}.dist-info")
+    if found != expected:
+        fail(
+            f"its files are not the package's (missing: {sorted(expected - found)}, "
+            f"too many: {sorted(found - expected)})"
+        )
+
+
+def check_library(library: Path) -> None:
+    """Stripped, and looking for others only beside itself."""
+    text = run("readelf", "--wide", "--sections", "--dynamic", library, cwd=ROOT)
+    if ".symtab" in text:
+        fail(f"it is not stripped (library: {library.name})")
+    (path,) = (line for line in text.splitlines() if "(RUNPATH)" in line)
+    folders = path.partition("[")[2].rstrip("]").split(":")
+    if not all(folder.startswith("$ORIGIN") for folder in folders):
+        fail(f"it looks for others in a folder of this machine (library: {library.name}, {path})")
+
+
+def check_loading(python: Path, library: Path, work: Path) -> None:
+    """Before any torch: all others are found, and the system's CUDA runtime is not taken for torch's."""
+    loaded = set(run(python, "-c", DLOPEN, library, cwd=work).split())
+    for path in loaded:
+        if "/libcudart" in path and not Path(path).resolve().is_relative_to(SITE.resolve()):
+            fail(f"it loads another CUDA runtime than torch's (path: {path})")
+
+
+def make_environment(folder: Path) -> Path:
+    """A virtual environment with links to all that this one has, but brimful; its Python."""
+    shutil.rmtree(folder, ignore_errors=True)
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    for entry in SITE.iterdir():
+        if not entry.name.startswith("brimful") and entry.suffix != ".pth":
+            (site / entry.name).symlink_to(entry)
+    return folder / "bin" / "python"
+
+
+def main() -> None:
+    wheel, work = (Path(argument).resolve() for argument in sys.argv[1:3])
+    check_contents(wheel)
+    python = make_environment(work / "environment")
+    run(python, "-m", "pip", "install", "--no-index", wheel, cwd=work)  # with its requirements
+
+    package = Path(run(python, "-c", SHOW, cwd=work).strip()).parent
+    if not package.is_relative_to(work):
+        fail(f"brimful is not imported from the environment (path: {package})")
+    for library in (package / "lib" / "libbrimful.so", *package.glob("_C.*.so")):
+        check_library(library)
+    check_loading(python, package / "lib" / "libbrimful.so", work)
+
+    smoke = run(python, "-m", "pytest", "-m", "smoke", "-p", "no:cacheprovider", cwd=ROOT)
+    print(smoke.splitlines()[-1])
+    consumer = ROOT / "tests" / "consumer" / "run.py"
+    print(run(sys.executable, consumer, work / "consumer", wheel, cwd=work), end="")
+    print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB, right")
+
+
+if __name__ == "__main__":
+    main()

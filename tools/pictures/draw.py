@@ -1,0 +1,408 @@
+"""Draws the pictures of the documentation from real runs on the CPU, into docs/pictures.
+
+    python tools/pictures/draw.py [NAME ...]      # all, or some: step, buckets, ...
+
+Bytes and numbers of operators are the same in every run; times are this machine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from chart import BLUE, GREEN, GREY, ORANGE, TEAL, VIOLET, Chart
+from ranks import draw_buckets, draw_failure, draw_step
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import brimful
+from brimful import memory
+
+PICTURES = Path(__file__).resolve().parent.parent.parent / "docs" / "pictures"
+MIB = 1 << 20
+COLOURS = {
+    "parameters": BLUE,
+    "optimizer_state": TEAL,
+    "gradients": GREEN,
+    "activations": ORANGE,
+    "temporaries": VIOLET,
+    "other": GREY,
+}
+
+
+class EveryOperator(TorchDispatchMode):
+    """Calls `look` behind every operator, backward's too, also where it raises."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            self._look()
+
+
+def mlp(width: int = 512, depth: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
+    return nn.Sequential(*blocks, nn.Linear(width, 10))
+
+
+def batch_of(rows: int, width: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, width), torch.randint(10, (rows,))
+
+
+def cross_entropy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def used() -> float:
+    return memory.stats("cpu").used_bytes / MIB
+
+
+def draw_retry() -> str:
+    """The bytes in use during a step that runs out of memory, and the one after it."""
+    model, batch = mlp(), batch_of(2048)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sizer = brimful.BatchSizer(model, optimizer)
+    limit = used() + 64
+    memory.set_limit("cpu", int(limit * MIB))
+    samples, refused, steps = [used()], [], []
+
+    def look() -> None:
+        ooms = memory.stats("cpu").ooms
+        if ooms > look.ooms:  # type: ignore[attr-defined]
+            refused.append(len(samples))
+        look.ooms = ooms  # type: ignore[attr-defined]
+        samples.append(used())
+
+    look.ooms = memory.stats("cpu").ooms  # type: ignore[attr-defined]
+    with EveryOperator(look):
+        for _ in range(2):
+            steps.append(len(samples))
+            outcome = sizer.step(batch, cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+    memory.set_limit("cpu", None)
+    chart = Chart(
+        f"Two steps of 2048 rows: 1 piece, repeated in {outcome.pieces}",
+        "operators since the beginning",
+        len(samples),
+        y_label="MiB in use",
+        y_end=limit * 1.12,
+    )
+    chart.area(range(len(samples)), [0] * len(samples), samples, BLUE)
+    chart.level(limit, "limit")
+    for number, at in enumerate(steps):
+        chart.mark(at, f"step {number}", "#1f2933")
+    for at in refused:
+        chart.mark(at, "an allocation is refused")
+    return chart.svg()
+
+
+def draw_categories() -> str:
+    """What lives, by category, operator by operator, in the second step with Adam."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 7 * 7, 512),
+        nn.ReLU(),
+        nn.Linear(512, 10),
+    )
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    samples: list[dict[str, int]] = []
+    parts: list[tuple[int, str]] = []
+
+    def look() -> None:
+        samples.append(memory.live_by_category(models=model, optimizers=optimizer))
+
+    with memory.track():
+        for step in range(2):
+            batch = torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
+            with EveryOperator(look if step else lambda: None):
+                parts.append((len(samples), "forward"))
+                loss = cross_entropy(model, batch)
+                parts.append((len(samples), "backward"))
+                loss.backward()
+                parts.append((len(samples), "optimizer"))
+                optimizer.step()
+                parts.append((len(samples), "zero_grad"))
+                optimizer.zero_grad()
+                look()
+            del loss, batch
+    sums = [sum(sample.values()) / MIB for sample in samples]
+    chart = Chart(
+        "One step of a small CNN with Adam, 64 images",
+        "operators since the step began",
+        len(samples) - 1,
+        y_label="MiB in use",
+        y_end=max(sums) * 1.15,
+    )
+    low = [0.0] * len(samples)
+    for category, colour in COLOURS.items():
+        high = [a + sample.get(category, 0) / MIB for a, sample in zip(low, samples, strict=True)]
+        if high != low:
+            chart.area(range(len(samples)), low, high, colour, category.replace("_", " "))
+        low = high
+    for at, name in parts[4:]:
+        chart.mark(at, name, "#1f2933")
+    return chart.svg()
+
+
+def draw_forecast() -> str:
+    """Peaks told from 2, 3 and 16 rows, the peaks of the steps themselves, and what two peaks would tell."""
+    model = mlp(512, 6)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def summary_of(rows: int) -> brimful.summary:
+        return brimful.summary(model, batch_of(rows), optimizer=optimizer, loss_fn=cross_entropy)
+
+    rows = [64, 128, 256, 512, 768, 1024]
+    found = [summary_of(count) for count in rows]
+    told = [(summary.predicted_bytes or 0) / MIB for summary in found]
+    seen = [summary.peak_bytes / MIB for summary in found]
+    few = [summary_of(count).peak_bytes / MIB for count in (8, 16)]
+    line = [few[1] + (few[1] - few[0]) / 8 * (count - 16) for count in rows]
+    worst = max(abs(a / b - 1) for a, b in zip(told, seen, strict=True))
+    chart = Chart(
+        f"The peak of a step, told from 2, 3 and 16 rows: off by {100 * worst:.2f} % at most",
+        "rows of the batch",
+        max(rows) * 1.05,
+        y_label="MiB at the peak",
+        y_end=max(seen) * 1.15,
+    )
+    chart.line(rows, line, GREY, "a line through the peaks of 8 and 16 rows", dashed=True)
+    chart.line(rows, told, BLUE, "foretold")
+    chart.line(rows, seen, ORANGE, "measured", dashed=True, marks=True)
+    return chart.svg()
+
+
+def draw_regrowth() -> str:
+    """Pieces of a step while the budget falls and rises again."""
+    model, batch = mlp(256, 6), batch_of(512, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sizer = brimful.BatchSizer(model, optimizer)
+
+    def step() -> tuple[float, int, int]:
+        outcome = sizer.step(batch, cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+        return outcome.peak_bytes / MIB, outcome.pieces, outcome.retries
+
+    whole, _, _ = step()
+    base = used()
+    limits, peaks, words = [], [], []
+    pieces_before = 1
+    for number in range(36):
+        share = 0.45 if 10 <= number < 22 else 1.1
+        limits.append(base + (whole - base) * share)
+        memory.set_limit("cpu", int(limits[-1] * MIB))
+        peak, pieces, retries = step()
+        peaks.append(peak)
+        if pieces != pieces_before or retries:
+            words.append((number, f"{pieces} piece{'s' if pieces > 1 else ''}"))
+        pieces_before = pieces
+    memory.set_limit("cpu", None)
+    chart = Chart(
+        "A budget that falls and rises: pieces follow it",
+        "step",
+        len(peaks),
+        y_label="MiB",
+        y_end=max(limits) * 1.15,
+    )
+    steps = range(len(peaks))
+    chart.area(steps, [0] * len(peaks), peaks, BLUE, "peak of the step")
+    chart.stairs(steps, limits, ORANGE, "limit")
+    for number, text in words:
+        chart.mark(number, text, "#1f2933")
+    return chart.svg()
+
+
+def draw_mixed() -> str:
+    """The peak by category in float32 and with bfloat16 inside."""
+    import torch.distributed as dist
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    peaks = {}
+    for name, options in {
+        "float32": {},
+        "bfloat16": {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)},
+    }.items():
+        model = brimful.DistributedDataParallel(mlp(256, 6), **options)
+        optimizer = torch.optim.Adam(model.parameters())
+        batch = batch_of(1024, 256)
+        with memory.track():
+            for _ in range(2):
+                memory.reset_peak("cpu")
+                cross_entropy(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            peaks[name] = memory.peak_by_category(models=model, optimizers=optimizer)
+    dist.destroy_process_group()
+    end = max(peak.bytes for peak in peaks.values()) / MIB
+    chart = Chart("The peak of a step, by category", "MiB", end * 1.04)
+    for name, peak in peaks.items():
+        chart.lane(name)
+        at = 0.0
+        for category, colour in COLOURS.items():
+            size = peak.by_category.get(category, 0) / MIB
+            if size > 0:
+                chart.bar(name, at, at + size, colour, category.replace("_", " "), f"{size:.1f}")
+            at += size
+    return chart.svg()
+
+
+def draw_leak() -> str:
+    """What lives at the end of each step of a loop that keeps its losses' graphs, by function."""
+    model = nn.Linear(64, 10)
+    alive: list[dict[str, int]] = []
+
+    def loss_fn(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate() -> None:
+        total: torch.Tensor | float = 0
+        for _ in range(12):
+            batch = torch.randn(32, 64), torch.randint(10, (32,))
+            total = total + loss_fn(batch)
+            memory.mark_step()
+            by_function: dict[str, int] = {}
+            for use in memory.live():
+                name = str(use.site).split("(")[-1].rstrip(")")
+                by_function[name] = by_function.get(name, 0) + use.bytes
+            alive.append(by_function)
+
+    with memory.track():
+        evaluate()
+    names = ["evaluate", "loss_fn"]
+    chart = Chart(
+        "Bytes alive at the end of each step, by function",
+        "step",
+        len(alive) - 1,
+        y_label="KiB",
+        y_end=max(sum(of.values()) for of in alive) / 1024 * 1.1,
+    )
+    low = [0.0] * len(alive)
+    for name, colour in zip(names, (BLUE, ORANGE), strict=True):
+        high = [
+            a + sum(size for key, size in of.items() if name in key) / 1024
+            for a, of in zip(low, alive, strict=True)
+        ]
+        chart.area(range(len(alive)), low, high, colour, f"{name}()")
+        low = high
+    return chart.svg()
+
+
+class Work(torch.autograd.Function):
+    """Takes the time of a device that works by itself: 30 ms forward, 60 ms backward."""
+
+    @staticmethod
+    def forward(context, x):  # type: ignore[no-untyped-def]
+        time.sleep(0.03)
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):  # type: ignore[no-untyped-def]
+        time.sleep(0.06)
+        return gradient
+
+
+class Stage(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Work.apply(super().forward(x))
+
+
+def draw_pipeline() -> str:
+    """A step of four stages, as measured above the plan."""
+    pipe = brimful.Pipeline(
+        [Stage(16, 16) for _ in range(4)],
+        schedule="1f1b",
+        microbatches=8,
+        loss_fn=nn.functional.mse_loss,
+    )
+    for _ in range(5):
+        pipe.step(torch.randn(16, 16), torch.randn(16, 16))
+    return pipe.trace_svg()
+
+
+OUT_OF_MEMORY = """
+model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)))
+x, y = torch.randn(2048, 512), torch.randn(2048, 512)
+
+
+def loss_fn(x, y):
+    return nn.functional.mse_loss(model(x), y)
+
+
+memory.set_limit("cpu", memory.stats("cpu").used_bytes + (64 << 20))
+with memory.track(report="oom.html"):
+    loss_fn(x, y).backward()
+"""
+
+
+def draw_oom_report(target: Path) -> None:
+    """The page of an out-of-memory error, photographed by a browser."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print("oom-report.png is left as it is: there is no chromium", file=sys.stderr)
+        return
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            names = {"memory": memory, "nn": nn, "torch": torch}
+            exec(compile(OUT_OF_MEMORY, "train.py", "exec"), names)
+        window = ["--window-size=900,700", "--hide-scrollbars", f"--screenshot={target}"]
+        page = Path("oom.html").resolve().as_uri()
+        subprocess.run(
+            [browser, "--headless=new", "--no-sandbox", *window, page],
+            check=True,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+DRAWINGS: dict[str, Callable[[], str]] = {
+    "retry": draw_retry,
+    "step": draw_step,
+    "failure": draw_failure,
+    "buckets": draw_buckets,
+    "forecast": draw_forecast,
+    "regrowth": draw_regrowth,
+    "mixed": draw_mixed,
+    "pipeline": draw_pipeline,
+    "categories": draw_categories,
+    "leak": draw_leak,
+}
+
+
+def main(wanted: list[str]) -> None:
+    PICTURES.mkdir(exist_ok=True)
+    if len(wanted) != 1:  # each in a process of its own, whose memory holds nothing else
+        for name in wanted or [*DRAWINGS, "oom-report"]:
+            subprocess.run([sys.executable, __file__, name], check=True)
+        return
+    torch.set_num_threads(1)
+    (name,) = wanted
+    print(name)
+    if name == "oom-report":
+        draw_oom_report(PICTURES / f"{name}.png")
+    else:
+        (PICTURES / f"{name}.svg").write_text(DRAWINGS[name]())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
