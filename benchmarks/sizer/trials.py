@@ -17,6 +17,7 @@ from benchmarks.sizer import models
 
 ROWS = 4  # a step of a few hundred allocations
 WARM_UP = 2
+MOST_GOES = 5
 WORK, OPTIMIZER = "work", "optimizer"  # copy-in, forward and backward; making the optimizer's state
 
 
@@ -88,7 +89,22 @@ class Subject:
 
         `hears_of`: the rank that fails in its optimizer; this one begins another step, which must tell it so.
         `is_clean`: what is in use afterwards is what it should be after others.
+
+        A trial during which others let go of memory from before it says nothing: on one rank it is done again.
         """
+        for _ in range(MOST_GOES):
+            result = self._run_once(fault, split, hears_of, is_clean)
+            if result.left_bytes >= 0 or self._settle_s > 0:
+                break
+        return result
+
+    def _run_once(
+        self,
+        fault: tuple[str, int] | None,
+        split: Sequence[int] | None,
+        hears_of: int | None,
+        is_clean: bool,
+    ) -> Result:
         self._reset()
         before = self._used()
         result = self._attempt(before, fault, split, hears_of, is_clean)
