@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -179,6 +180,16 @@ def format_row(row: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def interval_dict(interval: Interval) -> dict[str, float]:
     """Returns an interval as it is written in `conditions`."""
     return {"value": interval.value, "low": interval.low, "high": interval.high}
+
+
+def collect_all() -> None:
+    """Collects garbage until there is none: a cycle through autograd graphs comes apart a node at a time.
+
+    torch's MemTracker leaves such ones behind.
+    """
+    for _ in range(100):
+        if gc.collect() == 0:
+            return
 
 
 def cpu_name() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,7 +34,7 @@ def measure(quick: bool) -> Iterator[common.Figure]:
     bad: list[str] = []
     conditions = common.machine_conditions()
     for name in MODELS:
-        gc.collect()  # what the model before left behind would be counted as other
+        common.collect_all()  # what the model before left behind would be counted as other
         case = models.CASES[name]
         torch.manual_seed(0)
         model = case.make()
@@ -61,6 +60,7 @@ def measure(quick: bool) -> Iterator[common.Figure]:
         bad=bad, by_hand=wanted, models=MODELS, value="sums and categories that are wrong"
     )
     print(f"\nprobes.category_bad: {len(bad)} {bad}")
+    common.collect_all()
     count = float(len(bad))
     yield common.Figure(IDS[0], "count", count, count, count, None, rounds=1, conditions=conditions)
 

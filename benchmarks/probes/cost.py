@@ -202,5 +202,7 @@ def _peer(model: nn.Module, step: Callable[[], None], name: str, rounds: int) ->
         )
     except Exception as error:  # it is not our code that failed: say so beside the figure
         return {PEER: f"failed: {type(error).__name__}: {error}"}
+    finally:
+        common.collect_all()
     ratio = intervals.median_ratio(cpu[PEER], cpu[WITHOUT])
     return {PEER: {"above": ratio.value - 1, "low": ratio.low - 1, "high": ratio.high - 1}}

@@ -13,11 +13,11 @@ from typing import Any
 import numpy
 import torch
 
+from benchmarks import common
 from benchmarks.sizer import models
 
 ROWS = 4  # a step of a few hundred allocations
 WARM_UP = 2
-MOST_GOES = 5
 WORK, OPTIMIZER = "work", "optimizer"  # copy-in, forward and backward; making the optimizer's state
 
 
@@ -62,7 +62,7 @@ class Subject:
         import brimful
 
         self.brimful = brimful
-        gc.collect()  # what others have left is not to go while a trial runs
+        common.collect_all()  # what others have left is not to go while a trial runs
         torch.manual_seed(0)
         module = case.make()
         self.model = module if wrap is None else wrap(module)
@@ -89,22 +89,7 @@ class Subject:
 
         `hears_of`: the rank that fails in its optimizer; this one begins another step, which must tell it so.
         `is_clean`: what is in use afterwards is what it should be after others.
-
-        A trial during which others let go of memory from before it says nothing: on one rank it is done again.
         """
-        for _ in range(MOST_GOES):
-            result = self._run_once(fault, split, hears_of, is_clean)
-            if result.left_bytes >= 0 or self._settle_s > 0:
-                break
-        return result
-
-    def _run_once(
-        self,
-        fault: tuple[str, int] | None,
-        split: Sequence[int] | None,
-        hears_of: int | None,
-        is_clean: bool,
-    ) -> Result:
         self._reset()
         before = self._used()
         result = self._attempt(before, fault, split, hears_of, is_clean)
