@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "free_ranks.h"
 #include "sleep_stage.h"
 
 namespace {
@@ -82,7 +83,32 @@ int actions(int steps) {
   return 0;
 }
 
-/// Six steps, and more until `seconds` have passed.
+/// What the actions of a schedule take where no rank waits for another, by stage.
+pipeline::Costs free_costs(const pipeline::Schedule& schedule, const std::vector<Stage>& stages,
+                           bool trains) {
+  constexpr int kMicrobatches = 8;
+  pipeline::Costs costs;
+  costs.forward.clear();
+  costs.backward_input.clear();
+  costs.backward_weight.clear();
+  for (const auto& taken : bench::run_free(schedule, stages, kMicrobatches, trains)) {
+    costs.forward.push_back(taken.mean(pipeline::ActionKind::forward));
+    costs.backward_input.push_back(taken.mean(pipeline::ActionKind::backward_input));
+    costs.backward_weight.push_back(taken.mean(pipeline::ActionKind::backward_weight));
+    costs.backward.push_back(taken.mean(pipeline::ActionKind::backward));
+  }
+  return costs;
+}
+
+void print_list(const char* name, const std::vector<double>& values) {
+  std::printf("\"%s\": [", name);
+  for (size_t i = 0; i < values.size(); ++i) {
+    std::printf("%s%.7f", i == 0 ? "" : ", ", values[i]);
+  }
+  std::printf("], ");
+}
+
+/// Six steps, and more until `seconds` have passed, each after the same actions on free ranks.
 int sleep(const std::string& schedule, int ranks, int per_rank, int microbatches, bool equal,
           double seconds) {
   const int stages = ranks * per_rank;
@@ -108,13 +134,14 @@ int sleep(const std::string& schedule, int ranks, int per_rank, int microbatches
   options.schedule = schedule;
   options.microbatches = microbatches;
   options.threads_per_rank = 1;
-  Pipeline pipe(std::move(parts), options);
+  Pipeline pipe(parts, options);
   const auto order = pipe.schedule(microbatches);
   const auto planned = pipeline::simulate(order, costs);
   const bool trains = pipeline::has_backward(order);
   const auto data = at::zeros({microbatches, 1});
   const double began = wall();
   for (int step = 0; step < 6 || wall() - began < seconds; ++step) {
+    const auto free = free_costs(order, parts, trains);
     for (const auto& counter : live) {
       counter->peak = 0;
     }
@@ -126,8 +153,11 @@ int sleep(const std::string& schedule, int ranks, int per_rank, int microbatches
       pipe.forward(data);
       outcome.total_ms = (wall() - began) * 1e3;
     }
-    std::printf("{\"makespan_s\": %.6f, \"planned_s\": %.6f, \"stages\": [", outcome.total_ms / 1e3,
-                planned.makespan);
+    std::printf("{\"makespan_s\": %.6f, \"planned_s\": %.6f, \"free_s\": %.6f, ",
+                outcome.total_ms / 1e3, planned.makespan, pipeline::simulate(order, free).makespan);
+    print_list("forward_s", free.forward);
+    print_list("backward_s", free.backward);
+    std::printf("\"stages\": [");
     for (int i = 0; trains && i < stages; ++i) {  // inference holds nothing for later
       std::printf("%s{\"live\": %d, \"bytes\": %ld, \"planned\": %.0f}", i == 0 ? "" : ", ",
                   outcome.stages[i].peak_live,
