@@ -289,6 +289,9 @@ StepResult Pipeline::State::run(Call& call) {
     noting(result, [&] {
       result = run_actions(call, refused);
       if (call.trains && !result.failure && !result.peer_failed) {
+        for (const auto& each : norms) {
+          each->norms.finish();
+        }
         tied.make_room();
       }
     });
