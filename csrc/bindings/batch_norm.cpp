@@ -26,26 +26,32 @@ BatchNormState state_of(const py::object& module) {
           module.attr("momentum").cast<std::optional<double>>()};
 }
 
+at::Tensor buffer_of(const py::object& module, const char* name) {
+  const py::object buffer = module.attr(name);
+  return buffer.is_none() ? at::Tensor() : THPVariable_Unpack(buffer.ptr());
+}
+
 BatchNormModule batch_norm_of(const std::string& name, const py::object& object) {
   const auto module = weak(object);
   BatchNormModule made;
   made.name = name;
   made.state = [module] { return call_python([&] { return state_of((*module)()); }); };
-  made.set_state = [module](const BatchNormState& state) {
+  made.set_momentum = [module](std::optional<double> momentum) {
     call_python([&] {
       const py::object alive = (*module)();
       if (!alive.is_none()) {
-        alive.attr("track_running_stats") = state.tracks;
-        alive.attr("momentum") = state.momentum;
+        alive.attr("momentum") = momentum;
       }
     });
   };
-  made.batches = [module] {
-    return call_python([&] {
+  made.buffers = [module] {
+    return call_python([&]() -> BatchNormBuffers {
       const py::object alive = (*module)();
-      const py::object batches =
-          alive.is_none() ? py::object(py::none()) : alive.attr("num_batches_tracked");
-      return batches.is_none() ? at::Tensor() : THPVariable_Unpack(batches.ptr());
+      if (alive.is_none()) {
+        return {};
+      }
+      return {buffer_of(alive, "running_mean"), buffer_of(alive, "running_var"),
+              buffer_of(alive, "num_batches_tracked")};
     });
   };
   return made;

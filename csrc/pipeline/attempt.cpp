@@ -162,6 +162,7 @@ void Pipeline::State::meet(Call& call) {
     return;
   }
   may_split_ = all.may_split;
+  any_tied_ = all.ties > 0;
   agreed_ = all.kind == Kind::ok;
   hear_meeting(call, all);
   if (call.runs && all.links > 0) {
@@ -289,6 +290,9 @@ StepResult Pipeline::State::run(Call& call) {
     noting(result, [&] {
       result = run_actions(call, refused);
       if (call.trains && !result.failure && !result.peer_failed) {
+        for (const auto& each : norms) {
+          each->norms.finish();
+        }
         tied.make_room();
       }
     });

@@ -3,8 +3,10 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 
+#include <exception>
 #include <sstream>
 #include <stdexcept>
+#include <system_error>
 #include <typeinfo>
 
 #include "base/format.h"
@@ -35,12 +37,30 @@ const char* words_for(ActionKind kind) {
 
 namespace {
 
-/// Of exactly this type: one that is derived from it would lose what it adds.
+/// Of exactly this type; what is derived from it cannot be made anew, and is nested in one.
 template <typename Error>
-void throw_with(const Error& error, const std::string& where) {
+void throw_as(const std::exception& error, const std::string& text) {
   if (typeid(error) == typeid(Error)) {
-    throw Error(std::string(error.what()) + " (in the " + where + ")");
+    throw Error(text);
   }
+  if (dynamic_cast<const Error*>(&error) != nullptr) {
+    std::throw_with_nested(Error(text));
+  }
+}
+
+template <typename... Errors>
+void throw_as_first_of(const std::exception& error, const std::string& text) {
+  (throw_as<Errors>(error, text), ...);
+}
+
+/// Within the handler of `error`, if it is one of the standard library's types, or derived from one that has words.
+void throw_standard(const std::exception& error, const std::string& text) {
+  if (const auto* system = dynamic_cast<const std::system_error*>(&error)) {
+    std::throw_with_nested(std::system_error(system->code(), text));
+  }
+  throw_as_first_of<std::invalid_argument, std::domain_error, std::length_error, std::out_of_range,
+                    std::logic_error, std::range_error, std::overflow_error, std::underflow_error,
+                    std::runtime_error>(error, text);
 }
 }  // namespace
 
@@ -71,13 +91,7 @@ void rethrow(Failure failure) {
     error.add_context("in the " + where);
     throw;
   } catch (const std::exception& error) {
-    if (const auto* known = dynamic_cast<const std::runtime_error*>(&error)) {
-      throw_with(*known, where);
-    } else if (const auto* wrong = dynamic_cast<const std::invalid_argument*>(&error)) {
-      throw_with(*wrong, where);
-    } else if (const auto* logic = dynamic_cast<const std::logic_error*>(&error)) {
-      throw_with(*logic, where);
-    }
+    throw_standard(error, std::string(error.what()) + " (in the " + where + ")");
     log(LogLevel::error, "a step failed in the " + where);
     throw;
   }

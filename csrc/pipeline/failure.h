@@ -10,7 +10,7 @@ namespace brimful::pipeline {
 /// "backward to the inputs"
 const char* words_for(ActionKind kind);
 
-/// The error of the action, of the same type, with describe(failure) in its words where its type allows.
+/// The error of the action with describe(failure) in its words: see Pipeline::step().
 [[noreturn]] void rethrow(Failure failure);
 
 /// What a step raises that no number of microbatches would save.

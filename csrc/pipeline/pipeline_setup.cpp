@@ -38,10 +38,10 @@ std::vector<Stage> with_norms(std::vector<Stage> stages, BatchNormPolicy policy,
     auto norms = std::make_shared<StageNorms>(policy, stage.batch_norms);
     all.push_back(norms);
     stage.forward = [norms, inner = std::move(stage.forward)](const Value& input) {
-      if (norms->pieces > 0) {
-        norms->norms.before_piece(norms->next++, norms->pieces);
+      if (norms->pieces == 0) {
+        return inner(input);
       }
-      return inner(input);
+      return norms->norms.forward(norms->next++, norms->pieces, [&] { return inner(input); });
     };
   }
   return stages;

@@ -125,8 +125,9 @@ struct Pipeline::State {
   // settle.cpp
   /// Makes the gradients of an attempt that stands the step's.
   void settle(Call& call, const PeerVerdict& verdict);
-  /// Gradients that have overflowed on one rank make another rank's not finite: the scalers of all skip the step.
-  void spread_overflow(const Call& call, std::exception_ptr failed);
+  /// Where ranks have more to exchange than a verdict they hear what failed in it. Gradients that have overflowed on one
+  /// rank make another rank's not finite: the scalers of all skip the step.
+  void tell_settled(const Call& call, std::exception_ptr failed);
 
   // pipeline.cpp
   void capture(Call& call);
@@ -153,6 +154,7 @@ struct Pipeline::State {
 
   bool agreed_ = false;    ///< the ranks of this pipeline have found each other's set-up alike
   bool may_split_ = true;  ///< of all ranks, when they did
+  bool any_tied_ = false;  ///< a rank has a tied weight
   double last_total_ = 0;  ///< weight of the last step that stood, over all replicas
 };
 

@@ -36,22 +36,23 @@ void Pipeline::State::settle(Call& call, const PeerVerdict& verdict) {
   auto failed = thrown_by(
       [&] { call.group.accept(verdict.weight > 0 ? call.ref / verdict.weight : 1, true); });
   failed = thrown_by([&] { tied.sum_gradients(failed); });
-  failed = thrown_by([&] { spread_overflow(call, failed); });
+  failed = thrown_by([&] { tell_settled(call, failed); });
   if (failed) {
     undo(call);
     std::rethrow_exception(failed);
   }
 }
 
-void Pipeline::State::spread_overflow(const Call& call, std::exception_ptr failed) {
-  if (options.peers && options.scaler != nullptr && options.scaler->enabled()) {
+void Pipeline::State::tell_settled(const Call& call, std::exception_ptr failed) {
+  const bool scaled = options.scaler != nullptr && options.scaler->enabled();
+  if (options.peers && (scaled || any_tied_)) {
     const memory::Unlimited unlimited;
     const at::NoGradGuard no_grad;
     PeerVerdict own;
     own.rank = options.peers->rank();
     own.rows = call.rows;
     at::Tensor first;
-    failed = failed ? failed : thrown_by([&] {
+    failed = failed || !scaled ? failed : thrown_by([&] {
       for (const auto& parameter : trained_of(executor->stages())) {
         const auto& gradient = parameter.grad();
         if (gradient.defined()) {
@@ -70,7 +71,8 @@ void Pipeline::State::spread_overflow(const Call& call, std::exception_ptr faile
       brimful::detail::throw_rank_failed(
           static_cast<int>(all.rank), -1, FailureKind::error,
           "rank " + std::to_string(all.rank) +
-              " of the pipeline could not look for gradients that have overflowed: " + all.text);
+              " of the pipeline could not finish a step that all ranks had found good: " +
+              all.text);
     }
     if (!failed && all.weight > 0 && own.weight == 0 && first.defined()) {
       first.fill_(std::numeric_limits<double>::quiet_NaN());

@@ -88,11 +88,12 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     release = release_helps(shortage, options_.device);
     return release && (!released_step_ || steps_ - *released_step_ >= kStepsBetweenReleases);
   };
+  attempt.finish_buffers = [&] { norms_.finish(); };
   int64_t next_piece = 0;
   const auto watched =
       PieceWork{[&](int64_t first, int64_t end) {
-                  norms_.before_piece(next_piece++, std::ssize(attempt.split));
-                  auto piece = work.forward(first, end);
+                  auto piece = norms_.forward(next_piece++, std::ssize(attempt.split),
+                                              [&] { return work.forward(first, end); });
                   own_weights_ = own_weights_ || piece.weight != static_cast<double>(end - first);
                   return piece;
                 },

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "sizer/norm_calls.h"
+
 namespace brimful {
 namespace {
 constexpr size_t kNamed = 8;  // modules in a message
@@ -22,6 +24,20 @@ bool updates_statistics(const BatchNormState& state) {
 
 double momentum_of_piece(double momentum, int64_t pieces) {
   return -std::expm1(std::log1p(-momentum) / static_cast<double>(pieces));
+}
+
+BatchNormBuffers copies_of(const BatchNormBuffers& buffers) {
+  const auto copy = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.clone() : tensor;
+  };
+  return {copy(buffers.mean), copy(buffers.variance), copy(buffers.batches)};
+}
+
+/// Without a trace in the version, as batch_norm itself does: graphs that are still there hold the buffers.
+void put(const at::Tensor& buffer, const at::Tensor& value) {
+  if (buffer.defined()) {
+    buffer.variable_data().copy_(value);
+  }
 }
 }  // namespace
 
@@ -89,62 +105,131 @@ void BatchNorms::hold() {
     if (!updates_statistics(state)) {
       continue;
     }
-    Held held{&module, state, {}, 0};
-    const auto batches = module.batches();
-    if (policy_ == BatchNormPolicy::rescale && batches.defined()) {
-      held.batches = batches.clone();
-      held.seen = state.momentum ? 0 : batches.item<double>();
+    Held held{&module, state, module.buffers(), {}, 0, {}};
+    if (policy_ == BatchNormPolicy::rescale) {
+      const auto& batches = held.buffers.batches;
+      held.copies = copies_of(held.buffers);
+      held.seen = state.momentum || !batches.defined() ? 0 : batches.item<double>();
     }
     held_.push_back(std::move(held));
   }
 }
 
-void BatchNorms::change(const Held& held, int64_t piece, int64_t pieces) const {
-  auto state = held.before;
-  if (policy_ == BatchNormPolicy::freeze) {
-    if (piece == 1) {
-      state.tracks = false;
-      held.module->set_state(state);
-    }
-    return;
+void BatchNorms::change(const Held& held, int64_t piece, int64_t pieces) {
+  if (piece > 0) {
+    put(held.buffers.batches, held.copies.batches);  // the last piece counts for the step
   }
-  if (piece > 0 && held.batches.defined()) {
-    held.module->batches().copy_(held.batches);  // the last piece counts for the step
-  }
-  if (!state.momentum) {
+  auto momentum = held.before.momentum;
+  if (!momentum) {
     const auto k = static_cast<double>(pieces);
-    state.momentum = 1 / (k * held.seen + static_cast<double>(piece) + 1);
-  } else if (*state.momentum >= 0 && *state.momentum <= 1) {
-    state.momentum = momentum_of_piece(*state.momentum, pieces);
+    momentum = 1 / (k * held.seen + static_cast<double>(piece) + 1);
+  } else if (*momentum >= 0 && *momentum <= 1) {
+    momentum = momentum_of_piece(*momentum, pieces);
   }
-  held.module->set_state(state);
+  held.module->set_momentum(momentum);
 }
 
-void BatchNorms::before_piece(int64_t piece, int64_t pieces) {
+std::shared_ptr<detail::NormCalls> BatchNorms::before_piece(int64_t piece, int64_t pieces) {
   if (pieces < 2 || modules_.empty()) {
-    return;
+    return nullptr;
   }
   if (policy_ == BatchNormPolicy::warn) {
     warn();
-    return;
+    return nullptr;
   }
   if (policy_ == BatchNormPolicy::refuse) {
-    return;
+    return nullptr;
   }
   const at::NoGradGuard no_grad;
   if (piece == 0) {
     after_step();
     hold();
   }
+  if (policy_ == BatchNormPolicy::freeze || held_.empty()) {
+    return nullptr;
+  }
   for (const auto& held : held_) {
     change(held, piece, pieces);
+  }
+  return std::make_shared<detail::NormCalls>();
+}
+
+void BatchNorms::after_piece(int64_t piece, const detail::NormCalls* calls) {
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  if (calls != nullptr) {
+    note(*calls);
+  } else if (piece == 0) {
+    for (auto& held : held_) {
+      held.copies = copies_of(held.buffers);
+    }
+  }
+}
+
+void BatchNorms::note(const detail::NormCalls& calls) {
+  for (auto& held : held_) {
+    size_t nth = 0;
+    for (const auto& call : calls.all()) {
+      if (!call.running_mean.is_same(held.buffers.mean)) {
+        continue;
+      }
+      const auto dtype = held.buffers.mean.scalar_type();
+      const auto variance = call.inverse_deviation.to(dtype).pow(-2).sub_(call.eps).clamp_min_(0);
+      if (++nth > held.calls.size()) {
+        held.calls.emplace_back();
+      }
+      add(held.calls[nth - 1], {call.count, call.mean.to(dtype), variance * call.count});
+    }
+  }
+}
+
+// By Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
+void BatchNorms::add(Moments& moments, Moments piece) {
+  if (moments.count == 0) {
+    moments = std::move(piece);
+    return;
+  }
+  const double count = moments.count + piece.count;
+  const auto apart = piece.mean - moments.mean;
+  moments.squares.add_(piece.squares).addcmul_(apart, apart, moments.count * piece.count / count);
+  moments.mean = moments.mean.add(apart, piece.count / count);
+  moments.count = count;
+}
+
+void BatchNorms::write(const Held& held) {
+  auto mean = held.copies.mean;
+  auto variance = held.copies.variance;
+  double seen = held.seen;
+  for (const auto& call : held.calls) {
+    const double share = held.before.momentum.value_or(1 / ++seen);
+    mean = mean.lerp(call.mean, share);
+    variance = variance.lerp(call.squares / (call.count - 1), share);
+  }
+  put(held.buffers.mean, mean);
+  put(held.buffers.variance, variance);
+  if (held.buffers.batches.defined()) {
+    put(held.buffers.batches, held.copies.batches + std::ssize(held.calls));
+  }
+}
+
+void BatchNorms::finish() {
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  for (const auto& held : held_) {
+    if (policy_ == BatchNormPolicy::freeze) {
+      put(held.buffers.mean, held.copies.mean);
+      put(held.buffers.variance, held.copies.variance);
+      put(held.buffers.batches, held.copies.batches);
+    } else if (!held.calls.empty()) {
+      write(held);
+    }
   }
 }
 
 void BatchNorms::after_step() noexcept {
   for (const auto& held : held_) {
     try {
-      held.module->set_state(held.before);
+      held.module->set_momentum(held.before.momentum);
     } catch (...) {
       log(LogLevel::error, "a BatchNorm module's momentum could not be put back (module: " +
                                held.module->name + "): " + describe(std::current_exception()));

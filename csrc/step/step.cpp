@@ -189,6 +189,13 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
       std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - started).count();
   record.ref = attempt.mark ? attempt.mark() : record.ref;
   announce(record, loss_sum);
+  complete(attempt);
+}
+
+void StepGroup::complete(const Attempt& attempt) {
+  if (attempt.finish_buffers) {
+    attempt.finish_buffers();
+  }
   complete();
 }
 
@@ -250,7 +257,7 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   if (result.own == Own::out_of_memory && outside_.empty() && gradients_complete()) {
     // Memory ran out behind the last gradient: nothing of the step is missing, so it stands.
     try {
-      complete();
+      complete(attempt);
       result.own = Own::done;
     } catch (...) {  // a sparse gradient could not be made ready, or a hook failed: drain instead
       result.error = std::current_exception();

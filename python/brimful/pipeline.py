@@ -220,7 +220,7 @@ class Pipeline:
     and it is repeated with twice the microbatches, at most ``max_retries`` times; later steps begin with what has
     fitted. A ``Schedule`` is of one number of microbatches: its step is not repeated; a function of the number is.
     ``batch_norm`` says what to do about BatchNorm, which normalises every microbatch by itself, as in
-    ``BatchSizer``; ``"rescale"`` moves running statistics once a step, as far as one batch does. ``batch_dim``, or
+    ``BatchSizer``; ``"rescale"`` moves running statistics once a step, as the whole batch does. ``batch_dim``, or
     ``size_fn`` and ``split_fn``, say how batch and target are cut, and ``scaler`` scales the loss's gradient, as there.
 
     With a ``group`` the ranks are processes: each gives its own rank's ``stages``, all on one device, and calls

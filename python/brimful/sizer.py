@@ -155,9 +155,10 @@ class BatchSizer:
     A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on the split, and is
     reproducible with the same split. ``batch_norm`` says what to do about that: ``"warn"`` logs one warning that names
     the modules, at the first step that is split; with ``"freeze"`` only the first piece of a step updates running
-    statistics; with ``"rescale"`` the k pieces of a step move them as far as one batch does (a momentum m becomes 1 -
-    (1 - m)^(1/k); with ``momentum=None`` each piece is the k-th part of a batch in the mean over all batches), and
-    count as one batch; ``"refuse"`` raises ``ValueError`` before a step that would be split runs, and ``BatchTooLarge``
+    statistics; with ``"rescale"`` a step updates them once, by mean and variance of the whole batch, as one forward of
+    it would (of modules that are compiled, cast or SyncBatchNorm each of k pieces moves them, by a momentum of 1 - (1 -
+    m)^(1/k), or with ``momentum=None`` as the k-th part of a batch in the mean over all), and counts as one batch;
+    ``"refuse"`` raises ``ValueError`` before a step that would be split runs, and ``BatchTooLarge``
     where memory runs out. Only modules that are in training, or keep no running statistics, count. Modules are as
     before after every step. SyncBatchNorm normalises a piece over all ranks: in ``lockstep`` the policies hold for it
     as well. ``verify_split`` finds other modules that mix rows.

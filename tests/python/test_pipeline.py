@@ -313,25 +313,42 @@ def test_nothing_is_moved_for_a_schedule_or_a_weight_that_does_not_fit():
     assert [stage.where for stage in stages] == [None] * 4
 
 
-def test_batch_norm_is_rescaled_and_frozen_as_told():
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("policy", ["freeze", "rescale"])
+def test_batch_norm_is_frozen_and_rescaled_as_told(schedule, checkpointed, policy):
+    from torch.utils.checkpoint import checkpoint
+
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=0.1), nn.Linear(6, 6), nn.BatchNorm1d(6)
     )
-    x, y = data(12, torch.float32)
+    x, y = data(14, torch.float32)  # in microbatches of 4, 4, 3 and 3 rows
     twin = copy.deepcopy(model)
-    twin(x)
+    twin(x[: 4 if policy == "freeze" else None])
+    first, last = split_sequential(model, [2, 2])
     pipe = Pipeline(
-        split_sequential(model, [2, 2]),
+        [lambda x: checkpoint(first, x, use_reentrant=False) if checkpointed else first(x), last],
+        schedule=schedule,
         microbatches=4,
         loss_fn=F.mse_loss,
-        batch_norm="rescale",
+        batch_norm=policy,
     )
     pipe.step(x, y)
-    assert model[1].num_batches_tracked == 1
-    # The mean over four microbatches, each with another momentum, is close to that of the batch.
-    torch.testing.assert_close(model[1].running_mean, twin[1].running_mean, rtol=0.2, atol=0.02)
+    assert model[1].num_batches_tracked == model[3].num_batches_tracked == 1
+    torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)
+    torch.testing.assert_close(model[1].running_var, twin[1].running_var)
     assert model[1].momentum == 0.1
+    before = copy.deepcopy(model.state_dict())
+    pipe._loss_fn = lambda output, target: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        pipe.step(x, y)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+def test_batch_norm_refuses_to_be_split():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6))
+    x, y = data(12, torch.float32)
     with pytest.raises(ValueError, match="BatchNorm"):
         Pipeline(
             split_sequential(model, [2, 2]),

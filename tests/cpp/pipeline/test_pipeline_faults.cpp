@@ -10,6 +10,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <stdexcept>
+#include <system_error>
+#include <typeinfo>
 
 using namespace brimful;
 using namespace brimful::test;
@@ -145,6 +148,86 @@ TEST_CASE("An error in any action is raised with its place, and leaves nothing o
     }
     trained.require_good_step(2);
   }
+}
+
+namespace {
+/// What it takes cannot be told from what() alone.
+struct OutOfReach : std::out_of_range {
+  explicit OutOfReach(int wanted) : std::out_of_range("out of reach"), index(wanted) {}
+  int index;
+};
+struct Unrelated : std::exception {
+  const char* what() const noexcept override { return "unrelated"; }
+};
+
+/// Runs a step whose second stage throws what `fail` does.
+void step_that_fails(const std::function<void()>& fail) {
+  const Layers model(1);
+  const auto failing = [&](const at::Tensor& x) {
+    fail();
+    return x;
+  };
+  PipelineOptions options;
+  options.microbatches = 2;
+  Pipeline pipe({pipeline::make_stage(model.layers[0], model.layers[0].parameters()),
+                 pipeline::make_stage(failing)},
+                options);
+  try {
+    pipe.step(filled({4, 4}, 3, at::kDouble), filled({4, 4}, 4, at::kDouble), mse);
+  } catch (...) {
+    CHECK(pipe.last_failure()->action.stage == 1);
+    throw;
+  }
+}
+
+template <typename Error, typename Thrown>
+void require_place(const Thrown& thrown) {
+  const auto where = Catch::Contains(" (in the forward of microbatch 0 in stage 1 (");
+  try {
+    step_that_fails([&] { throw thrown; });
+    FAIL("nothing was thrown");
+  } catch (const Error& error) {
+    CHECK_THAT(error.what(), Catch::StartsWith(thrown.what()) && where);
+    if (typeid(Error) == typeid(Thrown)) {
+      CHECK(typeid(error) == typeid(Error));
+    } else {
+      CHECK_THROWS_AS(std::rethrow_if_nested(error), Thrown);
+    }
+  }
+}
+}  // namespace
+
+TEST_CASE("Errors of the standard library and those derived from them say where they were thrown",
+          "[pipeline][faults]") {
+  const QuietLog quiet;
+  const Watchdog watchdog("errors of many types");
+  require_place<std::logic_error>(std::logic_error("planted"));
+  require_place<std::invalid_argument>(std::invalid_argument("planted"));
+  require_place<std::domain_error>(std::domain_error("planted"));
+  require_place<std::length_error>(std::length_error("planted"));
+  require_place<std::out_of_range>(std::out_of_range("planted"));
+  require_place<std::range_error>(std::range_error("planted"));
+  require_place<std::overflow_error>(std::overflow_error("planted"));
+  require_place<std::underflow_error>(std::underflow_error("planted"));
+  require_place<std::out_of_range>(OutOfReach(7));
+  try {
+    step_that_fails([] { throw OutOfReach(7); });
+  } catch (const std::exception& error) {
+    try {
+      std::rethrow_if_nested(error);
+    } catch (const OutOfReach& original) {
+      CHECK(original.index == 7);
+    }
+  }
+  const auto no_file = std::make_error_code(std::errc::no_such_file_or_directory);
+  require_place<std::runtime_error>(std::system_error(no_file, "planted"));
+  try {
+    step_that_fails([&] { throw std::system_error(no_file, "planted"); });
+  } catch (const std::system_error& error) {
+    CHECK(error.code() == no_file);
+  }
+  CHECK_THROWS_AS(step_that_fails([] { throw Unrelated(); }), Unrelated);
+  CHECK_THROWS_AS(step_that_fails([] { throw 7; }), int);
 }
 
 TEST_CASE("Memory that runs out in any action repeats the step with twice the microbatches",

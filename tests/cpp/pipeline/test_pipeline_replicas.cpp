@@ -81,14 +81,20 @@ PieceLoss weighted_mse(const at::Tensor& output, const at::Tensor& target) {
 
 /// One of the four: its own stages, their reducers, and what the whole model makes of the rows of both replicas.
 struct Rank {
-  Rank(int number, Stores& stores, const Case& wanted, bool reduces = true)
-      : Rank(Seat(number, stores), wanted, reduces) {}
-  explicit Rank(const Seat& seat, const Case& wanted, bool reduces = true)
+  Rank(int number, Stores& stores, const Case& wanted, bool reduces = true, bool ties = false)
+      : Rank(Seat(number, stores), wanted, reduces, ties) {}
+  /// `ties`: the weights of the first and the last layer are one, of which both ranks have a copy.
+  explicit Rank(const Seat& seat, const Case& wanted, bool reduces = true, bool ties = false)
       : stage_rank(seat.rank),
         replica(seat.replica),
         pipeline_group(seat.pipeline_group),
         stage_group(seat.stage_group),
-        model(kRanks * wanted.per_rank) {
+        model(kRanks * wanted.per_rank),
+        ties(ties) {
+    if (ties) {
+      const at::NoGradGuard no_grad;
+      model.layers.back().weight.copy_(model.layers.front().weight);
+    }
     const bool folded = wanted.schedule == "zbv";
     const int count = kRanks * wanted.per_rank;
     std::vector<pipeline::Stage> own;
@@ -106,6 +112,10 @@ struct Rank {
         reducers.push_back(Reducer::create(model.layers[i].parameters(), {}, stage_group, buckets));
         options.reducers.push_back(reducers.back());
       }
+    }
+    if (ties) {
+      const auto& layer = stage_rank == 0 ? model.layers.front() : model.layers.back();
+      options.tied = {{"weight", layer.weight}};
     }
     options.peers = pipeline::peers_of(pipeline_group);
     options.schedule = wanted.schedule;
@@ -137,6 +147,10 @@ struct Rank {
     loss.backward();
     whole = loss.template item<double>();
     expected = copies(model.gradients());
+    if (ties) {
+      auto& last = expected[expected.size() - 2];
+      expected[0] = last = expected[0] + last;
+    }
     model.zero_grad();
   }
   bool as_expected(double factor = 1) const {
@@ -155,6 +169,7 @@ struct Rank {
   Group pipeline_group;
   Group stage_group;
   Layers model;
+  bool ties;
   std::vector<int> own_stages;
   at::Tensor x = filled({kRows[0] + kRows[1], 4}, 3, at::kDouble);
   at::Tensor y = filled({kRows[0] + kRows[1], 4}, 4, at::kDouble);
@@ -208,6 +223,24 @@ TEST_CASE("Replicas of a pipeline give the mean over the rows of all", "[pipelin
     checks.expect(output.tensors.empty() ||
                       at::allclose(output.tensors[0], own.model(own.rows_of(own.x)), 1e-12, 1e-14),
                   "outputs");
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("Copies of a tied weight in replicas get the mean over the rows of all, summed",
+          "[pipeline][replicas]") {
+  const Watchdog watchdog("tied weights of replicas", std::chrono::seconds(60));
+  const auto schedule = GENERATE(values<std::string>({"1f1b", "zb_h1"}));
+  Checks checks;
+  run_grid([&](int number, Stores& stores) {
+    Rank own(number, stores, {schedule, 1}, /*reduces=*/true, /*ties=*/true);
+    own.expect_of(
+        [](const auto& output, const auto& target) { return weighted_mse(output, target).loss; });
+    for (int step = 1; step <= 3; ++step) {  // the first is divided by another number in the end
+      own.pipe->step(own.rows_of(own.x), own.rows_of(own.y), weighted_mse);
+      checks.expect(own.as_expected(step),
+                    describe(own.stage_rank, own.replica) + ", step " + std::to_string(step));
+    }
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }

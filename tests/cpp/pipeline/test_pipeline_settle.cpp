@@ -14,9 +14,10 @@
 #include "support/stages.h"
 #include "support/watchdog.h"
 
-#include <array>
+#include <atomic>
 #include <barrier>
 #include <chrono>
+#include <limits>
 #include <optional>
 
 using namespace brimful;
@@ -26,27 +27,28 @@ using pipeline::PipelineOptions;
 
 namespace {
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-constexpr int kRanks = 2;
 constexpr int64_t kRows = 11;
 
-/// The weights of both layers are one, of which each rank has a copy.
+/// The weights of the first and the last layer are one, of which each of their ranks has a copy.
 struct Rank {
-  Rank(int rank, const Group& group) : rank(rank) {
+  Rank(int rank, const Group& group, bool scaled = true)
+      : rank(rank), model(group->getSize()), last(group->getSize() - 1) {
     {
       const at::NoGradGuard no_grad;
-      model.layers[1].weight.copy_(model.layers[0].weight);
+      model.layers[last].weight.copy_(model.layers[0].weight);
     }
     mse(model(x), y).backward();
-    const auto gradients = copies(model.gradients());
-    expected = {gradients[0] + gradients[2], gradients[1], gradients[0] + gradients[2],
-                gradients[3]};
+    expected = copies(model.gradients());
+    expected[0] = expected[2 * last] = expected[0] + expected[2 * last];
     model.zero_grad();
     const auto& layer = model.layers[rank];
     PipelineOptions options;
     options.peers = pipeline::peers_of(group);
     options.microbatches = 2;
-    options.tied = {{"weight", layer.weight}};
-    options.scaler = &scaler;
+    if (rank == 0 || rank == last) {
+      options.tied = {{"weight", layer.weight}};
+    }
+    options.scaler = scaled ? &scaler : nullptr;
     pipe.emplace(Pipeline({pipeline::make_stage(layer, layer.parameters())}, options));
   }
   auto step() { return pipe->step(x, y, mse); }
@@ -57,7 +59,8 @@ struct Rank {
   }
 
   int rank;
-  Layers model{2};
+  Layers model;
+  int last;
   at::Tensor x = filled({kRows, 4}, 3, at::kDouble);
   at::Tensor y = filled({kRows, 4}, 4, at::kDouble);
   std::vector<at::Tensor> expected;
@@ -74,14 +77,16 @@ struct Rank {
 TEST_CASE("A rank that has no memory around its actions leaves no other waiting",
           "[pipeline][processes][faults]") {
   const QuietLog quiet;
-  const Watchdog watchdog("faults of the caller's thread", std::chrono::seconds(60));
+  const Watchdog watchdog("faults of the caller's thread", std::chrono::seconds(120));
+  const bool scaled = GENERATE(true, false);
+  const int ranks = scaled ? 2 : 3;  // without a scaler there is one that shares no weight
   Checks checks;
-  std::array<std::atomic<int64_t>, kRanks> allocations{};
-  std::array<std::atomic<bool>, kRanks> raised{};
-  std::barrier together(kRanks);
-  run_ranks({kRanks}, [&](int rank, const Group& group) {
+  std::vector<std::atomic<int64_t>> allocations(ranks);
+  std::vector<std::atomic<bool>> raised(ranks);
+  std::barrier together(ranks);
+  run_ranks({ranks}, [&](int rank, const Group& group) {
     {
-      Rank own(rank, group);
+      Rank own(rank, group, scaled);
       own.step();
       checks.expect(own.as_expected(), "gradients are the sum of the copies'");
       own.model.zero_grad();
@@ -89,13 +94,13 @@ TEST_CASE("A rank that has no memory around its actions leaves no other waiting"
       own.step();
       allocations[rank] = none.seen();
       together.arrive_and_wait();
-      checks.expect(allocations[rank] > 10, "there is something to refuse");
+      checks.expect(allocations[rank] > (scaled ? 10 : 3), "there is something to refuse");
     }
-    for (int failing = 0; failing < kRanks; ++failing) {
+    for (int failing = 0; failing < ranks; ++failing) {
       for (int64_t index = 0; index < allocations[failing]; ++index) {
         const auto name = "rank " + std::to_string(failing) + ", allocation " +
                           std::to_string(index) + ", seen by rank " + std::to_string(rank);
-        Rank own(rank, group);
+        Rank own(rank, group, scaled);
         own.step();
         own.model.zero_grad();
         std::optional<memory::FaultAt> fault;
@@ -115,7 +120,7 @@ TEST_CASE("A rank that has no memory around its actions leaves no other waiting"
         fault.reset();
         raised[rank] = !text.empty();
         together.arrive_and_wait();
-        checks.expect(raised[0] == raised[1], name + ": ends alike: " + text);
+        checks.expect(raised[failing] == raised[rank], name + ": ends alike: " + text);
         const auto gradients = own.model.gradients();
         checks.expect(text.empty() ? own.as_expected()
                                    : std::none_of(gradients.begin(), gradients.end(),
@@ -126,6 +131,45 @@ TEST_CASE("A rank that has no memory around its actions leaves no other waiting"
         checks.expect(own.as_expected(), name + ": the next step");
         together.arrive_and_wait();
       }
+    }
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("Gradients that overflow on one rank make the scalers of all skip the step",
+          "[pipeline][processes]") {
+  const Watchdog watchdog("an overflow on one rank");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    for (int overflowing = 0; overflowing < 2; ++overflowing) {
+      const auto name = "overflow on rank " + std::to_string(overflowing) + ", seen by rank " +
+                        std::to_string(rank);
+      Rank own(rank, group);
+      const auto& layer = own.model.layers[rank];
+      int steps = 0;
+      const auto step = [&](bool overflows) {
+        const auto before = steps;
+        unsigned hook = 0;
+        if (overflows) {  // what goes to the other rank is finite
+          hook = layer.bias.register_hook([](const at::Tensor& gradient) {
+            return at::Tensor(gradient * std::numeric_limits<double>::infinity());
+          });
+        }
+        own.step();
+        own.scaler.step_if_finite(&own, layer.parameters(), [&] { ++steps; });
+        own.scaler.update();
+        own.model.zero_grad();
+        if (overflows) {
+          layer.bias.remove_hook(hook);
+        }
+        return steps > before;
+      };
+      checks.expect(step(false), name + ": a good step is made");
+      const auto scale = own.scaler.scale_factor();
+      const auto is_overflowing = rank == overflowing;
+      checks.expect(!step(is_overflowing), name + ": the step is skipped");
+      checks.expect(own.scaler.scale_factor() == scale / 2, name + ": the scale is halved");
+      checks.expect(step(false), name + ": the next one is made");
     }
   });
   CHECK(checks.failures() == std::vector<std::string>{});

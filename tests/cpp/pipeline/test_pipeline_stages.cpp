@@ -99,6 +99,47 @@ TEST_CASE("Stages ask for keywords by name, and get their microbatch's rows", "[
   CHECK(at::allclose(pipe.forward(data.x, keywords).tensors[0], whole, 1e-12, 1e-14));
 }
 
+TEST_CASE("Rows lie where Along says, and what is Shared goes to all microbatches", "[pipeline]") {
+  const Watchdog watchdog("rows along another dimension");
+  const Layers model(2);
+  const Data data;
+  const auto offset = filled({1, 4}, 5, at::kDouble);
+  const auto expected_output = model.layers[1](model.layers[0](data.x) * data.mask + offset);
+  mse(expected_output, data.y).backward();
+  const auto expected = copies(model.gradients());
+  model.zero_grad();
+  const auto rows_first = [&](const at::Tensor& turned, const at::Tensor& shared) {
+    CHECK(at::equal(shared, offset));
+    return at::Tensor(model.layers[0](turned.t()) * pipeline::keyword("mask").t() +
+                      pipeline::keyword("offset"));
+  };
+  Pipeline pipe({make_stage(rows_first, model.layers[0].parameters()),
+                 make_stage(model.layers[1], model.layers[1].parameters())},
+                in_three());
+  const std::tuple batch{Along{data.x.t(), 1}, Shared{offset}};
+  using Named = std::variant<at::Tensor, Along, Shared<at::Tensor>>;
+  const std::map<std::string, Named> keywords{{"mask", Along{data.mask.t(), -1}},
+                                              {"offset", Shared{offset}}};
+  const auto turned_mse = [](const at::Tensor& output, const at::Tensor& target) {
+    return at::Tensor(mse(output, target.t()));
+  };
+  pipe.step(batch, Along{data.y.t(), 1}, turned_mse, keywords);
+  CHECK(all_close(model.gradients(), expected));
+  CHECK(at::allclose(pipe.forward(batch, keywords).tensors[0], expected_output, 1e-12, 1e-14));
+  const Along wrong{data.y, 1};
+  CHECK_THROWS_WITH(pipe.step(batch, wrong, turned_mse, keywords),
+                    Catch::Contains("(rows: 7 and 4)"));
+  const std::vector<Along> twice{{data.x.t(), 1}, {data.mask.t(), 1}};
+  Pipeline vectors({make_stage([](const at::Tensor& x, const at::Tensor& mask) {
+                     return at::Tensor((x * mask).t());
+                   })},
+                   in_three());
+  CHECK(at::equal(vectors.forward(twice).tensors[0], data.x * data.mask));
+  CHECK(at::equal(
+      vectors.forward(std::pair(Along{data.x.t(), 1}, Along{data.mask.t(), 1})).tensors[0],
+      data.x * data.mask));
+}
+
 TEST_CASE("Keywords that are not there, or of another size, are refused", "[pipeline]") {
   const Watchdog watchdog("wrong keywords");
   CHECK_THROWS_WITH(pipeline::keyword("mask"), Catch::Contains("stage: none"));

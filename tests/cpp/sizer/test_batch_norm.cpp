@@ -14,9 +14,16 @@ using namespace brimful::test;
 namespace {
 constexpr int64_t kRows = 12;
 constexpr int64_t kWidth = 4;
+constexpr int64_t kLength = 3;
 
 at::Tensor rows(int64_t begin = 0, int64_t end = kRows) {
-  return filled({kRows, kWidth}, 3).slice(0, begin, end);
+  return filled({kRows, kWidth, kLength}, 3).slice(0, begin, end);
+}
+
+bool close(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [](auto& x, auto& y) {
+           return at::allclose(x, y, 1e-5, 1e-6);
+         });
 }
 
 struct Model : torch::nn::Module {};
@@ -37,7 +44,8 @@ struct Trained {
     return made;
   }
 
-  Outcome step(const Split& split, const std::function<void(int64_t piece)>& before = {}) {
+  Outcome step(const Split& split, const std::function<void(int64_t piece)>& before = {},
+               const std::function<void()>& before_backward = {}) {
     for (auto& parameter : norm->parameters()) {
       parameter.mutable_grad().reset();
     }
@@ -49,7 +57,12 @@ struct Trained {
                            const auto loss = norm(rows(begin, end)).square().mean();
                            return PieceLoss{loss, static_cast<double>(end - begin)};
                          },
-                         run_backward};
+                         [&](const at::Tensor& loss, const at::Tensor& gradient) {
+                           if (before_backward) {
+                             before_backward();
+                           }
+                           run_backward(loss, gradient);
+                         }};
     return sizer.step(input_of(kRows, split), work);
   }
 
@@ -101,24 +114,63 @@ TEST_CASE("Frozen running statistics are those of the first piece", "[sizer][bat
   CHECK(trained.as_before(momentum));
 }
 
-TEST_CASE("Rescaled pieces move running statistics as far as one batch", "[sizer][batch norm]") {
-  Trained trained(BatchNormPolicy::rescale);
-  trained.step({4, 4, 4});
-  const double share = 1 - std::cbrt(0.9);
-  auto expected = at::zeros({kWidth}, at::kDouble);
-  for (int64_t begin = 0; begin < kRows; begin += 4) {
-    expected = expected * (1 - share) + rows(begin, begin + 4).to(at::kDouble).mean(0) * share;
+TEST_CASE("Rescaled pieces move running statistics as one batch does", "[sizer][batch norm]") {
+  const auto momentum = GENERATE(std::optional<double>(0.1), std::optional<double>());
+  const auto split = GENERATE(values<Split>({{4, 4, 4}, {7, 2, 3}, {1, 11}}));
+  Trained trained(BatchNormPolicy::rescale, momentum);
+  torch::nn::BatchNorm1d whole(torch::nn::BatchNormOptions(kWidth).momentum(momentum));
+  for (int step = 0; step < 3; ++step) {
+    trained.step(split);
+    whole->forward(rows());
+    CHECK(close(trained.norm->buffers(), whole->buffers()));
   }
-  CHECK(at::allclose(trained.norm->running_mean.to(at::kDouble), expected, 1e-5, 1e-7));
-  CHECK(trained.norm->num_batches_tracked.item<int64_t>() == 1);
-  CHECK(trained.as_before());
+  CHECK(trained.as_before(momentum));
+}
 
-  Trained cumulative(BatchNormPolicy::rescale, std::nullopt);
-  cumulative.step({4, 4, 4});
-  cumulative.step({4, 4, 4});
-  CHECK(at::allclose(cumulative.norm->running_mean, rows().mean(0), 1e-5, 1e-6));
-  CHECK(cumulative.norm->num_batches_tracked.item<int64_t>() == 2);
-  CHECK(cumulative.as_before(std::nullopt));
+TEST_CASE("A forward that backward repeats does not count", "[sizer][batch norm]") {
+  Trained trained(BatchNormPolicy::rescale);
+  trained.step({7, 5}, {}, [&] { trained.norm->forward(rows(0, 3)); });
+  torch::nn::BatchNorm1d whole(kWidth);
+  whole->forward(rows());
+  CHECK(close(trained.norm->buffers(), whole->buffers()));
+}
+
+TEST_CASE("A BatchNorm that is called twice moves twice", "[sizer][batch norm]") {
+  Trained trained(BatchNormPolicy::rescale);
+  const Split split{7, 5};
+  int64_t begin = 0;
+  trained.step(split, [&](int64_t piece) {  // behind the first call there is the step's own
+    trained.norm->forward(rows(begin, begin + split[piece]) + 5);
+    begin += split[piece];
+  });
+  torch::nn::BatchNorm1d whole(kWidth);
+  whole->forward(rows() + 5);
+  whole->forward(rows());
+  CHECK(close(trained.norm->buffers(), whole->buffers()));
+}
+
+TEST_CASE("Where its calls are not seen a BatchNorm moves by a share for each piece",
+          "[sizer][batch norm]") {
+  const auto momentum = GENERATE(std::optional<double>(0.1), std::optional<double>());
+  torch::nn::BatchNorm1d norm(torch::nn::BatchNormOptions(kWidth).momentum(momentum));
+  auto options = Trained::options(BatchNormPolicy::rescale, norm);
+  options.batch_norms[0].buffers = [norm] {  // as if forward cast them
+    return BatchNormBuffers{norm->running_mean.clone(), norm->running_var.clone(),
+                            norm->num_batches_tracked};
+  };
+  BatchNorms norms(BatchNormPolicy::rescale, options.batch_norms);
+  auto expected = at::zeros({kWidth}, at::kDouble);
+  for (int64_t piece = 0; piece < 3; ++piece) {
+    const auto x = rows(4 * piece, 4 * piece + 4);
+    norms.forward(piece, 3, [&] { return norm->forward(x); });
+    const double share = momentum ? 1 - std::cbrt(0.9) : 1 / static_cast<double>(piece + 1);
+    expected = expected * (1 - share) + x.to(at::kDouble).mean({0, 2}) * share;
+  }
+  norms.finish();
+  norms.after_step();
+  CHECK(at::allclose(norm->running_mean.to(at::kDouble), expected, 1e-5, 1e-7));
+  CHECK(norm->num_batches_tracked.item<int64_t>() == 1);
+  CHECK(norm->options.momentum() == momentum);
 }
 
 TEST_CASE("A retry or an error leaves BatchNorm as it was", "[sizer][batch norm]") {

@@ -89,15 +89,19 @@ class BRIMFUL_API Pipeline {
 
   /// Adds one step's gradients to those of the stages' parameters. When memory runs out anywhere, all stages stop, what the
   /// step has done is undone (gradients, buffers, RNG), and it is repeated with twice the microbatches.
-  /// @throws what a stage throws, of the same type, with stage, microbatch, action and shapes in its words where the type
-  /// allows, and RankFailed for what another process's does; BatchTooLarge if no number of microbatches fits;
+  /// @throws what a stage throws, with stage, microbatch, action and shapes in its words, and RankFailed for what another
+  /// process's does. Errors of torch and the standard library keep their type; one that is derived from std::logic_error or
+  /// std::runtime_error is nested in one of the nearest standard type (std::rethrow_if_nested() has it back); others come
+  /// as they are, and last_failure() says where. BatchTooLarge if no number of microbatches fits;
   /// c10::ValueError for fewer rows than microbatches, or a stage that uses parameters which it does not name. Parameters,
   /// gradients, buffers and RNG are then as before the call.
   /// Waits for the devices once, for the loss.
   PipelineOutcome step(int64_t rows, const PipelineWork& work);
   /// The same for what slice_rows() can split and value_of() can make a Value of. `loss_fn(output, target)` gets the last
   /// stage's output (a tensor, a vector of tensors, or the Value) and returns the mean loss, or a PieceLoss.
-  /// `keywords`, a map by name of what can be split too, are for stages that ask for them (keywords.h).
+  /// `keywords`, a map by name of what can be split too, are for stages that ask for them (keywords.h). Where rows are not
+  /// the first dimension, pass Along{tensor, dim}, and Shared{tensor} for what all microbatches get whole, alone or in
+  /// vectors, pairs and tuples, and by name in variants: stages and `loss_fn` get the tensors.
   template <typename Batch, typename Target, typename LossFn, typename Named = NoKeywords>
   PipelineOutcome step(const Batch& batch, const Target& target, const LossFn& loss_fn,
                        const Named& keywords = {});

@@ -3,12 +3,64 @@
 #include <brimful/pipeline/pipeline.h>
 #include <brimful/sizer/split.h>
 
+#include <tuple>
 #include <type_traits>
+#include <utility>
+#include <variant>
 #include <vector>
 
 namespace brimful::pipeline {
 
 namespace detail {
+/// What a stage or a loss function gets of a piece: the tensors of Along and Shared.
+template <typename T>
+struct Bare {
+  static T of(const T& part) { return part; }
+};
+template <typename T>
+auto bare(const T& part) {
+  return Bare<T>::of(part);
+}
+template <>
+struct Bare<Along> {
+  static at::Tensor of(const Along& part) { return part.tensor; }
+};
+template <typename T>
+struct Bare<Shared<T>> {
+  static auto of(const Shared<T>& part) { return bare(part.value); }
+};
+template <>
+struct Bare<std::vector<Along>> {
+  static std::vector<at::Tensor> of(const std::vector<Along>& parts) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& part : parts) {
+      tensors.push_back(part.tensor);
+    }
+    return tensors;
+  }
+};
+template <typename A, typename B>
+struct Bare<std::pair<A, B>> {
+  static auto of(const std::pair<A, B>& parts) {
+    return std::pair(bare(parts.first), bare(parts.second));
+  }
+};
+template <typename... T>
+struct Bare<std::tuple<T...>> {
+  static auto of(const std::tuple<T...>& parts) {
+    return std::apply([](const T&... part) { return std::tuple(bare(part)...); }, parts);
+  }
+};
+
+template <typename T>
+Value value_of_piece(const T& piece) {
+  return value_of(bare(piece));
+}
+template <typename... T>
+Value value_of_piece(const std::variant<T...>& piece) {
+  return std::visit([](const auto& part) { return value_of_piece(part); }, piece);
+}
+
 template <typename LossFn, typename Target>
 PieceLoss loss_of(const LossFn& loss_fn, const Value& output, const Target& target, double rows) {
   const auto as_piece = [&](auto result) -> PieceLoss {
@@ -36,7 +88,7 @@ template <typename Batch, typename Named>
 PipelineWork work_of(const Batch& batch, const Named& keywords, int64_t rows) {
   PipelineWork work;
   work.input = [&batch](int, int64_t begin, int64_t end) {
-    return value_of(slice_rows(batch, begin, end));
+    return value_of_piece(slice_rows(batch, begin, end));
   };
   if constexpr (!std::is_same_v<Named, NoKeywords>) {
     for (const auto& [name, value] : keywords) {
@@ -49,7 +101,7 @@ PipelineWork work_of(const Batch& batch, const Named& keywords, int64_t rows) {
     work.keywords = [&keywords, rows](int, int64_t begin, int64_t end) {
       Keywords piece;
       for (const auto& [name, value] : keywords) {
-        piece.emplace(name, value_of(brimful::detail::slice_part(value, {rows, begin, end})));
+        piece.emplace(name, value_of_piece(brimful::detail::slice_part(value, {rows, begin, end})));
       }
       return piece;
     };
@@ -64,7 +116,7 @@ PipelineOutcome Pipeline::step(const Batch& batch, const Target& target, const L
   const auto rows = rows_of(batch);
   auto work = detail::work_of(batch, keywords, rows);
   work.loss = [&](int, int64_t begin, int64_t end, const Value& output) {
-    return detail::loss_of(loss_fn, output, slice_rows(target, begin, end),
+    return detail::loss_of(loss_fn, output, detail::bare(slice_rows(target, begin, end)),
                            static_cast<double>(end - begin));
   };
   TORCH_CHECK_VALUE(rows_of(target) == rows, "batch and target disagree in size (rows: ", rows,

@@ -4,17 +4,21 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace brimful {
+namespace detail {
+class NormCalls;
+}
 
 /// What a sizer does about BatchNorm, which normalises every piece by itself (ghost batch norm), when it splits a batch.
 enum class BatchNormPolicy : uint8_t {
   warn,     ///< one warning, at the first step that is split, which names the modules
   freeze,   ///< the first piece alone updates the running statistics
-  rescale,  ///< the pieces together move the running statistics as far as one batch does
+  rescale,  ///< the pieces together move the running statistics as the whole batch does
   refuse,   ///< no step is split
 };
 
@@ -27,12 +31,19 @@ struct BatchNormState {
   std::optional<double> momentum;  ///< nothing: the mean over all batches
 };
 
+/// Running statistics; undefined where a module has none.
+struct BatchNormBuffers {
+  at::Tensor mean;
+  at::Tensor variance;
+  at::Tensor batches;  ///< num_batches_tracked
+};
+
 /// A BatchNorm module, of whatever language. <brimful/sizer/batch_norms.h> makes them of torch::nn's modules.
 struct BatchNormModule {
   std::string name;
   std::function<BatchNormState()> state;
-  std::function<void(const BatchNormState&)> set_state;  ///< `tracks` and `momentum`
-  std::function<at::Tensor()> batches;                   ///< num_batches_tracked, or undefined
+  std::function<void(std::optional<double>)> set_momentum;
+  std::function<BatchNormBuffers()> buffers;
 };
 
 /// A policy and the modules that it is for. Not thread-safe.
@@ -46,10 +57,21 @@ class BRIMFUL_API BatchNorms {
   /// @throws c10::ValueError, which names the modules, unless may_split() or there is one piece
   void require_whole(int64_t pieces) const;
 
-  /// To be called before the forward of each of a step's pieces. With momentum m, `rescale` gives k pieces
-  /// 1 - (1 - m)^(1/k) each. Without a momentum it gives each the k-th part of a batch's share in the mean of all, which
-  /// waits for the device once a step. The number of batches goes up by one for a step.
-  void before_piece(int64_t piece, int64_t pieces);
+  /// Runs `work`, the forward of one of a step's pieces, in their order. Under `rescale` it notes what torch's batch_norm finds
+  /// in this thread, and does not wait for the device but once a step where a module has no momentum.
+  template <typename Work>
+  auto forward(int64_t piece, int64_t pieces, const Work& work) {
+    const auto calls = before_piece(piece, pieces);
+    auto result = work();
+    after_piece(piece, calls.get());
+    return result;
+  }
+  /// To be called when all pieces have run, with all that backward computes again. Under `freeze` running statistics become
+  /// what they were behind the first piece, under `rescale` what one forward of the whole batch would have left. There a
+  /// module whose batch_norm was not seen (compiled, SyncBatchNorm, cast buffers) has moved with each of the k pieces, by
+  /// a momentum of 1 - (1 - m)^(1/k), or without one by the k-th part of a batch's share in the mean of all: without the
+  /// variance between pieces. The number of batches goes up by one for a step either way. May be called twice.
+  void finish();
   /// Gives the modules back what they had before the first piece.
   void after_step() noexcept;
 
@@ -66,16 +88,30 @@ class BRIMFUL_API BatchNorms {
   };
 
  private:
+  /// Of the values of each channel.
+  struct Moments {
+    double count = 0;
+    at::Tensor mean;
+    at::Tensor squares;  ///< sum of squared deviations from it
+  };
   struct Held {
     const BatchNormModule* module = nullptr;
     BatchNormState before;
-    at::Tensor batches;  ///< a copy
-    double seen = 0;     ///< batches before this step, where there is no momentum
+    BatchNormBuffers buffers;
+    BatchNormBuffers copies;  ///< from before the step, or from behind its first piece (`freeze`)
+    double seen = 0;          ///< batches before this step, where there is no momentum
+    std::vector<Moments> calls;  ///< over the pieces, for each time that a piece calls the module
   };
   std::string names() const;
   void warn();
   void hold();
-  void change(const Held& held, int64_t piece, int64_t pieces) const;
+  static void change(const Held& held, int64_t piece, int64_t pieces);
+  /// Nothing where nothing is to be noted.
+  std::shared_ptr<detail::NormCalls> before_piece(int64_t piece, int64_t pieces);
+  void after_piece(int64_t piece, const detail::NormCalls* calls);
+  void note(const detail::NormCalls& calls);
+  static void add(Moments& moments, Moments piece);
+  static void write(const Held& held);
 
   BatchNormPolicy policy_;
   std::vector<BatchNormModule> modules_;

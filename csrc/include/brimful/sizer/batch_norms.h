@@ -21,12 +21,10 @@ bool add_batch_norm(const std::string& name, const std::shared_ptr<torch::nn::Mo
     return BatchNormState{norm->is_training(), norm->options.track_running_stats(),
                           norm->options.momentum()};
   };
-  made.set_state = [norm](const BatchNormState& state) {
-    norm->options.track_running_stats(state.tracks);
-    // LibTorch's module hands its buffers to the kernel either way: a momentum of 0 leaves them as they are.
-    norm->options.momentum(state.tracks ? state.momentum : std::optional<double>(0));
+  made.set_momentum = [norm](std::optional<double> momentum) { norm->options.momentum(momentum); };
+  made.buffers = [norm] {
+    return BatchNormBuffers{norm->running_mean, norm->running_var, norm->num_batches_tracked};
   };
-  made.batches = [norm] { return norm->num_batches_tracked; };
   found.push_back(std::move(made));
   return true;
 }

@@ -5,7 +5,7 @@
 
 namespace brimful {
 
-// What can be split: tensors, vectors, pairs, tuples, maps, optionals, torch::data::Example and its like (`data`, and
+// What can be split: tensors, vectors, pairs, tuples, maps, optionals, variants, torch::data::Example and its like (`data`, and
 // `target` where there is one), c10::IValue, and any nesting of them. Strings, numbers, and tensors that are 0-dim or
 // undefined go to all pieces. A type of your own takes part when functions `int64_t rows_of(const T&)` and
 // `T slice_rows(const T&, int64_t begin, int64_t end)` stand in its namespace.

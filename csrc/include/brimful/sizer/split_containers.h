@@ -7,6 +7,7 @@
 #include <tuple>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 #include <vector>
 
 namespace brimful::detail {
@@ -25,6 +26,20 @@ struct Part<std::optional<T>> : BuiltIn {
     if (part) {
       Part<T>::describe(*part, kind);
     }
+  }
+};
+
+template <typename... T>
+struct Part<std::variant<T...>> : BuiltIn {
+  using Variant = std::variant<T...>;
+  static void count(const Variant& part, Rows& rows) {
+    std::visit([&](const auto& held) { count_part(held, rows); }, part);
+  }
+  static Variant slice(const Variant& part, const Range& range) {
+    return std::visit([&](const auto& held) { return Variant(slice_part(held, range)); }, part);
+  }
+  static void describe(const Variant& part, RowKind& kind) {
+    std::visit([&](const auto& held) { describe_part(held, kind); }, part);
   }
 };
 

@@ -76,6 +76,8 @@ class BRIMFUL_API StepGroup {
     std::function<bool(const std::string& shortage)> same_split;
     /// For ControlRecord::ref, asked for when the pieces have run; nothing: fingerprint(ref).
     std::function<uint32_t()> mark;
+    /// Called when the pieces have run, before buffers leave for the other ranks; twice if memory runs out there. Optional.
+    std::function<void()> finish_buffers;
   };
   /// Runs the pieces and takes part in all collectives whatever happens, then waits for them.
   /// @throws RankFailed if the process group broke
@@ -116,6 +118,7 @@ class BRIMFUL_API StepGroup {
   void leave_lockstep(const AttemptResult& result);
   void run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last);
   void run_pieces(const Attempt& attempt, const PieceWork& work);
+  void complete(const Attempt& attempt);
   int64_t launched() const;
   bool gradients_complete() const;
 
