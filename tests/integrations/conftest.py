@@ -29,3 +29,7 @@ def ranks():
 def pytest_collection_finish():
     """What importing the trainers has left is not looked at by each collection, of which a search makes two a trial."""
     gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # libraries look for what they left when the process ends
