@@ -1,4 +1,4 @@
-"""Checks a wheel: what is in it, and that it works where there is torch but nothing else of brimful.
+"""Checks a wheel: what is in it, and that it works in an environment that has torch and nothing else.
 
 python tools/check_wheel.py WHEEL WORK_FOLDER      (the Python: one whose environment has torch, pytest and CMake)
 """
@@ -9,24 +9,40 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = Path(sysconfig.get_path("purelib"))
 DLOPEN = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
 SHOW = "import brimful, sys; print(brimful.__file__); sys.exit(not brimful.__version__)"
+MODULES = """
+import importlib, pkgutil, brimful
+for module in pkgutil.walk_packages(brimful.__path__, "brimful."):
+    if "._" in module.name:
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:  # an adapter, and there is no trainer
+        if "pip install 'brimful[" not in str(error):
+            raise
+"""
 
 
 def fail(what: str) -> None:
     sys.exit(f"check_wheel: {what}")
 
 
-def run(*command: object, cwd: Path) -> str:
+def run(*command: object, cwd: Path, **environment: str) -> str:
     """Runs a command without the shell's Python and library paths; its output is shown only if it fails."""
     hidden = ("PYTHONPATH", "LD_LIBRARY_PATH")
+    shell = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(
         [str(part) for part in command],
-        env={name: value for name, value in os.environ.items() if name not in hidden},
+        env={**shell, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -94,31 +110,67 @@ def check_loading(python: Path, library: Path, work: Path) -> None:
             fail(f"it loads another CUDA runtime than torch's (path: {path})")
 
 
+def required(*names: str) -> list[metadata.Distribution]:
+    """What pip has installed here for these distributions, with all that they require."""
+    found: dict[tuple[str, str], metadata.Distribution] = {}
+    left = [(name, "") for name in names]
+    while left:
+        name, extra = left.pop()
+        if (canonicalize_name(name), extra) in found:
+            continue
+        of_name = metadata.distribution(name)
+        found[canonicalize_name(name), extra] = of_name
+        for requirement in map(Requirement, of_name.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                left += [(requirement.name, part) for part in ("", *requirement.extras)]
+    return list({of_name.name: of_name for of_name in found.values()}.values())
+
+
+def link(distributions: list[metadata.Distribution], folder: Path) -> None:
+    """Puts links to their files in a folder, as a download of a gigabyte would put the files."""
+    for distribution in distributions:
+        for file in distribution.files or ():
+            if ".." in file.parts:  # a command
+                continue
+            target = folder / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(distribution.locate_file(file))
+
+
 def make_environment(folder: Path) -> Path:
-    """A virtual environment with links to all that this one has, but brimful; its Python."""
+    """A virtual environment of torch and what it requires; its Python."""
     shutil.rmtree(folder, ignore_errors=True)
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)
     (site,) = folder.glob("lib/python3*/site-packages")
-    for entry in SITE.iterdir():
-        if not entry.name.startswith("brimful") and entry.suffix != ".pth":
-            (site / entry.name).symlink_to(entry)
+    link(required("torch"), site)
     return folder / "bin" / "python"
+
+
+def make_test_tools(folder: Path) -> Path:
+    """What runs the tests there, in a folder of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    link(required("pytest", "pytest-timeout", "numpy", "pyyaml"), folder)
+    return folder
 
 
 def main() -> None:
     wheel, work = (Path(argument).resolve() for argument in sys.argv[1:3])
     check_contents(wheel)
     python = make_environment(work / "environment")
-    run(python, "-m", "pip", "install", "--no-index", wheel, cwd=work)  # with its requirements
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run(*pip, "install", "--no-index", wheel, cwd=work)  # with its requirements
+    run(python, "-c", MODULES, cwd=work)
 
-    package = Path(run(python, "-c", SHOW, cwd=work).strip()).parent
+    package = Path(run(python, "-W", "ignore", "-c", SHOW, cwd=work).strip()).parent
     if not package.is_relative_to(work):
         fail(f"brimful is not imported from the environment (path: {package})")
     for library in (package / "lib" / "libbrimful.so", *package.glob("_C.*.so")):
         check_library(library)
     check_loading(python, package / "lib" / "libbrimful.so", work)
 
-    smoke = run(python, "-m", "pytest", "-m", "smoke", "-p", "no:cacheprovider", cwd=ROOT)
+    tools = make_test_tools(work / "test-tools")
+    pytest = [python, "-m", "pytest", "-m", "smoke", "-p", "no:cacheprovider"]
+    smoke = run(*pytest, cwd=ROOT, PYTHONPATH=str(tools))
     print(smoke.splitlines()[-1])
     consumer = ROOT / "tests" / "consumer" / "run.py"
     print(run(sys.executable, consumer, work / "consumer", wheel, cwd=work), end="")

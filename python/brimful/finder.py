@@ -58,9 +58,16 @@ def find_executable_batch_size(
 
     def find(*args: Any, **kwargs: Any) -> Any:
         nonlocal batch_size
+
+        def attempt() -> Any:
+            _check_call(wrapped, args)
+            if batch_size <= 0:
+                raise RuntimeError("No executable batch size found, reached zero.")
+            return wrapped(batch_size, *args, **kwargs)
+
         while True:
             _clean()
-            ended = _try(wrapped, batch_size, args, kwargs)
+            ended = _try(attempt)
             if not _share(ended):
                 return ended
             del ended  # a result that fits here and not elsewhere
@@ -77,13 +84,15 @@ class _RanOut(str):
     """The words of the error, in the place of a result."""
 
 
-def _try(function: Callable[..., Any], batch_size: int, args: Any, kwargs: Any) -> Any:
-    """The function's result, or what it said when memory ran out; the error and its frames are gone then."""
+def ran_out_on_any_rank(attempt: Callable[[], Any]) -> bool:
+    """Whether memory ran out in it on any of the ranks, which call it together."""
+    return _share(_try(attempt))
+
+
+def _try(attempt: Callable[[], Any]) -> Any:
+    """Its result, or what it said when memory ran out; the error and its frames are gone then."""
     try:
-        _check_call(function, args)
-        if batch_size <= 0:
-            raise RuntimeError("No executable batch size found, reached zero.")
-        return function(batch_size, *args, **kwargs)
+        return attempt()
     except BaseException as error:
         announce_owed(error)
         if not _ran_out(error):

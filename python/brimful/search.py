@@ -168,7 +168,7 @@ def fraction(peak_bytes: int, total_bytes: int, headroom: float = 1.15) -> float
         raise ValueError(
             f"a trial takes a part of a device (peak_bytes: {peak_bytes}, total_bytes: {total_bytes})"
         )
-    return min(1.0, math.ceil(peak_bytes * headroom / total_bytes * 10_000) / 10_000)
+    return min(1.0, math.ceil(peak_bytes * headroom * 10_000 / total_bytes) / 10_000)
 
 
 def resources(

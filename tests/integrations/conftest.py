@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from multiprocessing import forkserver
@@ -7,6 +8,8 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "pyt
 import pytest
 import rank_processes
 
+# Of Ray's 15 a loaded machine would give its workers nothing.
+os.environ.update(RAY_worker_niceness="0")
 # Ranks are forks of a process that has imported this, if it was not running before.
 TRAINERS = ["lightning.pytorch", "accelerate", "transformers.trainer"]
 rank_processes._context.set_forkserver_preload(["numpy", "torch._dynamo", "brimful", *TRAINERS])
@@ -21,3 +24,12 @@ def ranks():
         return rank_processes.run_ranks(function, *args, **{"watchdog_s": 100, **options})
 
     return run
+
+
+def pytest_collection_finish():
+    """What importing the trainers has left is not looked at by each collection, of which a search makes two a trial."""
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # libraries look for what they left when the process ends

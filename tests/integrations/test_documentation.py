@@ -92,12 +92,7 @@ def test_the_recipe_for_ray_train_runs(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
     pytest.importorskip("ray.train.torch")
     monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
-    ray.init(
-        num_cpus=3,
-        object_store_memory=100 << 20,
-        include_dashboard=False,
-        _system_config={"worker_niceness": 0},  # of 15 a loaded machine would give them nothing
-    )
+    ray.init(num_cpus=3, object_store_memory=100 << 20, include_dashboard=False)
     try:
         values = {"folder": str(tmp_path)}
         exec(compile(BLOCKS["Ray Train"], "Ray Train", "exec"), values)

@@ -31,7 +31,6 @@ def _ray():
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,
-        _system_config={"worker_niceness": 0},  # of 15 a loaded machine would give them nothing
     )
     yield
     ray.shutdown()
@@ -105,8 +104,37 @@ def test_a_trial_that_reported_and_ran_out_is_not_the_best(tmp_path):
     assert results.get_best_result().config == {"greedy": False}
 
 
+def wait_for(paths):
+    """Until all these files are there, or for so long that the test fails anyway."""
+    end = time.monotonic() + 200
+    while not all(path.exists() for path in paths) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def needs_of(share):
+    """The resources of trials that take this share of a GPU."""
+    total = 100 << 30
+    peak = int(share * total) - search.CUDA_CONTEXT_BYTES
+    needs = search.resources({64: peak}, 1.0, total_bytes=total, cpus=0.1)
+    assert needs({"batch_size": 64}).required_resources["GPU"] == share
+    return needs
+
+
+@pytest.mark.parametrize("share", [0.5, 0.34, 0.25, 1.0])
+def test_ray_has_room_for_as_many_trials_as_their_fraction_allows(share):
+    trial = needs_of(share)({"batch_size": 64})
+    groups = [trial.to_placement_group() for _ in range(math.floor(1 / share) + 1)]
+    try:
+        *placed, too_many = groups
+        assert all(group.wait(60) for group in placed)
+        assert not too_many.wait(0.5)
+    finally:
+        for group in groups:
+            ray.util.remove_placement_group(group)
+
+
 def test_as_many_trials_run_at_once_as_their_fraction_allows(tmp_path):
-    share, at_once = 0.3, 3
+    share, at_once = 0.34, 2
     here = tmp_path / "here"
     here.mkdir()
 
@@ -117,17 +145,42 @@ def test_as_many_trials_run_at_once_as_their_fraction_allows(tmp_path):
         together = len(list(here.glob("trial-*")))
         if together >= at_once:
             (here / "all").touch()
-        end = time.monotonic() + 60
-        while not (here / "all").exists() and time.monotonic() < end:
-            time.sleep(0.02)
+        wait_for([here / "all"])
         mine.unlink()
         return {"loss": 0.0, "together": together}
 
-    total = 100 << 30
-    peak = int(share * total) - search.CUDA_CONTEXT_BYTES
-    needs = search.resources({64: peak}, 1.0, total_bytes=total, cpus=0.1)
-    assert needs({"batch_size": 64}).required_resources["GPU"] == share
-    trainable = tune.with_resources(search.guard(meet, metric="loss"), needs)
+    trainable = tune.with_resources(search.guard(meet, metric="loss"), needs_of(share))
     space = {"batch_size": 64, "k": tune.grid_search(list(range(at_once + 2)))}
     results = run(trainable, tmp_path, space)
-    assert max(result.metrics["together"] for result in results) == at_once == int(1 / share)
+    assert max(result.metrics["together"] for result in results) == at_once
+
+
+def test_a_greedy_trial_runs_out_alone_and_its_neighbour_ends(tmp_path):
+    greedy_is_here, other_is_here, is_over = (tmp_path / name for name in ("one", "two", "over"))
+
+    def meet(config):
+        """Both are there when the greedy one takes more than its share; the other takes its own after that."""
+        mine, other = greedy_is_here, other_is_here
+        if not config["greedy"]:
+            mine, other = other, mine
+        mine.touch()
+        wait_for([other])
+        if not config["greedy"]:
+            wait_for([is_over])
+        try:
+            held = [torch.ones(LIMIT // 8) for _ in range(3 if config["greedy"] else 1)]
+        finally:
+            is_over.touch()
+        return {"loss": held[0].mean().item(), "limit": brimful.memory.stats("cpu").limit_bytes}
+
+    needs = search.resources({64: LIMIT}, 1.0, device="cpu", cpus=0.1)
+    trainable = tune.with_resources(search.guard(meet, metric="loss"), needs)
+    space = {"batch_size": 64, "greedy": tune.grid_search([True, False])}
+    results = run(trainable, tmp_path, space)
+    greedy, other = sorted(
+        (result.metrics for result in results), key=lambda found: -found["config"]["greedy"]
+    )
+    assert results.num_errors == 0
+    assert greedy["oom"] == 1 and greedy["loss"] == math.inf and greedy["peak_bytes"] <= LIMIT
+    assert other["oom"] == 0 and other["loss"] == 1.0 and other["limit"] == LIMIT
+    assert results.get_best_result().config["greedy"] is False

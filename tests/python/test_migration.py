@@ -1,6 +1,7 @@
 """docs/migration: both sides of each diff run, and print the same."""
 
 import contextlib
+import functools
 import importlib.util
 import io
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from rank_processes import run_ranks
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "docs" / "migration"
 DIFF = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -37,27 +39,28 @@ def program_job(rank, source):
     return printed.getvalue()
 
 
-def printed_by(ranks, source, size):
+@functools.cache
+def printed_by(source, size):
     missing = [
         name for name in OTHERS if f" {name}" in source and not importlib.util.find_spec(name)
     ]
     if missing:
         pytest.skip(f"needs {missing[0]}")
-    first, *others = ranks(program_job, source, size=size, watchdog_s=60)
+    first, *others = run_ranks(program_job, source, size=size, watchdog_s=60)
     assert all(other == first for other in others)
     return first
 
 
 @pytest.mark.parametrize(("page", "diff"), PAGES)
-def test_the_program_after_the_change_runs_and_prints(ranks, page, diff):
-    assert printed_by(ranks, side(diff, "+"), RANKS.get(page, (1, 1))[1]).strip()
+def test_the_program_after_the_change_runs_and_prints(page, diff):
+    assert printed_by(side(diff, "+"), RANKS.get(page, (1, 1))[1]).strip()
 
 
 @pytest.mark.parametrize(("page", "diff"), PAGES)
-def test_the_program_before_the_change_prints_the_same(ranks, page, diff):
+def test_the_program_before_the_change_prints_the_same(page, diff):
     before, after = RANKS.get(page, (1, 1))
-    expected = printed_by(ranks, side(diff, "-"), before)
-    assert printed_by(ranks, side(diff, "+"), after) == expected
+    expected = printed_by(side(diff, "-"), before)
+    assert printed_by(side(diff, "+"), after) == expected
 
 
 def test_every_page_has_a_diff_and_is_in_the_list():

@@ -237,6 +237,10 @@ def test_fractions_are_rounded_up_and_at_most_whole():
     assert search.fraction(1, 4, 1) == 0.25
     assert search.fraction(1, 4, 1.5) == 0.375
     assert search.fraction(5, 4, 1) == 1.0
+    hundredths = range(101)
+    assert [search.fraction(k << 30, 100 << 30, 1) for k in hundredths] == [
+        k / 100 for k in hundredths
+    ]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ BLUE, ORANGE, TEAL, GREEN, GREY, RED, VIOLET = (
 STYLE = """text{font-family:Helvetica,Arial,sans-serif;font-size:12px;fill:#3e4c59}
 .title{font-size:15px;font-weight:bold;fill:#1f2933}.axis{font-size:11px;fill:#7b8794}
 .middle{text-anchor:middle}.end{text-anchor:end}.on{fill:#ffffff;font-size:11px;text-anchor:middle}"""
-LEFT, RIGHT, TOP, BOTTOM, WIDTH = 70, 20, 78, 44, 760
+RIGHT, TOP, BOTTOM, WIDTH = 20, 78, 44, 760
 
 
 def ticks(end: float, wanted: int = 6) -> list[float]:
@@ -41,15 +41,17 @@ class Chart:
         y_label: str = "",
         y_end: float | None = None,
         height: float = 240,
+        left: float = 70,
     ) -> None:
         self._title, self._x_label, self._x_end = title, x_label, x_end
         self._y_label, self._y_end, self._height = y_label, y_end, height
+        self._left = left  # room for the lanes' names
         self._body: list[str] = []
         self._keys: list[tuple[str, str]] = []
         self._lanes: dict[str, float] = {}
 
     def x(self, value: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * value / self._x_end
+        return self._left + (WIDTH - self._left - RIGHT) * value / self._x_end
 
     def y(self, value: float) -> float:
         assert self._y_end is not None
@@ -103,8 +105,8 @@ class Chart:
         self._lanes[name] = TOP + 36 * len(self._lanes)
         top = self._lanes[name]
         self._body.append(
-            f'<rect x="{LEFT}" y="{top}" width="{WIDTH - LEFT - RIGHT}" height="26" fill="#eef1f4"/>'
-            f'<text x="{LEFT - 8}" y="{top + 17}" class="end">{escape(name)}</text>'
+            f'<rect x="{self._left}" y="{top}" width="{WIDTH - self._left - RIGHT}" height="26" fill="#eef1f4"/>'
+            f'<text x="{self._left - 8}" y="{top + 17}" class="end">{escape(name)}</text>'
         )
 
     def bar(
@@ -173,8 +175,8 @@ class Chart:
         for value in ticks(self._y_end, 5) if self._y_end is not None else []:
             at = self.y(value)
             axes.append(
-                f'<line x1="{LEFT - 4}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}" stroke="#d3dae2"/>'
-                f'<text x="{LEFT - 8}" y="{at + 4:.1f}" class="axis end">{value:g}</text>'
+                f'<line x1="{self._left - 4}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}" stroke="#d3dae2"/>'
+                f'<text x="{self._left - 8}" y="{at + 4:.1f}" class="axis end">{value:g}</text>'
             )
         if self._y_label:
             axes.append(

@@ -7,66 +7,30 @@ Bytes and numbers of operators are the same in every run; times are this machine
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from chart import BLUE, GREEN, GREY, ORANGE, TEAL, VIOLET, Chart
+from chart import BLUE, GREY, ORANGE, Chart
+from probes import (
+    draw_leak,
+    draw_leak_rule,
+    draw_operators,
+    draw_summary,
+    photograph_oom_report,
+    photograph_report,
+)
 from ranks import draw_buckets, draw_failure, draw_step
+from runs import COLOURS, MIB, EveryOperator, batch_of, cross_entropy, mlp, used
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import brimful
 from brimful import memory
 
 PICTURES = Path(__file__).resolve().parent.parent.parent / "docs" / "pictures"
-MIB = 1 << 20
-COLOURS = {
-    "parameters": BLUE,
-    "optimizer_state": TEAL,
-    "gradients": GREEN,
-    "activations": ORANGE,
-    "temporaries": VIOLET,
-    "other": GREY,
-}
-
-
-class EveryOperator(TorchDispatchMode):
-    """Calls `look` behind every operator, backward's too, also where it raises."""
-
-    def __init__(self, look: Callable[[], None]) -> None:
-        super().__init__()
-        self._look = look
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        try:
-            return function(*args, **(kwargs or {}))
-        finally:
-            self._look()
-
-
-def mlp(width: int = 512, depth: int = 8) -> nn.Sequential:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
-    return nn.Sequential(*blocks, nn.Linear(width, 10))
-
-
-def batch_of(rows: int, width: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(rows, width), torch.randint(10, (rows,))
-
-
-def cross_entropy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def used() -> float:
-    return memory.stats("cpu").used_bytes / MIB
 
 
 def draw_retry() -> str:
@@ -268,71 +232,36 @@ def draw_mixed() -> str:
     return chart.svg()
 
 
-def draw_leak() -> str:
-    """What lives at the end of each step of a loop that keeps its losses' graphs, by function."""
-    model = nn.Linear(64, 10)
-    alive: list[dict[str, int]] = []
-
-    def loss_fn(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    def evaluate() -> None:
-        total: torch.Tensor | float = 0
-        for _ in range(12):
-            batch = torch.randn(32, 64), torch.randint(10, (32,))
-            total = total + loss_fn(batch)
-            memory.mark_step()
-            by_function: dict[str, int] = {}
-            for use in memory.live():
-                name = str(use.site).split("(")[-1].rstrip(")")
-                by_function[name] = by_function.get(name, 0) + use.bytes
-            alive.append(by_function)
-
-    with memory.track():
-        evaluate()
-    names = ["evaluate", "loss_fn"]
-    chart = Chart(
-        "Bytes alive at the end of each step, by function",
-        "step",
-        len(alive) - 1,
-        y_label="KiB",
-        y_end=max(sum(of.values()) for of in alive) / 1024 * 1.1,
-    )
-    low = [0.0] * len(alive)
-    for name, colour in zip(names, (BLUE, ORANGE), strict=True):
-        high = [
-            a + sum(size for key, size in of.items() if name in key) / 1024
-            for a, of in zip(low, alive, strict=True)
-        ]
-        chart.area(range(len(alive)), low, high, colour, f"{name}()")
-        low = high
-    return chart.svg()
-
-
 class Work(torch.autograd.Function):
-    """Takes the time of a device that works by itself: 30 ms forward, 60 ms backward."""
+    """Takes the time of a device that works by itself: so long forward, twice as long backward."""
 
     @staticmethod
-    def forward(context, x):  # type: ignore[no-untyped-def]
-        time.sleep(0.03)
+    def forward(context, x, forward_s):  # type: ignore[no-untyped-def]
+        context.backward_s = 2 * forward_s
+        time.sleep(forward_s)
         return x.clone()
 
     @staticmethod
     def backward(context, gradient):  # type: ignore[no-untyped-def]
-        time.sleep(0.06)
-        return gradient
+        time.sleep(context.backward_s)
+        return gradient, None
 
 
 class Stage(nn.Linear):
+    def __init__(self, forward_s: float) -> None:
+        super().__init__(16, 16)
+        self._forward_s = forward_s
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Work.apply(super().forward(x))
+        return Work.apply(super().forward(x), self._forward_s)
 
 
-def draw_pipeline() -> str:
-    """A step of four stages, as measured above the plan."""
+def _four_ranks(schedule: str, stages: int) -> str:
+    """A step of stages that share 30 ms of forward a rank, as measured above the plan."""
     pipe = brimful.Pipeline(
-        [Stage(16, 16) for _ in range(4)],
-        schedule="1f1b",
+        [Stage(0.03 * 4 / stages) for _ in range(stages)],
+        devices=["cpu"] * 4,
+        schedule=schedule,
         microbatches=8,
         loss_fn=nn.functional.mse_loss,
     )
@@ -341,38 +270,12 @@ def draw_pipeline() -> str:
     return pipe.trace_svg()
 
 
-OUT_OF_MEMORY = """
-model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)))
-x, y = torch.randn(2048, 512), torch.randn(2048, 512)
+def draw_pipeline() -> str:
+    return _four_ranks("1f1b", stages=4)
 
 
-def loss_fn(x, y):
-    return nn.functional.mse_loss(model(x), y)
-
-
-memory.set_limit("cpu", memory.stats("cpu").used_bytes + (64 << 20))
-with memory.track(report="oom.html"):
-    loss_fn(x, y).backward()
-"""
-
-
-def draw_oom_report(target: Path) -> None:
-    """The page of an out-of-memory error, photographed by a browser."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        print("oom-report.png is left as it is: there is no chromium", file=sys.stderr)
-        return
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        with contextlib.suppress(torch.OutOfMemoryError):
-            names = {"memory": memory, "nn": nn, "torch": torch}
-            exec(compile(OUT_OF_MEMORY, "train.py", "exec"), names)
-        window = ["--window-size=900,700", "--hide-scrollbars", f"--screenshot={target}"]
-        page = Path("oom.html").resolve().as_uri()
-        subprocess.run(
-            [browser, "--headless=new", "--no-sandbox", *window, page],
-            check=True,
-            stderr=subprocess.DEVNULL,
-        )
+def draw_interleaved() -> str:
+    return _four_ranks("interleaved_1f1b", stages=8)
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {
@@ -386,20 +289,28 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "pipeline": draw_pipeline,
     "categories": draw_categories,
     "leak": draw_leak,
+    "leak-rule": draw_leak_rule,
+    "summary": draw_summary,
+    "operators": draw_operators,
+    "interleaved": draw_interleaved,
+}
+PHOTOGRAPHS: dict[str, Callable[[Path], None]] = {
+    "oom-report": photograph_oom_report,
+    "report": photograph_report,
 }
 
 
 def main(wanted: list[str]) -> None:
     PICTURES.mkdir(exist_ok=True)
     if len(wanted) != 1:  # each in a process of its own, whose memory holds nothing else
-        for name in wanted or [*DRAWINGS, "oom-report"]:
+        for name in wanted or [*DRAWINGS, *PHOTOGRAPHS]:
             subprocess.run([sys.executable, __file__, name], check=True)
         return
     torch.set_num_threads(1)
     (name,) = wanted
     print(name)
-    if name == "oom-report":
-        draw_oom_report(PICTURES / f"{name}.png")
+    if name in PHOTOGRAPHS:
+        PHOTOGRAPHS[name](PICTURES / f"{name}.png")
     else:
         (PICTURES / f"{name}.svg").write_text(DRAWINGS[name]())
 

@@ -5,26 +5,22 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 from brimful.integrations._extra import require
 
 require("lightning")
 
 import torch
-from lightning.pytorch import Callback, callbacks
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.tuner import batch_size_scaling
 
 import brimful
-from brimful import finder
 from brimful.integrations import fabric  # noqa: F401  (registers the strategy there)
+from brimful.integrations._batch_size_finder import BatchSizeFinder
 from brimful.integrations._step_as_loss import step_as_loss
 
 __all__ = ["BatchSizeFinder", "BrimfulStrategy", "MemoryReport"]
@@ -97,33 +93,6 @@ class BrimfulStrategy(DDPStrategy):
         self.model = self.lightning_module
         self.sizer = None  # which holds the wrapper, and its buckets
         super().teardown()
-
-
-class BatchSizeFinder(callbacks.BatchSizeFinder):
-    """Lightning's, with its words, on several ranks too: all try a size together, and go down if memory ran out on one.
-
-    It changes the batch. ``BrimfulStrategy(sizer=True)`` keeps it, and changes only how it is run.
-    """
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str | None = None) -> None:
-        # Lightning's own is for one rank, and says so.
-        with patch.object(type(trainer._accelerator_connector), "is_distributed", False):
-            super().setup(trainer, pl_module, stage)
-
-    def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
-        alone = batch_size_scaling._try_loop_run
-
-        def together(*args: Any) -> None:
-            ended = finder._try(lambda _: alone(*args), 1, (), {})
-            if finder._share(ended):
-                # What Lightning takes for a shortage, of any device.
-                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-        # All ranks restore the file that rank 0 has saved.
-        name = trainer.strategy.broadcast(str(uuid.uuid4()))
-        one_name = SimpleNamespace(uuid4=lambda: name)
-        with patch.multiple(batch_size_scaling, _try_loop_run=together, uuid=one_name):
-            super().scale_batch_size(trainer, pl_module)
 
 
 class MemoryReport(Callback):
