@@ -56,6 +56,13 @@ int64_t cuda_followed_bytes(c10::DeviceIndex index);
 /// Once, where that allocator has no hook: what to tell the user.
 std::optional<std::string> cuda_refusal();
 
+/// What torch keeps for a handle of cuBLAS or cuBLASLt and a stream, from call to call. None while torch changes them.
+struct CudaWorkspace {
+  const void* data;
+  int64_t bytes;
+};
+std::vector<CudaWorkspace> cuda_workspaces(c10::Device device);
+
 /// Whether this thread's stream records a CUDA graph, in which nothing else must be enqueued.
 bool cuda_is_capturing() noexcept;
 

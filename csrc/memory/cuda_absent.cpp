@@ -61,6 +61,10 @@ std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index) {
   refuse(index);
 }
 
+std::vector<CudaWorkspace> cuda_workspaces(c10::Device /*device*/) {
+  return {};
+}
+
 bool cuda_is_capturing() noexcept {
   return false;
 }

@@ -51,6 +51,18 @@ class Machine {
 
 }  // namespace
 
+TEST_CASE("What a process has of a GPU beside torch's allocator is known where the driver tells",
+          "[probes]") {
+  Machine machine("healthy");
+  auto report = machine.read();
+  CHECK(context_bytes(report, 0, kGiB / 2) == 3 * kGiB / 2);
+  CHECK(context_bytes(report, 0, 3 * kGiB) == 0);  // taken between the two readings
+  CHECK_FALSE(context_bytes(report, 2, 0));        // no such device
+  report.gpus[0].own_bytes = std::nullopt;
+  CHECK_FALSE(context_bytes(report, 0, 0));
+  CHECK_FALSE(context_bytes(c10::DeviceType::CPU));
+}
+
 TEST_CASE("A healthy driver's numbers are told", "[probes]") {
   Machine machine("healthy");
   const auto report = machine.read();
