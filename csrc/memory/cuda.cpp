@@ -86,6 +86,15 @@ std::optional<int64_t> cuda_free_bytes() noexcept {
   return of_current_device([](c10::DeviceIndex index) { return cuda_memory(index).free_bytes; });
 }
 
+std::optional<int> cuda_compute_major() noexcept {
+  int major = 0;
+  const auto asked = of_current_device([&](c10::DeviceIndex index) {
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
+    return index;
+  });
+  return asked ? std::optional(major) : std::nullopt;
+}
+
 std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index) {
   std::vector<CudaSegment> segments;
   for (const auto& segment : caching::snapshot().segments) {

@@ -32,9 +32,10 @@ struct CudaMemory {
 CudaMemory cuda_memory(c10::DeviceIndex index);
 
 /// Of this thread's current device: how often torch's allocator refused, or gave its cache back to go on; the driver's
-/// free bytes. Nothing where CUDA is not in use, or answers with an error.
+/// free bytes; its generation (9: Hopper). Nothing where CUDA is not in use, or answers with an error.
 std::optional<int64_t> cuda_refusals() noexcept;
 std::optional<int64_t> cuda_free_bytes() noexcept;
+std::optional<int> cuda_compute_major() noexcept;
 
 /// A block of torch's CUDA allocator; those of a segment in the order of their addresses.
 struct CudaBlock {

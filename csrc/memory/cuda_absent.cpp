@@ -47,6 +47,10 @@ std::optional<int64_t> cuda_free_bytes() noexcept {
   return std::nullopt;
 }
 
+std::optional<int> cuda_compute_major() noexcept {
+  return std::nullopt;
+}
+
 void cuda_follow(uint32_t /*session*/) {}
 
 int64_t cuda_followed_bytes(c10::DeviceIndex index) {

@@ -6,12 +6,11 @@
 #include <cstdlib>
 #include "base/format.h"
 #include "probes/error_rules.h"
+#include "probes/library_need.h"
 
 namespace brimful::probes {
 namespace {
 
-// What a library's first handle and its workspaces may need: the classifier of step/oom.cpp draws the line there too.
-constexpr int64_t kLibraryBytes = int64_t{256} << 20;
 constexpr size_t kShownOperators = 8;
 
 bool contains(std::string_view text, std::string_view words) {
@@ -99,11 +98,15 @@ void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Expl
 }
 
 /// A library's status that may stand for a shortage.
-void explain_library(const ErrorEvidence& evidence, bool certain, Explanation& out) {
-  const auto need = evidence.workspace_bytes.value_or(kLibraryBytes);
-  const bool is_short = evidence.free_bytes && *evidence.free_bytes < need;
+void explain_library(const ErrorText& error, const ErrorEvidence& evidence, bool certain,
+                     Explanation& out) {
+  const auto need = need_of(error.text, evidence);
+  const bool is_short = evidence.free_bytes && *evidence.free_bytes < need.bytes;
   add_bytes(out, "free on the device before the call", evidence.free_bytes);
-  add_bytes(out, "workspace that the call needs", evidence.workspace_bytes);
+  if (evidence.free_bytes) {
+    out.evidence.push_back("held against what the call needs: " + format_bytes(need.bytes) + " (" +
+                           need.words + ")");
+  }
   if (evidence.refused) {
     out.evidence.emplace_back("torch's allocator refused a request in the same step");
   }
@@ -260,7 +263,7 @@ Explanation explain_error(const ErrorText& error, const ErrorEvidence& evidence)
   } else if (shortage == Shortage::allocator) {
     explain_refusal(error, evidence, out);
   } else if (shortage == Shortage::outside || shortage == Shortage::unclear) {
-    explain_library(evidence, shortage == Shortage::outside, out);
+    explain_library(error, evidence, shortage == Shortage::outside, out);
   } else if (shortage == Shortage::lost && contains(error.text, "NCCL error")) {
     explain_nccl(error, out);
   } else if (shortage == Shortage::lost && contains(error.text, "CUDA error")) {
