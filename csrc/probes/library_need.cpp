@@ -2,8 +2,9 @@
 #include <algorithm>
 #include <optional>
 #include <regex>
-#include <string_view>
+#include <vector>
 #include "base/format.h"
+#include "probes/explain_parts.h"
 
 namespace brimful::probes {
 namespace {
@@ -16,10 +17,6 @@ constexpr int64_t kHandleBytes = 256 * kMiB;
 constexpr int64_t kBlasBytes = 32 * kMiB;
 constexpr int64_t kOlderBlasBytes = 2 * 4096 * kKiB + 8 * 16 * kKiB;
 constexpr int kHopper = 9;
-
-bool contains(std::string_view text, std::string_view words) {
-  return text.find(words) != std::string_view::npos;
-}
 
 /// Of ":4096:2:16:8": pairs of KiB and how often. Nothing where torch would not understand it either.
 std::optional<int64_t> bytes_of_config(const std::string& config) {
