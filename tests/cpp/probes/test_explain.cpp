@@ -1,6 +1,8 @@
 #include <brimful/probes/explain.h>
+#include <map>
 #include <string>
 #include "support/catch.h"
+#include "support/scoped_env.h"
 
 using namespace brimful::probes;
 
@@ -41,7 +43,7 @@ TEST_CASE("A library that could not start is an OOM where memory was short", "[p
 }
 
 TEST_CASE("Free memory is held against what the call needs, and the number is told", "[probes]") {
-  const char* no_engine = "RuntimeError: unable to find an engine to execute this computation";
+  const char* no_engine = "GET was unable to find an engine to execute this computation";
   const char* no_handle =
       "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`";
   const auto held_against = [](const Explanation& out) { return out.evidence.at(1); };
@@ -100,6 +102,12 @@ TEST_CASE("Free memory is held against what the call needs, and the number is to
   }
 }
 
+TEST_CASE("The environment's workspace is evidence", "[probes]") {
+  const std::map<std::string, const char*> variables{{"CUBLAS_WORKSPACE_CONFIG", ":16:8"}};
+  const brimful::test::ScopedEnv scope(variables);
+  CHECK(evidence_now().cublas_config == ":16:8");
+}
+
 TEST_CASE("A refusal's numbers tell fragmentation from want", "[probes]") {
   const char* fragmented =
       "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
@@ -136,7 +144,7 @@ TEST_CASE("A device-side assert is explained by the kernel's words and by the ri
   ErrorEvidence evidence;
   evidence.indices = {{"aten::embedding", "train.py:31 in forward", 0, 50257, 0, 50256}};
   evidence.operators = {
-      {"aten::embedding", {"Float[50257, 768] cuda:0"}, "train.py:31", false, {}}};
+      {"aten::embedding", {"Float[50257, 768] cuda:0"}, "train.py:31", false, {}, {}}};
   out = explain(bare, evidence);
   CHECK(out.kind == "index");
   CHECK(out.cause ==
