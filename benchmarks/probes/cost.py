@@ -17,6 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 import brimful
 from benchmarks import callgrind, common, intervals
 from benchmarks.sizer import overhead
+from brimful import _tracking
 
 IDS = ("probes.cost_cnn", "probes.cost_transformer", "probes.cost_tiny")
 ROUNDS, QUICK_ROUNDS = 60, 3
@@ -32,7 +33,7 @@ PARTS = {
     "deaths": ["brimful::memory::BudgetAllocator::release"],
 }
 WITHOUT, AGAIN, WITH, PEER = "without", "without again", "with", "MemTracker"
-RECORDED = "recorded"
+RECORDED, BY_MODULE = "recorded", "by module"
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -76,6 +77,7 @@ def _measure(
             WITHOUT: nullcontext,
             WITH: brimful.memory.track,
             RECORDED: _recorded,
+            BY_MODULE: by_module,
             AGAIN: nullcontext,
         },
     )
@@ -91,6 +93,7 @@ def _measure(
         births_a_step=_births(step),
         cpu_time=common.interval_dict(found),
         recorded=common.interval_dict(intervals.median_ratio(cpu[RECORDED], cpu[WITH])),
+        by_module=common.interval_dict(intervals.median_ratio(cpu[BY_MODULE], cpu[WITH])),
         cpu_time_a_a=common.interval_dict(intervals.median_ratio(cpu[AGAIN], cpu[WITHOUT])),
         peers=_peer(model, step, name, QUICK_PEER_ROUNDS if quick else PEER_ROUNDS),
         instructions={} if quick else _instructions(name),
@@ -144,6 +147,16 @@ def _recorded() -> Iterator[None]:
         brimful.memory.stop_recording(models=(), optimizers=())
 
 
+@contextmanager
+def by_module() -> Iterator[None]:
+    """With the hooks of `brimful run`, which name each module."""
+    _tracking.start(None, None, every_module=True)
+    try:
+        yield
+    finally:
+        brimful.memory.stop_tracking()
+
+
 def _instructions(name: str) -> dict[str, Any]:
     """Of a step, all of it and what the allocator is called for: without and with tracking."""
     steps = COUNTED_STEPS[name]
@@ -153,7 +166,7 @@ def _instructions(name: str) -> dict[str, Any]:
             way: callgrind.profile(
                 Path(sys.executable), "-m", "benchmarks.probes.counted", name, way, str(steps)
             )
-            for way in (WITHOUT, WITH)
+            for way in (WITHOUT, WITH, BY_MODULE)
         }
     except callgrind.Unavailable as error:
         return {"unavailable": str(error)}
@@ -164,7 +177,11 @@ def _instructions(name: str) -> dict[str, Any]:
         }
         for way, text in profiles.items()
     }
-    return {**counts, "above": counts[WITH]["step"] / counts[WITHOUT]["step"] - 1}
+    return {
+        **counts,
+        "above": counts[WITH]["step"] / counts[WITHOUT]["step"] - 1,
+        "by_module_above": counts[BY_MODULE]["step"] / counts[WITH]["step"] - 1,
+    }
 
 
 def _births(step: Callable[[], None]) -> int:

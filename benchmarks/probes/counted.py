@@ -1,4 +1,4 @@
-"""Steps for callgrind to count: `python -m benchmarks.probes.counted MODEL without|with STEPS`."""
+"""Steps for callgrind to count: `python -m benchmarks.probes.counted MODEL without|with|"by module" STEPS`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def main(name: str, way: str, steps: int) -> None:
     make, batch = cost.MODELS[name]
     step = cost.step_of(make(), batch)
     library = ctypes.PyDLL(str(callgrind.find_program(cost.COUNTED_LIBRARY)))
-    with brimful.memory.track() if way == cost.WITH else nullcontext():
+    ways = {cost.WITH: brimful.memory.track, cost.BY_MODULE: cost.by_module}
+    with ways.get(way, nullcontext)():
         for _ in range(cost.WARM_UP_STEPS):
             step()
         counted = ctypes.PYFUNCTYPE(None)(step)

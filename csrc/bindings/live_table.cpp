@@ -1,6 +1,7 @@
 #include <ATen/core/Tensor.h>
 #include <brimful/memory/categories.h>
 #include <brimful/memory/live_table.h>
+#include <brimful/probes/gpus.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <optional>
 #include <string>
@@ -89,6 +90,14 @@ void bind_peak(py::module_& m) {
         return peak_by_category(as_device(device), labels_of(labels));
       },
       "device"_a, "labels"_a);
+  m.def(
+      "memory_context_bytes",
+      [](py::handle device) {
+        const auto asked = as_device(device);
+        const py::gil_scoped_release no_gil;
+        return probes::context_bytes(asked);
+      },
+      "device"_a);
   m.def(
       "memory_live_by_category",
       [](py::handle device, const std::vector<std::pair<at::Tensor, std::string>>& labels) {

@@ -1,6 +1,7 @@
 #include "memory/block_category.h"
 #include <algorithm>
 #include <unordered_set>
+#include "memory/cuda.h"
 
 namespace brimful::memory {
 namespace {
@@ -27,6 +28,13 @@ Labels by_data(const std::vector<Label>& labels) {
     found.emplace(label.data, &label);
   }
   return found;
+}
+
+std::vector<Label> with_workspaces(std::vector<Label> labels, c10::Device device) {
+  for (const CudaWorkspace& workspace : cuda_workspaces(device)) {
+    labels.push_back({workspace.data, workspace.bytes, Category::workspace});
+  }
+  return labels;
 }
 
 Category category_of(const PeakBlock& at_peak, uint32_t step, const Labels& labels) {

@@ -8,6 +8,8 @@ namespace brimful::memory {
 
 using Labels = std::unordered_map<const void*, const Label*>;
 Labels by_data(const std::vector<Label>& labels);
+/// Those, and what torch keeps of the device for its libraries.
+std::vector<Label> with_workspaces(std::vector<Label> labels, c10::Device device);
 
 /// Of a block that lives (it has a slot) or was freed, as seen in `step`.
 Category category_of(const PeakBlock& block, uint32_t step, const Labels& labels);

@@ -51,12 +51,13 @@ std::vector<Block> live_of(c10::Device device) {
 const char* name_of(Category category) {
   constexpr std::array<const char*, kCategories> kNames{
       "parameters",  "gradients", "optimizer_state", "buffers", "activations",
-      "temporaries", "workspace", "communication",   "context", "other"};
+      "temporaries", "workspace", "communication",   "other"};
   return kNames[static_cast<size_t>(category)];
 }
 
-Peak peak_by_category(c10::Device given, const std::vector<Label>& labels) {
+Peak peak_by_category(c10::Device given, const std::vector<Label>& given_labels) {
   const auto device = checked(given);
+  const auto labels = with_workspaces(given_labels, device);
   const auto [moment, blocks, live] = snapshot_of(device);
   const auto found = by_data(labels);
   Peak peak;
@@ -88,8 +89,9 @@ Peak peak_by_category(c10::Device given, const std::vector<Label>& labels) {
   return peak;
 }
 
-CategoryBytes live_by_category(c10::Device given, const std::vector<Label>& labels) {
+CategoryBytes live_by_category(c10::Device given, const std::vector<Label>& given_labels) {
   const auto device = checked(given);
+  const auto labels = with_workspaces(given_labels, device);
   const auto live = live_of(device);
   const auto found = by_data(labels);
   CategoryBytes bytes{};

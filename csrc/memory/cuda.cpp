@@ -1,6 +1,7 @@
 #include "memory/cuda.h"
 #include <ATen/Context.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -83,6 +84,15 @@ std::optional<int64_t> cuda_refusals() noexcept {
 
 std::optional<int64_t> cuda_free_bytes() noexcept {
   return of_current_device([](c10::DeviceIndex index) { return cuda_memory(index).free_bytes; });
+}
+
+std::optional<int> cuda_compute_major() noexcept {
+  int major = 0;
+  const auto asked = of_current_device([&](c10::DeviceIndex index) {
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
+    return index;
+  });
+  return asked ? std::optional(major) : std::nullopt;
 }
 
 std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index) {

@@ -32,9 +32,10 @@ struct CudaMemory {
 CudaMemory cuda_memory(c10::DeviceIndex index);
 
 /// Of this thread's current device: how often torch's allocator refused, or gave its cache back to go on; the driver's
-/// free bytes. Nothing where CUDA is not in use, or answers with an error.
+/// free bytes; its generation (9: Hopper). Nothing where CUDA is not in use, or answers with an error.
 std::optional<int64_t> cuda_refusals() noexcept;
 std::optional<int64_t> cuda_free_bytes() noexcept;
+std::optional<int> cuda_compute_major() noexcept;
 
 /// A block of torch's CUDA allocator; those of a segment in the order of their addresses.
 struct CudaBlock {
@@ -55,6 +56,13 @@ void cuda_follow(uint32_t session);
 int64_t cuda_followed_bytes(c10::DeviceIndex index);
 /// Once, where that allocator has no hook: what to tell the user.
 std::optional<std::string> cuda_refusal();
+
+/// What torch keeps for a handle of cuBLAS or cuBLASLt and a stream, from call to call. None while torch changes them.
+struct CudaWorkspace {
+  const void* data;
+  int64_t bytes;
+};
+std::vector<CudaWorkspace> cuda_workspaces(c10::Device device);
 
 /// Whether this thread's stream records a CUDA graph, in which nothing else must be enqueued.
 bool cuda_is_capturing() noexcept;

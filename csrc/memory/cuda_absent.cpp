@@ -47,6 +47,10 @@ std::optional<int64_t> cuda_free_bytes() noexcept {
   return std::nullopt;
 }
 
+std::optional<int> cuda_compute_major() noexcept {
+  return std::nullopt;
+}
+
 void cuda_follow(uint32_t /*session*/) {}
 
 int64_t cuda_followed_bytes(c10::DeviceIndex index) {
@@ -59,6 +63,10 @@ std::optional<std::string> cuda_refusal() {
 
 std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index) {
   refuse(index);
+}
+
+std::vector<CudaWorkspace> cuda_workspaces(c10::Device /*device*/) {
+  return {};
 }
 
 bool cuda_is_capturing() noexcept {

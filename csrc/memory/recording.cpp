@@ -9,6 +9,7 @@
 #include <string_view>
 #include <unordered_map>
 #include <utility>
+#include "memory/block_category.h"
 #include "memory/recorded_device.h"
 #include "memory/recorder.h"
 #include "memory/tracker.h"
@@ -162,7 +163,8 @@ Recording stop_recording(const std::vector<Label>& labels) {
   }
   SiteNumbers numbers(recording.sites);
   for (const auto& [device, ring, end, peak_bytes] : ended) {
-    auto& made = recording.devices.emplace_back(recorded_device(*ring, end, labels, self.began_ns));
+    auto& made = recording.devices.emplace_back(
+        recorded_device(*ring, end, with_workspaces(labels, device), self.began_ns));
     made.device = device.str();
     made.peak_bytes = std::max(made.peak_bytes, peak_bytes);
     for (auto& block : made.blocks) {

@@ -1,6 +1,7 @@
 #include "probes/error_rules.h"
 #include <algorithm>
 #include <array>
+#include "probes/explain_parts.h"
 
 namespace brimful::probes {
 namespace {
@@ -120,10 +121,6 @@ constexpr std::array kAsserts{
     AssertRule{"probability tensor contains either `inf`, `nan` or element < 0", "value",
                "multinomial got probabilities that are negative, infinite or NaN"},
 };
-
-bool contains(std::string_view text, std::string_view words) {
-  return text.find(words) != std::string_view::npos;
-}
 
 }  // namespace
 

@@ -2,6 +2,7 @@
 #include <brimful/step/oom.h>
 #include <sys/statvfs.h>
 #include <cstdlib>
+#include "memory/cuda.h"
 #include "memory/system_bounds.h"
 
 namespace brimful::probes {
@@ -16,8 +17,9 @@ std::optional<int64_t> kernel_kills() {
                                memory::read_file(folders.front() + "/memory.events"), "oom_kill ");
 }
 
-std::string allocator_settings() {
-  for (const char* name : {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}) {
+/// The first of them that is set.
+std::string variable(std::initializer_list<const char*> names) {
+  for (const char* name : names) {
     if (const char* value = std::getenv(name)) {
       return value;
     }
@@ -43,7 +45,9 @@ ErrorEvidence evidence_now() {
         static_cast<int64_t>(shm.f_bavail) * static_cast<int64_t>(shm.f_frsize);
   }
   evidence.oom_kills = kernel_kills();
-  evidence.allocator_settings = allocator_settings();
+  evidence.allocator_settings = variable({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"});
+  evidence.cublas_config = variable({"CUBLAS_WORKSPACE_CONFIG"});
+  evidence.compute_major = memory::cuda_compute_major();
   return evidence;
 }
 

@@ -1,26 +1,12 @@
-#include <brimful/probes/explain.h>
 #include <brimful/step/oom.h>
 #include <algorithm>
-#include <array>
-#include <cmath>
-#include <cstdlib>
 #include "base/format.h"
 #include "probes/error_rules.h"
+#include "probes/explain_parts.h"
+#include "probes/library_need.h"
 
 namespace brimful::probes {
 namespace {
-
-// What a library's first handle and its workspaces may need: the classifier of step/oom.cpp draws the line there too.
-constexpr int64_t kLibraryBytes = int64_t{256} << 20;
-constexpr size_t kShownOperators = 8;
-
-bool contains(std::string_view text, std::string_view words) {
-  return text.find(words) != std::string_view::npos;
-}
-
-bool is_a(const ErrorText& error, std::string_view type) {
-  return std::find(error.types.begin(), error.types.end(), type) != error.types.end();
-}
 
 std::string first_line(const std::string& text) {
   constexpr size_t kMost = 300;
@@ -30,80 +16,16 @@ std::string first_line(const std::string& text) {
              : text.substr(begin, std::min(text.find('\n', begin) - begin, kMost));
 }
 
-/// The bytes of "12.50 GiB" behind `before`; nothing if it is not there.
-std::optional<int64_t> bytes_behind(const std::string& text, std::string_view before) {
-  const auto at = text.find(before);
-  if (at == std::string::npos) {
-    return std::nullopt;
-  }
-  char* end = nullptr;
-  const char* begin = text.c_str() + at + before.size();
-  const double number = std::strtod(begin, &end);
-  if (end == begin || !std::isfinite(number)) {
-    return std::nullopt;
-  }
-  const std::string_view rest(end);
-  constexpr std::array<std::pair<std::string_view, int>, 6> kUnits{
-      {{" bytes", 0}, {" B", 0}, {" KiB", 10}, {" MiB", 20}, {" GiB", 30}, {" TiB", 40}}};
-  for (const auto& [unit, shift] : kUnits) {
-    if (rest.starts_with(unit)) {
-      return static_cast<int64_t>(std::ldexp(number, shift));
-    }
-  }
-  return std::nullopt;
-}
-
-std::optional<int64_t> first_of(const std::string& text,
-                                std::initializer_list<std::string_view> places) {
-  for (const auto place : places) {
-    if (const auto bytes = bytes_behind(text, place)) {
-      return bytes;
-    }
-  }
-  return std::nullopt;
-}
-
-void add_bytes(Explanation& out, const char* what, const std::optional<int64_t>& bytes) {
-  if (bytes) {
-    out.evidence.push_back(std::string(what) + ": " + format_bytes(*bytes));
-  }
-}
-
-void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
-  out.kind = "out_of_memory";
-  out.is_memory = true;
-  const auto& text = error.text;
-  const auto asked = first_of(text, {"ried to allocate ", "(requested: ", "Unable to allocate "});
-  const auto idle = first_of(text, {" of the allocated memory "});
-  const auto cached = bytes_behind(text, "is allocated by PyTorch, and ");
-  add_bytes(out, "asked for", asked);
-  add_bytes(out, "cached by torch and in no tensor", cached ? cached : idle);
-  const bool expandable = contains(evidence.allocator_settings, "expandable_segments:True");
-  const bool cpu = is_a(error, "MemoryError") || contains(text, "CPU") || contains(text, "mmap");
-  if (cpu && !contains(text, "CUDA")) {
-    out.cause = "the host's memory, or the limit that was set on it, does not hold this allocation";
-    out.remedy = "a smaller batch, or a brimful.BatchSizer, which splits it; a higher limit";
-  } else if (asked && cached && *cached >= *asked) {
-    out.cause =
-        "memory is fragmented: torch has cached more than was asked for, in pieces that are "
-        "too small";
-    out.remedy =
-        expandable ? "fewer different shapes (pad to a few lengths); expandable_segments is on"
-                   : "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and fewer different shapes";
-  } else {
-    out.cause = "the device has no room for this allocation";
-    out.remedy =
-        "a smaller batch, or a brimful.BatchSizer, which splits it and keeps the gradient; "
-        "see what else is on the device with `brimful top`";
-  }
-}
-
 /// A library's status that may stand for a shortage.
-void explain_library(const ErrorEvidence& evidence, bool certain, Explanation& out) {
-  const auto need = evidence.workspace_bytes.value_or(kLibraryBytes);
-  const bool is_short = evidence.free_bytes && *evidence.free_bytes < need;
+void explain_library(const ErrorText& error, const ErrorEvidence& evidence, bool certain,
+                     Explanation& out) {
+  const auto need = need_of(error.text, evidence);
+  const bool is_short = evidence.free_bytes && *evidence.free_bytes < need.bytes;
   add_bytes(out, "free on the device before the call", evidence.free_bytes);
-  add_bytes(out, "workspace that the call needs", evidence.workspace_bytes);
+  if (evidence.free_bytes) {
+    out.evidence.push_back("held against what the call needs: " + format_bytes(need.bytes) + " (" +
+                           need.words + ")");
+  }
   if (evidence.refused) {
     out.evidence.emplace_back("torch's allocator refused a request in the same step");
   }
@@ -134,62 +56,6 @@ void explain_library(const ErrorEvidence& evidence, bool certain, Explanation& o
   out.remedy =
       "see how much is free just before (torch.cuda.mem_get_info()), or run the step under "
       "brimful.op_ring(), which notes it";
-}
-
-void add_operators(const ErrorEvidence& evidence, Explanation& out) {
-  const auto& all = evidence.operators;
-  const auto shown = std::min(all.size(), kShownOperators);
-  for (size_t i = all.size() - shown; i < all.size(); ++i) {
-    std::string line = "operator: " + all[i].name + "(";
-    for (size_t t = 0; t < all[i].tensors.size(); ++t) {
-      line += (t == 0 ? "" : "; ") + all[i].tensors[t];
-    }
-    out.evidence.push_back(line + ")" + (all[i].where.empty() ? "" : " at " + all[i].where));
-  }
-}
-
-void explain_assertion(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
-  out.is_memory = false;
-  out.kind = "device_lost";
-  if (const auto* rule = assertion_in(error.text)) {
-    out.kind = rule->kind;
-    out.cause = rule->cause;
-    out.evidence.push_back("the kernel's assertion: " + std::string(rule->assertion));
-  }
-  for (const auto& finding : evidence.indices) {
-    out.evidence.push_back(finding.words());
-  }
-  if (!evidence.indices.empty()) {
-    out.kind = "index";
-    out.cause = evidence.indices.front().words();
-  }
-  add_operators(evidence, out);
-  if (out.cause.empty()) {
-    out.cause =
-        "a kernel found its input wrong (as a rule an index or a label out of range), some "
-        "calls before the line in the traceback";
-  }
-  out.remedy =
-      out.evidence.empty()
-          ? "run the step under brimful.op_ring(), or once on the CPU, which names the line; the "
-            "process must be started again"
-          : "compare the indices with the size of what they index (labels with the number of "
-            "classes, "
-            "tokens with the embedding's rows); the process must be started again";
-}
-
-void explain_lost(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
-  out.kind = "device_lost";
-  out.is_memory = false;
-  add_operators(evidence, out);
-  const bool hardware = contains(error.text, "ECC") || contains(error.text, "NVLink");
-  out.cause = hardware ? "the GPU's hardware reported an error that cannot be corrected"
-                       : "a kernel broke CUDA's context, perhaps some calls before the line in the "
-                         "traceback: every later call fails too";
-  out.remedy = hardware
-                   ? "reset or replace the GPU (nvidia-smi -q -d ECC); start from a checkpoint"
-                   : "start the process again, once with CUDA_LAUNCH_BLOCKING=1 to see the line; "
-                     "custom kernels are the first suspects (compute-sanitizer)";
 }
 
 void explain_nccl(const ErrorText& error, Explanation& out) {
@@ -239,6 +105,16 @@ void explain_other(const ErrorText& error, const ErrorEvidence& evidence, Explan
 
 }  // namespace
 
+bool is_a(const ErrorText& error, std::string_view type) {
+  return std::find(error.types.begin(), error.types.end(), type) != error.types.end();
+}
+
+void add_bytes(Explanation& out, const char* what, const std::optional<int64_t>& bytes) {
+  if (bytes) {
+    out.evidence.push_back(std::string(what) + ": " + format_bytes(*bytes));
+  }
+}
+
 Explanation explain_error(const ErrorText& error, const ErrorEvidence& evidence) {
   Explanation out;
   if (is_a(error, "RankFailed")) {
@@ -260,7 +136,7 @@ Explanation explain_error(const ErrorText& error, const ErrorEvidence& evidence)
   } else if (shortage == Shortage::allocator) {
     explain_refusal(error, evidence, out);
   } else if (shortage == Shortage::outside || shortage == Shortage::unclear) {
-    explain_library(evidence, shortage == Shortage::outside, out);
+    explain_library(error, evidence, shortage == Shortage::outside, out);
   } else if (shortage == Shortage::lost && contains(error.text, "NCCL error")) {
     explain_nccl(error, out);
   } else if (shortage == Shortage::lost && contains(error.text, "CUDA error")) {

@@ -1,6 +1,7 @@
 #include <brimful/log.h>
 #include <brimful/memory/live_table.h>
 #include <brimful/memory/stats.h>
+#include <brimful/probes/gpus.h>
 #include <brimful/probes/oom_report.h>
 #include <brimful/probes/processes.h>
 #include <c10/core/GradMode.h>
@@ -94,6 +95,11 @@ void read_device(OomFacts& facts, c10::Device device) {
 
 void read_beside(OomFacts& facts, c10::Device device) {
   facts.others_bytes = memory::held_by_others(device).others_bytes;
+  facts.context_bytes = context_bytes(device);
+  if (facts.others_bytes) {
+    *facts.others_bytes =
+        std::max<int64_t>(0, *facts.others_bytes - facts.context_bytes.value_or(0));
+  }
   for (const Process& process : read_descendants(::getpid())) {
     facts.processes.push_back(
         {process.name, process.pid, process.uss_bytes.value_or(process.rss_bytes.value_or(0))});

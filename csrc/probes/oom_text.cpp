@@ -107,6 +107,10 @@ std::string full_text(const OomFacts& facts) {
           << line.place << ", for " << line.steps << " steps";
     }
   }
+  if (facts.context_bytes) {
+    out << "\n\nBeside the allocator this process holds " << format_bytes(*facts.context_bytes)
+        << " (CUDA's context and libraries)";
+  }
   if (facts.others_bytes) {
     out << "\n\nOther processes hold " << format_bytes(*facts.others_bytes);
   }

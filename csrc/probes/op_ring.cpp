@@ -80,6 +80,17 @@ bool uses_library(std::string_view op) {
   return std::find(kOps.begin(), kOps.end(), op) != kOps.end();
 }
 
+int64_t bytes_of(c10::ArrayRef<const c10::IValue> inputs) {
+  int64_t bytes = 0;
+  for (const auto& input : inputs) {
+    if (input.isTensor() && input.toTensor().defined()) {
+      const auto& tensor = input.toTensor();
+      bytes += tensor.numel() * static_cast<int64_t>(tensor.itemsize());
+    }
+  }
+  return bytes;
+}
+
 void note(const at::RecordFunction& function) {
   const at::DisableRecordFunctionGuard no_more;
   Entry entry;
@@ -91,6 +102,7 @@ void note(const at::RecordFunction& function) {
   }
   if (uses_library(entry.record.name)) {
     entry.record.free_bytes = memory::cuda_free_bytes();
+    entry.record.input_bytes = bytes_of(function.inputs());
   }
   auto& ours = ring();
   if (ours.owner != getpid()) {

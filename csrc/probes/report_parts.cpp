@@ -18,11 +18,10 @@ constexpr size_t kAllColumns = 4 * kColumns;
 constexpr size_t kLeastColumns = 1024;
 
 /// From below; what changes least comes first.
-constexpr std::array kStack{Category::other,         Category::parameters,
-                            Category::buffers,       Category::optimizer_state,
-                            Category::gradients,     Category::activations,
-                            Category::temporaries,   Category::workspace,
-                            Category::communication, Category::context};
+constexpr std::array kStack{
+    Category::other,           Category::parameters, Category::buffers,
+    Category::optimizer_state, Category::gradients,  Category::activations,
+    Category::temporaries,     Category::workspace,  Category::communication};
 static_assert(kStack.size() == memory::kCategories);
 
 /// Each number less the one before it: short, and exact.

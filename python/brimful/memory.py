@@ -32,6 +32,7 @@ from brimful._C import (
     SystemLimit,
     TrackingCounts,
     _save_recording_anywhere,
+    memory_context_bytes,
     memory_current_step as current_step,
     memory_find_block,
     memory_last_oom as last_oom,
@@ -64,6 +65,7 @@ __all__ = [
     "Stats",
     "SystemLimit",
     "TrackingCounts",
+    "context_bytes",
     "current_step",
     "find_block",
     "last_oom",
@@ -284,6 +286,15 @@ def live_by_category(
 ) -> dict[str, int]:
     """Return the same of what is in use now."""
     return memory_live_by_category(device, _labels_of(models, optimizers))
+
+
+def context_bytes(device: str | torch.device) -> int | None:
+    """Return what this process has of a CUDA device beside torch's allocator: context, kernels, libraries' own buffers.
+
+    In no category, as it is in no allocator's count. ``None`` on the CPU, and where the driver does not tell (in a
+    container, say). It is asked through NVML and waits for nothing. Raises ``ValueError`` if there is no such device.
+    """
+    return memory_context_bytes(device)
 
 
 def _labels_of(

@@ -17,22 +17,26 @@ FOLDER = Path(__file__).parent
 PLANTED = sorted((FOLDER / "planted").glob("*.py"))
 CLEAN = sorted((FOLDER / "clean").glob("*.py"))
 
-_finders: list[brimful.LeakFinder] = []
+PLANTED_STEPS = 10  # within which a leak is to be told
+CLEAN_STEPS = 16
+
+_running: list[tuple[brimful.LeakFinder, int]] = []
 
 
 def steps() -> Iterator[int]:
-    """Twelve, each watched by the finder of run()."""
-    yield from _finders[-1].watch(range(12))
+    """Those of the program in run(), each watched by its finder."""
+    finder, count = _running[-1]
+    yield from finder.watch(range(count))
 
 
 def run(program: Path) -> list[brimful.Leak]:
     """Returns the leaks that are found in a program. This folder must be on sys.path."""
     with brimful.LeakFinder() as finder:
-        _finders.append(finder)
+        _running.append((finder, CLEAN_STEPS if program in CLEAN else PLANTED_STEPS))
         try:
             runpy.run_path(str(program), run_name="__main__")
         finally:
-            _finders.pop()
+            _running.pop()
     return finder.leaks
 
 

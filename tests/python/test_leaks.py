@@ -106,23 +106,34 @@ def test_retain_graph_is_blamed_only_where_backward_was_given_it(keeps_graph):
     assert ("retain_graph" in leak.advice) == keeps_graph
 
 
-@pytest.mark.parametrize("names", [["Out"], ["Out", "_{}"], ["_{}"]])
+@pytest.mark.parametrize("names", [["Out"], ["_oh"], ["Out", "_{}"], ["_{}"]])
 def test_the_outputs_of_a_notebook_are_named_as_such(monkeypatch, names):
     """IPython keeps what a cell returns in the dict Out and in a variable, _12."""
     user = sys.modules["__main__"]
-    if "Out" in names:
-        monkeypatch.setattr(user, "Out", {}, raising=False)
+    cache = names[0] if names[0] in ("Out", "_oh") else None  # of these the shell has both
+    if cache:
+        monkeypatch.setattr(user, cache, {}, raising=False)
     with brimful.LeakFinder() as finder:
         for number in finder.watch(range(1, 13)):
             value = torch.randn(64, 64)
-            if "Out" in names:
-                user.Out[number] = value
+            if cache:
+                getattr(user, cache)[number] = value
             if "_{}" in names:
                 monkeypatch.setattr(user, f"_{number}", value, raising=False)
             del value
     (leak,) = finder.leaks
-    assert (leak.holder.kind, leak.holder.container) == ("notebook", "Out")
+    assert (leak.holder.kind, leak.holder.container) == ("notebook", cache or "Out")
     assert leak.advice.startswith("end the cell with a semicolon")
+
+
+@pytest.mark.parametrize("name", ["outputs_1", "_", "_12a", "x12"])
+def test_a_variable_of_another_name_is_no_output(monkeypatch, name):
+    value = torch.randn(3)
+    monkeypatch.setattr(sys.modules["__main__"], name, value, raising=False)
+    data = value.untyped_storage().data_ptr()
+    del value
+    (holder,) = brimful._C._find_holders([data])
+    assert (holder.kind, holder.container) == ("variable", name)
 
 
 class Keeper:

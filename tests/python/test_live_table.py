@@ -281,6 +281,9 @@ def test_other_devices_are_refused(tracking):
         memory.live("meta")
     with pytest.raises(ValueError, match="device: cuda:99"):
         memory.peak_by_category("cuda:99")
+    with pytest.raises(ValueError, match="device: cuda:99"):
+        memory.context_bytes("cuda:99")
+    assert memory.context_bytes("cpu") is None
 
 
 def run(program: str) -> str:

@@ -280,6 +280,20 @@ def test_a_program_that_records_by_itself_takes_over(folder):
     assert brimful_run(folder, "records.py").returncode == 0
 
 
+def test_a_recording_is_told_as_a_shell_takes_it(folder):
+    watched = brimful_run(folder, "--record", "my run.brimful", "train.py")
+    assert f"brimful report '{folder / 'my run.brimful'}'" in watched.stderr
+
+
+def test_a_program_may_end_the_recording(folder):
+    (folder / "ends.py").write_text(
+        "import torch\nfrom brimful import memory\ntorch.ones(9)\nmemory.stop_recording()\n"
+    )
+    watched = brimful_run(folder, "--record", "run.brimful", "ends.py")
+    assert watched.returncode == 0, watched.stderr
+    assert "what memory did" not in watched.stderr
+
+
 def test_a_program_that_is_not_there(folder):
     assert brimful_run(folder, "nothing.py").returncode != 0
     missing = brimful_run(folder, "-m", "nothing_of_this_name")

@@ -1,10 +1,15 @@
 #include <brimful/memory/categories.h>
+#include <brimful/memory/recording.h>
 #include <brimful/memory/stats.h>
 #include "support/catch.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/CPUAllocator.h>
+#ifdef BRIMFUL_USE_CUDA
+#include <ATen/cuda/CUDAContextLight.h>
+#endif
 
+#include <future>
 #include <mutex>
 #include <numeric>
 #include "memory/block_table.h"
@@ -160,3 +165,51 @@ TEST_CASE("A peak outlives the tracking, and moves when it is reset", "[memory][
   REQUIRE(peak.by_site.size() == 1);
   CHECK(peak.by_site[0].bytes == 50);
 }
+
+#ifdef BRIMFUL_USE_CUDA
+namespace {
+
+using Workspace = decltype(at::cuda::WorkspaceMapWithMutex::map)::mapped_type;
+constexpr bool kHasSize = !std::is_same_v<Workspace, c10::DataPtr>;  // else torch asks the GPU
+
+void fill(std::pair<c10::DataPtr, size_t>& workspace, size_t bytes) {
+  workspace = {take(bytes), bytes};
+}
+[[maybe_unused]] void fill(c10::DataPtr& workspace, size_t bytes) {
+  workspace = take(bytes);
+}
+
+/// As torch keeps them for a handle and a stream, but on the CPU.
+struct KeptWorkspace {
+  KeptWorkspace(at::cuda::WorkspaceMapWithMutex& of, size_t bytes) : kept(of) {
+    fill(kept.map[{this, this}], bytes);
+  }
+  ~KeptWorkspace() { kept.map.erase({this, this}); }
+  KeptWorkspace(const KeptWorkspace&) = delete;
+  KeptWorkspace& operator=(const KeptWorkspace&) = delete;
+  at::cuda::WorkspaceMapWithMutex& kept;
+};
+
+}  // namespace
+
+TEST_CASE("What torch keeps for cuBLAS is workspace", "[memory][categories]") {
+  if (!kHasSize) {
+    return;
+  }
+  const KeptWorkspace before(at::cuda::cublas_handle_stream_to_workspace(), 1000);
+  const Tracking tracking;
+  start_recording(int64_t{1} << 20);
+  const KeptWorkspace since(at::cuda::cublaslt_handle_stream_to_workspace(), 200);
+  const auto peak = peak_by_category();
+  CHECK(of(peak.by_category, Category::workspace) == 1200);
+  CHECK(sum_of(peak.by_category) == peak.bytes);
+  CHECK(of(live_by_category(), Category::workspace) == 1200);
+  const auto recording = stop_recording();
+  REQUIRE(recording.devices.at(0).blocks.size() == 1);
+  CHECK(recording.devices[0].blocks[0].category == Category::workspace);
+  CHECK(of(recording.devices[0].labelled, Category::workspace) == 1000);
+  const std::unique_lock changing(since.kept.mutex);
+  auto live = std::async(std::launch::async, [] { return live_by_category(); });
+  CHECK(of(live.get(), Category::workspace) == 1000);
+}
+#endif

@@ -1,6 +1,8 @@
 #include <brimful/probes/explain.h>
+#include <map>
 #include <string>
 #include "support/catch.h"
+#include "support/scoped_env.h"
 
 using namespace brimful::probes;
 
@@ -40,6 +42,72 @@ TEST_CASE("A library that could not start is an OOM where memory was short", "[p
   CHECK(explain(kNotInitialized, evidence).is_memory == true);
 }
 
+TEST_CASE("Free memory is held against what the call needs, and the number is told", "[probes]") {
+  const char* no_engine = "GET was unable to find an engine to execute this computation";
+  const char* no_handle =
+      "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`";
+  const auto held_against = [](const Explanation& out) { return out.evidence.at(1); };
+  auto evidence = free_of(300 * kMiB);
+  SECTION("a first handle, and cuBLAS' workspace by torch's default") {
+    auto out = explain(no_handle, evidence);
+    CHECK(out.is_memory == false);
+    CHECK(held_against(out) ==
+          "held against what the call needs: 288.0 MiB (32.0 MiB workspace, torch's largest "
+          "default; 256.0 MiB first handle and its kernels, as a rule)");
+    evidence.free_bytes = 270 * kMiB;
+    CHECK(explain(no_handle, evidence).is_memory == true);
+    evidence.compute_major = 9;
+    CHECK(explain(no_handle, evidence).is_memory == true);
+    evidence.compute_major = 8;
+    out = explain(no_handle, evidence);
+    CHECK(out.is_memory == false);
+    CHECK_THAT(held_against(out),
+               Catch::Contains("8.1 MiB workspace, torch's default for this GPU"));
+  }
+  SECTION("cuBLAS' workspace by the environment") {
+    evidence.cublas_config = ":4096:2:16384:3";
+    auto out = explain(no_handle, evidence);
+    CHECK(out.is_memory == true);
+    CHECK_THAT(
+        held_against(out),
+        Catch::Contains("312.0 MiB (56.0 MiB workspace, CUBLAS_WORKSPACE_CONFIG=:4096:2:16384:3;"));
+    evidence.cublas_config = "4096";  // torch falls back too
+    evidence.compute_major = 8;
+    CHECK_THAT(held_against(explain(no_handle, evidence)), Catch::Contains("264.1 MiB (8.1 MiB"));
+  }
+  SECTION("a convolution's tensors") {
+    OpRecord conv{"aten::cudnn_convolution", {}, "", false, std::nullopt, 400 * kMiB};
+    OpRecord relu{"aten::relu", {}, "", false, std::nullopt, std::nullopt};
+    evidence.operators = {conv, relu};
+    auto out = explain(no_engine, evidence);
+    CHECK(out.is_memory == true);
+    CHECK(held_against(out) ==
+          "held against what the call needs: 400.0 MiB (400.0 MiB workspace, as large as the "
+          "tensors of aten::cudnn_convolution)");
+    evidence.operators[0].input_bytes = 100 * kMiB;
+    CHECK(explain(no_engine, evidence).is_memory == false);
+    CHECK(explain(kNotInitialized, evidence).is_memory == true);  // the handle as well
+    CHECK(explain("CUSOLVER_STATUS_NOT_INITIALIZED", evidence).is_memory == false);
+  }
+  SECTION("nothing known") {
+    CHECK(held_against(explain(no_engine, evidence)) ==
+          "held against what the call needs: 256.0 MiB (as a rule: what this call needs is not "
+          "known)");
+  }
+  SECTION("what is given comes first") {
+    evidence.cublas_config = ":4096:2";
+    evidence.workspace_bytes = 301 * kMiB;
+    CHECK(held_against(explain(no_handle, evidence)) ==
+          "held against what the call needs: 301.0 MiB (workspace_bytes, as given)");
+  }
+}
+
+TEST_CASE("The environment's workspace is evidence", "[probes]") {
+  const std::map<std::string, const char*> variables{{"CUBLAS_WORKSPACE_CONFIG", ":16:8"}};
+  const brimful::test::ScopedEnv scope(variables);
+  CHECK(evidence_now().cublas_config == ":16:8");
+}
+
 TEST_CASE("A refusal's numbers tell fragmentation from want", "[probes]") {
   const char* fragmented =
       "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
@@ -76,7 +144,7 @@ TEST_CASE("A device-side assert is explained by the kernel's words and by the ri
   ErrorEvidence evidence;
   evidence.indices = {{"aten::embedding", "train.py:31 in forward", 0, 50257, 0, 50256}};
   evidence.operators = {
-      {"aten::embedding", {"Float[50257, 768] cuda:0"}, "train.py:31", false, {}}};
+      {"aten::embedding", {"Float[50257, 768] cuda:0"}, "train.py:31", false, {}, {}}};
   out = explain(bare, evidence);
   CHECK(out.kind == "index");
   CHECK(out.cause ==

@@ -33,6 +33,8 @@ TEST_CASE("the smallest live block that stands in the way of a request is found"
   CHECK(found.splitter->block.bytes == kMiB);
   CHECK(found.splitter->room_bytes == 41 * kMiB);
 
+  CHECK(fragmentation(arena, 41 * kMiB).splitter->block.bytes == kMiB);  // its own room counts
+
   const auto larger = fragmentation(arena, 50 * kMiB);
   REQUIRE(larger.splitter);
   CHECK(larger.splitter->block.bytes == 4 * kMiB);
@@ -49,6 +51,8 @@ TEST_CASE("free neighbours are one piece", "[fragmentation]") {
 TEST_CASE("no block splits where none would make room, and nothing is free in no arena",
           "[fragmentation]") {
   CHECK_FALSE(fragmentation({{{free_of(1), live(1), free_of(1)}, false}}, 9 * kMiB).splitter);
+  CHECK_FALSE(
+      fragmentation({{{live(9), live(9)}, false}}, 5 * kMiB).splitter);  // nothing beside it
   CHECK(fragmentation({}, 1).share == 0);
   CHECK_THROWS_AS(fragmentation({}, -1), c10::ValueError);
 }

@@ -51,6 +51,18 @@ class Machine {
 
 }  // namespace
 
+TEST_CASE("What a process has of a GPU beside torch's allocator is known where the driver tells",
+          "[probes]") {
+  Machine machine("healthy");
+  auto report = machine.read();
+  CHECK(context_bytes(report, 0, kGiB / 2) == 3 * kGiB / 2);
+  CHECK(context_bytes(report, 0, 3 * kGiB) == 0);  // taken between the two readings
+  CHECK_FALSE(context_bytes(report, 2, 0));        // no such device
+  report.gpus[0].own_bytes = std::nullopt;
+  CHECK_FALSE(context_bytes(report, 0, 0));
+  CHECK_FALSE(context_bytes(c10::DeviceType::CPU));
+}
+
 TEST_CASE("A healthy driver's numbers are told", "[probes]") {
   Machine machine("healthy");
   const auto report = machine.read();
@@ -106,6 +118,19 @@ TEST_CASE("A divided GPU shows its instances", "[probes]") {
   machine.around.visible_devices = "nonsense";  // CUDA itself knows better
   CHECK(machine.read().gpus[2].cuda_index == 0);
   CHECK(machine.read().problem.empty());
+}
+
+TEST_CASE("What belongs to the whole GPU, or to the host, is told of no instance", "[probes]") {
+  Machine machine("mig_silent");  // its instances answer what is asked of a GPU, but for memory
+  const auto report = machine.read();
+  REQUIRE(report.gpus.size() == 4);
+  CHECK(report.gpus[0].busy == 0.97);
+  CHECK_FALSE(report.gpus[0].unified_memory);
+  CHECK_FALSE(report.gpus[2].unified_memory);
+  CHECK_FALSE(report.gpus[2].total_bytes);
+  CHECK_FALSE(report.gpus[2].busy);
+  CHECK_FALSE(report.gpus[2].power_w);
+  CHECK(report.gpus[2].serial.empty());
 }
 
 TEST_CASE("An old driver has fewer functions, and no crash", "[probes]") {
@@ -168,6 +193,11 @@ TEST_CASE("A driver that is lost and comes back", "[probes]") {
   CHECK_FALSE(report.gpus[0].total_bytes);
   CHECK_FALSE(report.gpus[0].own_bytes);
   CHECK(report.gpus[1].total_bytes == 80 * kGiB);
+  Machine::set("lost_midway");
+  report = machine.read();
+  CHECK_THAT(report.gpus.at(0).problem, Catch::Contains("fell off the bus"));
+  CHECK_FALSE(report.gpus[0].total_bytes);  // which it had told before
+  CHECK(report.gpus[0].uuid == "GPU-00000000-1111-2222-3333-444444444444");
   Machine::set("lost_handle");
   CHECK_THAT(machine.read().gpus.at(0).problem, Catch::Contains("fell off the bus"));
   Machine::set("driver_gone");
@@ -195,6 +225,12 @@ TEST_CASE("One field that is broken takes nothing else along", "[probes]") {
   CHECK_FALSE(gpu.power_w);
   CHECK(gpu.total_bytes == 80 * kGiB);
   CHECK(gpu.problem.empty());
+  const auto huge = Machine("huge").read().gpus.at(0);
+  CHECK(huge.total_bytes == 80 * kGiB);
+  CHECK_FALSE(huge.used_bytes);
+  CHECK_FALSE(huge.free_bytes);
+  CHECK_FALSE(huge.busy);
+  CHECK(Machine("long_names").read().driver.size() == nvml::kTextSize - 1);
   CHECK(Machine("long_names").read().gpus.at(0).name.size() == nvml::kTextSize - 1);
   CHECK(Machine("crowd").read().gpus.at(0).processes->size() == 50);
 }

@@ -77,6 +77,13 @@ TEST_CASE("A leak's words name holder, line, node and remedy", "[probes]") {
   CHECK(to_string(leak).ends_with("loss.item()"));  // its nodes alone: no backward has kept them
   leak.bytes = 4096;
   CHECK(to_string(leak).find("call backward() without retain_graph=True") != std::string::npos);
+  const auto through = leak.holder.node;
+  leak.holder.node = "";  // whose own graph it is not known
+  leak.holder.has_graph = true;
+  CHECK(to_string(leak).find("retain_graph") == std::string::npos);
+  leak.holder.node = through;
+  leak.retained = false;
+  CHECK(to_string(leak).find("retain_graph") == std::string::npos);
   leak.holder.is_gradient = true;  // a backward() with create_graph=True has made it
   leak.evaluation = true;
   CHECK(to_string(leak).ends_with("graphs that hold each other"));

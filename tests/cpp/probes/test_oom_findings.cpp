@@ -199,6 +199,7 @@ TEST_CASE("a report's texts have its numbers", "[oom_report]") {
                  {"init.py:1", Phase::other, 40 * kMiB, 2}};
   facts.growing = {{"train.py:8", 4, 20 * kMiB}};
   facts.others_bytes = 7 * kMiB;
+  facts.context_bytes = 5 * kMiB;
   facts.processes = {{"worker", 8, 6 * kMiB}};
   const auto brief = short_text(facts);
   CHECK_THAT(brief, Catch::Contains("at train.py:7 (forward, step 3, ExpBackward0)"));
@@ -210,6 +211,7 @@ TEST_CASE("a report's texts have its numbers", "[oom_report]") {
   CHECK_THAT(all, Catch::Contains("40.0 MiB at init.py:1, other, 2 tensors"));
   CHECK_THAT(all, Catch::Contains("3.0 MiB from before tracking was on"));
   CHECK_THAT(all, Catch::Contains("5.0 MiB a step at train.py:8, for 4 steps"));
+  CHECK_THAT(all, Catch::Contains("Beside the allocator this process holds 5.0 MiB"));
   CHECK_THAT(all, Catch::Contains("Other processes hold 7.0 MiB"));
   CHECK_THAT(all, Catch::Contains("worker (child, pid 8): 6.0 MiB"));
   const auto page = to_html(facts);

@@ -52,6 +52,17 @@ TEST_CASE("The ring keeps the last 256 operators with their inputs and places", 
   CHECK_FALSE(records.back().free_bytes);
 }
 
+TEST_CASE("The ring has the bytes of what a library is called with", "[probes]") {
+  const Armed armed;
+  at::mm(at::ones({2, 3}), at::ones({3, 5}, at::kFloat));
+  const auto records = op_ring_records();
+  const auto mm = std::find_if(records.begin(), records.end(),
+                               [](const auto& record) { return record.name == "aten::mm"; });
+  REQUIRE(mm != records.end());
+  CHECK(mm->input_bytes == (2 * 3 + 3 * 5) * 4);
+  CHECK_FALSE(records.front().input_bytes);  // of what uses none
+}
+
 TEST_CASE("The ring records while it is on, once", "[probes]") {
   CHECK_FALSE(op_ring_is_on());
   {

@@ -42,11 +42,14 @@ FakeDevice of(void* device) {
   return *static_cast<FakeDevice*>(device);
 }
 
-bool initialized = false;
+pid_t initialized_by = 0;  // as of NVML's own, a child's calls do not count
+bool initialized() {
+  return initialized_by == getpid();
+}
 
 /// What every call on this device answers, if not its own.
 int status_of(void* device) {
-  if (!initialized) {
+  if (!initialized()) {
     return kUninitialized;
   }
   return scenario() == "lost" && of(device).gpu == 0 ? kGpuIsLost : kOk;
@@ -118,7 +121,7 @@ int numbers_of(void* device, Numbers* numbers) {
   if (const int status = status_of(device)) {
     return status;
   }
-  if (scenario() == "unified") {
+  if (scenario() == "unified" || (scenario() == "mig_silent" && of(device).gpu == 0)) {
     return kNotSupported;
   }
   if (scenario() == "no_permission") {
@@ -127,6 +130,8 @@ int numbers_of(void* device, Numbers* numbers) {
   const auto fake = of(device);
   if (scenario() == "unified_zero") {
     *numbers = {0, 0, 0, 0};
+  } else if (scenario() == "huge") {
+    *numbers = {80 * kGiB, kNotAvailable, kNotAvailable, kNotAvailable};
   } else if (fake.mig >= 0) {
     *numbers = {20 * kGiB, kGiB / 4, 17 * kGiB, 11 * kGiB / 4};
   } else {
@@ -163,12 +168,15 @@ int start() {
   if (name == "mismatch") {
     return kVersionMismatch;
   }
-  initialized = true;
+  initialized_by = getpid();
   return kOk;
 }
 
 int count(unsigned* number) {
-  if (!initialized || scenario() == "driver_gone") {
+  if (scenario() == "driver_gone") {
+    initialized_by = 0;  // and is not back before the next nvmlInit
+  }
+  if (!initialized()) {
     return kUninitialized;
   }
   *number = scenario() == "zero" ? 0 : 2;
@@ -190,7 +198,7 @@ int unless_hidden(void* device, unsigned* out, unsigned value) {
   if (const int status = status_of(device)) {
     return status;
   }
-  if (scenario() == "not_available" || of(device).mig >= 0) {
+  if (scenario() == "not_available" || (scenario() == "mig" && of(device).mig >= 0)) {
     return kNotSupported;
   }
   *out = value;
@@ -237,7 +245,7 @@ int nvmlDeviceGetMemoryInfo_v2(void* device, MemoryV2* memory) {
   return status;
 }
 int nvmlDeviceGetMigMode(void* device, unsigned* current, unsigned* pending) {
-  if (scenario() != "mig" || of(device).gpu != 0) {
+  if (!scenario().starts_with("mig") || of(device).gpu != 0) {
     return kNotSupported;
   }
   *current = *pending = 1;
@@ -259,7 +267,7 @@ int nvmlDeviceGetMigDeviceHandleByIndex(void* /*device*/, unsigned index, void**
 #endif
 
 int nvmlShutdown() {
-  initialized = false;
+  initialized_by = 0;
   return kOk;
 }
 int nvmlSystemGetDriverVersion(char* out, unsigned size) {
@@ -292,12 +300,16 @@ int nvmlDeviceGetSerial(void* device, char* out, unsigned size) {
 }
 int nvmlDeviceGetUtilizationRates(void* device, Rates* rates) {
   rates->memory = 5;
-  return unless_hidden(device, &rates->gpu, of(device).gpu == 0 ? 97 : 0);
+  const unsigned busy = of(device).gpu == 0 ? 97 : 0;
+  return unless_hidden(device, &rates->gpu, scenario() == "huge" ? ~0U : busy);
 }
 int nvmlDeviceGetTemperature(void* device, int sensor, unsigned* celsius) {
   return sensor == 0 ? unless_hidden(device, celsius, 61) : kInvalidArgument;
 }
 int nvmlDeviceGetPowerUsage(void* device, unsigned* milliwatts) {
+  if (scenario() == "lost_midway" && of(device).gpu == 0) {
+    return kGpuIsLost;
+  }
   return scenario() == "broken_power" ? kUnknown : unless_hidden(device, milliwatts, 412500);
 }
 int nvmlDeviceGetEnforcedPowerLimit(void* device, unsigned* milliwatts) {

@@ -14,8 +14,9 @@ namespace brimful::memory {
 /// for it, or what its life says. Freed in the phase in which it was born: temporaries. Else by that phase: forward:
 /// activations; backward: gradients; optimizer: optimizer state; other: other.
 /// Blocks that a forward of an earlier step than the peak's left behind are other, too.
-/// Workspace and communication are known by CategoryScope alone; so gradients that are views of the reducer's buckets are
-/// communication. Context is what the driver keeps, and 0 on the CPU.
+/// Communication is known by CategoryScope alone; so gradients that are views of the reducer's buckets are communication.
+/// Workspace is too, and what torch keeps for cuBLAS and cuBLASLt from call to call; scratch that an operator gives back is
+/// temporary. What lies beside the allocator (CUDA's context) is in no category: probes::context_bytes (probes/gpus.h).
 enum class Category : uint8_t {
   parameters,
   gradients,
@@ -25,7 +26,6 @@ enum class Category : uint8_t {
   temporaries,
   workspace,
   communication,
-  context,
   other,
 };
 constexpr size_t kCategories = static_cast<size_t>(Category::other) + 1;

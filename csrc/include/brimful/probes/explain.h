@@ -19,7 +19,9 @@ struct ErrorText {
 /// What was measured around it; nothing or empty where it was not.
 struct ErrorEvidence {
   std::optional<int64_t> free_bytes;       ///< of the CUDA device, before the call that failed
-  std::optional<int64_t> workspace_bytes;  ///< what that call needed beside tensors
+  std::optional<int64_t> workspace_bytes;  ///< what that call needed beside tensors, if it is known
+  std::string cublas_config;               ///< CUBLAS_WORKSPACE_CONFIG
+  std::optional<int> compute_major;        ///< of the CUDA device: 9 is Hopper
   bool refused = false;                    ///< torch's allocator refused something in the same step
   std::optional<int64_t> shm_free_bytes;   ///< of /dev/shm
   std::optional<int64_t> oom_kills;        ///< by the kernel in this process's cgroup

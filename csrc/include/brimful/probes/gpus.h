@@ -1,5 +1,6 @@
 #pragma once
 #include <brimful/export.h>
+#include <c10/core/Device.h>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -57,5 +58,13 @@ struct GpuReport {
 /// throws for what a driver does. A driver that went away is asked for again at the next call. Any thread; safe after a fork.
 /// BRIMFUL_NVML names another library, for tests.
 BRIMFUL_API GpuReport read_gpus();
+
+/// What this process has of CUDA's device `cuda_index` beside the `reserved_bytes` of torch's allocator: the context, its
+/// kernels, and what libraries take by themselves (NCCL's buffers). Nothing where the driver does not tell. Pure.
+BRIMFUL_API std::optional<int64_t> context_bytes(const GpuReport& report, int cuda_index,
+                                                 int64_t reserved_bytes);
+/// The same as things stand; nothing for the CPU. Any thread; waits for no device.
+/// @throws c10::ValueError if there is no such device
+BRIMFUL_API std::optional<int64_t> context_bytes(c10::Device device);
 
 }  // namespace brimful::probes

@@ -67,8 +67,11 @@ struct OomFacts {
   std::vector<OomGrowth> growing;              ///< the same
   std::optional<Fragmentation> fragmentation;  ///< CUDA's
   bool expandable_segments = false;
-  std::optional<int64_t> others_bytes;  ///< of other processes
-  std::vector<OomProcess> processes;    ///< this one's children, the largest first
+  std::optional<int64_t>
+      context_bytes;  ///< this process's, beside the allocator (gpus.h); in no category
+  std::optional<int64_t>
+      others_bytes;  ///< of other processes; with this one's context where that is not known
+  std::vector<OomProcess> processes;  ///< this one's children, the largest first
   std::optional<OomProgram> program;
 };
 

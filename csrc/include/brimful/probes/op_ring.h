@@ -18,6 +18,7 @@ struct OpRecord {
   bool backward = false;
   std::optional<int64_t>
       free_bytes;  ///< of the CUDA device, before an operator that uses cuDNN or cuBLAS
+  std::optional<int64_t> input_bytes;  ///< of the tensors of such an operator
 };
 
 /// An index that an operator cannot have meant.
