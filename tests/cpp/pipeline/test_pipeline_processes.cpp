@@ -265,6 +265,37 @@ TEST_CASE("A stage that has its input when it fails leaves no message unsent",
   CHECK(checks.failures().empty());
 }
 
+TEST_CASE("What fails at a send or a receive of a schedule's own leaves no other waiting",
+          "[pipeline][processes][faults]") {
+  const QuietLog quiet;
+  const Watchdog watchdog("faults at sends", std::chrono::seconds(60));
+  Checks checks;
+  const auto schedule =
+      pipeline::with_communication(pipeline::make_schedule("1f1b", 2, 1, kMicrobatches));
+  run_ranks({2}, [&](int rank, const Group& group) {
+    Rank own(rank, group, schedule);
+    for (int failing = 0; failing < 2; ++failing) {
+      for (int index = 0; index < std::ssize(schedule.ranks[failing]); ++index) {
+        const auto name = "rank " + std::to_string(failing) + ", action " + std::to_string(index);
+        own.model.zero_grad();
+        own.fail_at = index;
+        own.fail_left = rank == failing ? 1 : 0;
+        std::string text;
+        try {
+          own.pipe->step(own.x, own.y, mse);
+        } catch (const std::exception& error) {
+          text = error.what();
+        }
+        checks.expect(text.find("planted") != std::string::npos, name + ": " + text);
+        own.fail_left = 0;
+        own.pipe->step(own.x, own.y, mse);
+        checks.expect(own.as_expected(), name + ": the next step");
+      }
+    }
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
 TEST_CASE("A step that fits on no rank is refused on all", "[pipeline][processes][faults]") {
   const QuietLog quiet;
   const Watchdog watchdog("no rank");
