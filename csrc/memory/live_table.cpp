@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <iterator>
 #include <limits>
 #include <map>
@@ -66,6 +67,11 @@ void after_fork() {
   }
   tracker().mutex.unlock();
   unlock_recording();
+}
+
+/// Threads may allocate to the very end, when torch's own CUDA allocator is destroyed already.
+void at_exit() {
+  is_tracking.store(false, std::memory_order_relaxed);
 }
 
 void after_fork_in_child() {
@@ -168,7 +174,10 @@ void start_tracking() {
   install();
   auto& self = tracker();
   static std::once_flag once;
-  std::call_once(once, [] { pthread_atfork(&before_fork, &after_fork, &after_fork_in_child); });
+  std::call_once(once, [] {
+    pthread_atfork(&before_fork, &after_fork, &after_fork_in_child);
+    std::atexit(&at_exit);
+  });
   std::unique_lock lock(self.mutex);
   TORCH_CHECK(!tracking(),
               "memory is tracked already; use what tracks it, or call stop_tracking first");

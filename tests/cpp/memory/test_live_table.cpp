@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <numeric>
 #include <thread>
 
@@ -189,4 +190,35 @@ TEST_CASE("A forked child does not track", "[memory][live]") {
   done = true;
   busy.join();
   CHECK(find_block(block.get()));
+}
+
+TEST_CASE("The process ends while it tracks and its threads allocate", "[.ends]") {
+  start_tracking();
+  static std::atomic<int> taken{0};
+  for (int thread = 0; thread < 4; ++thread) {
+    std::thread([] {
+      const SiteScope scope("to the end");
+      while (true) {
+        take(64);
+        ++taken;
+      }
+    }).detach();
+  }
+  while (taken < 10000) {
+    std::this_thread::yield();
+  }
+  std::exit(0);  // with what is static destroyed under the threads
+}
+
+TEST_CASE("A process may end while it tracks", "[memory][live]") {
+  for (int k = 0; k < 5; ++k) {
+    const pid_t child = fork();
+    if (child == 0) {
+      execl("/proc/self/exe", "brimful_tests", "[.ends]", nullptr);
+      _exit(127);
+    }
+    int status = -1;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    CHECK(status == 0);
+  }
 }
