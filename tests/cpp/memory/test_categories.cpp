@@ -196,6 +196,7 @@ TEST_CASE("What torch keeps for cuBLAS is workspace", "[memory][categories]") {
   if (!kHasSize) {
     return;
   }
+  install();
   const KeptWorkspace before(at::cuda::cublas_handle_stream_to_workspace(), 1000);
   const Tracking tracking;
   start_recording(int64_t{1} << 20);

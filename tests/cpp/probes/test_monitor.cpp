@@ -258,6 +258,7 @@ TEST_CASE("A sample's host is the system's", "[probes]") {
 }
 
 TEST_CASE("A sample has torch's memory of this process", "[probes]") {
+  brimful::memory::install();
   const auto held = at::empty({kMiB}, at::kByte);
   const auto before = brimful::memory::stats(c10::DeviceType::CPU).limit_bytes;
   const int64_t limit = int64_t{1} << 40;
