@@ -28,6 +28,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def fresh_compiler():
+    """Of one code, all nn.Sequentials', torch.compile takes only so many; what other tests have compiled counts."""
+    torch._dynamo.reset()
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

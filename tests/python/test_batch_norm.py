@@ -169,7 +169,7 @@ def test_activations_that_are_computed_again_do_not_count_again(policy, use_reen
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_compiled_module_moves_its_statistics_by_a_share_for_each_piece(momentum):
+def test_a_compiled_module_moves_its_statistics_by_a_share_for_each_piece(momentum, fresh_compiler):
     """Its batch_norm cannot be seen."""
     model = net(momentum)
     model[1].running_mean.fill_(7)

@@ -31,8 +31,7 @@ def compiled_by_block(module):
 
 
 @pytest.mark.parametrize("make", [compiled, compiled_in_place, compiled_by_block])
-def test_a_compiled_model_gets_pieces_of_one_size_and_compiles_once(make):
-    torch._dynamo.reset()
+def test_a_compiled_model_gets_pieces_of_one_size_and_compiles_once(make, fresh_compiler):
     counters.clear()
     model = make(net())
     sizer = brimful.BatchSizer(model, pieces=7, predict=False)
@@ -50,8 +49,7 @@ def test_a_compiled_model_gets_pieces_of_one_size_and_compiles_once(make):
         (compiled, False, [18] + [17] * 6),
     ],
 )
-def test_equal_pieces_may_be_asked_for_or_left(make, equal, expected):
-    torch._dynamo.reset()
+def test_equal_pieces_may_be_asked_for_or_left(make, equal, expected, fresh_compiler):
     sizer = brimful.BatchSizer(make(net()), pieces=7, predict=False, equal_pieces=equal)
     assert sizer.step(classes(120), cross_entropy).split == expected
 
@@ -62,8 +60,7 @@ def test_rows_that_no_number_near_divides_are_split_into_common_sizes():
 
 
 @pytest.mark.parametrize("predict", [False, True])
-def test_batches_and_limits_that_change_meet_few_sizes(predict, no_limit):
-    torch._dynamo.reset()
+def test_batches_and_limits_that_change_meet_few_sizes(predict, no_limit, fresh_compiler):
     counters.clear()
     model = compiled(
         torch.nn.Sequential(torch.nn.Linear(6, 400), torch.nn.Tanh(), torch.nn.Linear(400, 3))

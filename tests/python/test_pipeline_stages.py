@@ -76,7 +76,7 @@ def test_a_checkpointed_stage_is_computed_anew_once_and_says_so_once(reentrant, 
     assert not any(stage.split_note for stage in pipe.step(x, y).stages)  # B splits nothing
 
 
-def test_a_compiled_stage_runs_its_backward_whole_with_a_note(caplog):
+def test_a_compiled_stage_runs_its_backward_whole_with_a_note(caplog, fresh_compiler):
     torch.manual_seed(0)
     model = net(3)
     parts = split_sequential(model, [2, 2, 2])

@@ -167,7 +167,7 @@ def test_a_function_of_ones_own_runs_once():
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_compiled_stage_is_not_split(trained):
+def test_a_compiled_stage_is_not_split(trained, fresh_compiler):
     torch.manual_seed(3)
     eager = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     eager.requires_grad_(trained)

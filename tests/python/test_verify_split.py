@@ -332,7 +332,7 @@ def test_one_rank_of_a_wrapped_model_can_ask(ranks):
     assert ranks(wrapped_job) == [(16, ["1"]), (16, None)]
 
 
-def test_a_compiled_model_keeps_the_names_of_its_modules():
+def test_a_compiled_model_keeps_the_names_of_its_modules(fresh_compiler):
     model = torch.compile(net(torch.nn.BatchNorm1d(16)), backend="eager")
     assert brimful.verify_split(model, BATCH, cross_entropy).coupled == ["1"]
 
