@@ -97,8 +97,8 @@ Holder choose(const void* data, const Targets& targets, const std::vector<Holder
 }
 
 std::vector<Holder> find_holders(const std::vector<const void*>& data) {
-  const PythonHeap heap;
   const PythonRoots roots;
+  const PythonHeap heap(roots);
   std::unordered_set<const void*> wanted(data.begin(), data.end());
   wanted.erase(nullptr);  // of no storage, or an empty one
   const auto targets = targets_of(heap, roots, wanted);

@@ -25,6 +25,26 @@ int visit(PyObject* object, void* raw) {
   return 0;
 }
 
+void traverse(PyObject* object, visitproc fn, void* state) {
+  if (const auto of_type = Py_TYPE(object)->tp_traverse; of_type != nullptr) {
+    of_type(object, fn, state);
+  }
+}
+
+/// Objects that the collector manages, each once.
+struct Reached {
+  std::unordered_set<PyObject*> seen;
+  std::vector<PyObject*> found;
+};
+
+int reach(PyObject* object, void* raw) {
+  auto& self = *static_cast<Reached*>(raw);
+  if (PyObject_GC_IsTracked(object) != 0 && self.seen.insert(object).second) {
+    self.found.push_back(object);
+  }
+  return 0;
+}
+
 // A function's frame; of others the variables are the globals, or a class's.
 bool is_function(py::handle frame) {
   constexpr int kOptimized = 0x1;  // CO_OPTIMIZED
@@ -70,7 +90,32 @@ void for_each_frame(const Fn& fn) {
 
 }  // namespace
 
-PythonHeap::PythonHeap() : objects_(py::module_::import("gc").attr("get_objects")()) {}
+PythonHeap::PythonHeap(const PythonRoots& roots)
+    : objects_(py::module_::import("gc").attr("get_objects")()) {
+  if (py::module_::import("gc").attr("get_freeze_count")().cast<int64_t>() > 0) {
+    add_frozen(roots.objects());
+  }
+}
+
+void PythonHeap::add_frozen(const std::vector<py::object>& roots) {
+  Reached reached{{objects_.ptr()}, {}};
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects_.ptr()); ++i) {
+    reached.seen.insert(PyList_GET_ITEM(objects_.ptr(), i));
+  }
+  for (const auto& root : roots) {
+    reach(root.ptr(), &reached);
+  }
+  const auto listed = PyList_GET_SIZE(objects_.ptr());
+  for (Py_ssize_t i = 0; i < listed; ++i) {
+    traverse(PyList_GET_ITEM(objects_.ptr(), i), &reach, &reached);
+  }
+  for (size_t i = 0; i < reached.found.size(); ++i) {
+    traverse(reached.found[i], &reach, &reached);
+  }
+  for (PyObject* const object : reached.found) {
+    objects_.append(py::handle(object));
+  }
+}
 
 std::vector<PyObject*> PythonHeap::tensors() const {
   std::vector<PyObject*> found;
@@ -89,9 +134,7 @@ std::unordered_map<PyObject*, std::vector<PyObject*>> PythonHeap::referrers(
   Visit state{&wanted, nullptr, &found};
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects_.ptr()); ++i) {
     state.owner = PyList_GET_ITEM(objects_.ptr(), i);
-    if (const auto traverse = Py_TYPE(state.owner)->tp_traverse; traverse != nullptr) {
-      traverse(state.owner, &visit, &state);
-    }
+    traverse(state.owner, &visit, &state);
   }
   return found;
 }
@@ -110,6 +153,7 @@ void PythonRoots::add_frames() {
     for_each_local(frame, [&](py::handle name, py::handle value) {
       locals_.try_emplace(value.ptr(),
                           PythonRoot{name.cast<std::string>(), "local of " + function + "()"});
+      objects_.push_back(py::reinterpret_borrow<py::object>(value));
     });
   });
 }
@@ -118,13 +162,16 @@ void PythonRoots::add_modules() {
   const py::dict modules = py::module_::import("sys").attr("modules");
   for (const auto& [name, module] : modules) {
     if (PyModule_Check(module.ptr())) {
-      modules_.emplace(PyModule_GetDict(module.ptr()), py::str(name).cast<std::string>());
+      PyObject* const globals = PyModule_GetDict(module.ptr());
+      modules_.emplace(globals, py::str(name).cast<std::string>());
+      objects_.push_back(py::reinterpret_borrow<py::object>(globals));
     }
   }
   for_each_frame([&](const py::object& frame) {  // what exec and runpy run is in no module
     const py::object globals = frame.attr("f_globals");
     const py::object name = globals.attr("get")("__name__", "?");
     modules_.try_emplace(globals.ptr(), py::str(name).cast<std::string>());
+    objects_.push_back(globals);
   });
 }
 

@@ -10,20 +10,6 @@
 
 namespace brimful {
 
-/// The objects that Python's garbage collector knew when this was made; it keeps them. With the GIL held.
-class PythonHeap {
- public:
-  PythonHeap();
-
-  std::vector<PyObject*> tensors() const;
-  /// The objects that refer to each of `wanted`, by one pass over all.
-  std::unordered_map<PyObject*, std::vector<PyObject*>> referrers(
-      const std::unordered_set<PyObject*>& wanted) const;
-
- private:
-  py::list objects_;
-};
-
 /// A variable of the program that paths to an object may begin with.
 struct PythonRoot {
   std::string name;
@@ -37,6 +23,8 @@ class PythonRoots {
   /// Nothing if `object` is no variable's value. `parent`, if it is a module's dict, makes it a global one.
   const PythonRoot* local(PyObject* object) const;
   std::optional<PythonRoot> global(PyObject* parent, PyObject* object) const;
+  /// The values of the local variables and the modules' dicts.
+  const std::vector<py::object>& objects() const { return objects_; }
 
  private:
   void add_frames();
@@ -44,6 +32,24 @@ class PythonRoots {
 
   std::unordered_map<PyObject*, PythonRoot> locals_;
   std::unordered_map<PyObject*, std::string> modules_;  // by dict
+  std::vector<py::object> objects_;                     // of both, kept
+};
+
+/// The objects that Python's garbage collector knew when this was made; it keeps them. Of those that gc.freeze() has put
+/// aside, which it lists nowhere: what the others and the roots lead to. With the GIL held.
+class PythonHeap {
+ public:
+  explicit PythonHeap(const PythonRoots& roots);
+
+  std::vector<PyObject*> tensors() const;
+  /// The objects that refer to each of `wanted`, by one pass over all.
+  std::unordered_map<PyObject*, std::vector<PyObject*>> referrers(
+      const std::unordered_set<PyObject*>& wanted) const;
+
+ private:
+  void add_frozen(const std::vector<py::object>& roots);
+
+  py::list objects_;
 };
 
 /// Calls `fn` for variables of the frames of all threads, global ones of their modules among them, and for attributes of

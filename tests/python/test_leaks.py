@@ -140,6 +140,40 @@ class Keeper:
     __slots__ = ("kept",)
 
 
+KEPT = Keeper()
+
+
+@pytest.fixture
+def frozen():
+    """What lives before the test is left out of collections, and of gc.get_objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_what_is_frozen_holds_as_well(frozen, monkeypatch):
+    monkeypatch.setattr(KEPT, "kept", [torch.zeros(3)], raising=False)
+    holder = brimful.who_holds(KEPT.kept[0])
+    assert (holder.path, holder.root) == ("KEPT.kept[0]", f"global of {__name__}")
+    keeper = Keeper()
+    keeper.kept = {"a": torch.zeros(3)}
+    gc.freeze()
+    holder = brimful.who_holds(keeper.kept["a"])
+    assert (holder.path, holder.root) == (
+        "keeper.kept['a']",
+        "local of test_what_is_frozen_holds_as_well()",
+    )
+
+
+def test_a_leak_into_what_is_frozen_is_told_in_time(frozen, monkeypatch):
+    monkeypatch.setattr(KEPT, "kept", [], raising=False)
+    with brimful.LeakFinder() as finder:
+        for _ in finder.watch(range(12)):
+            KEPT.kept.append(torch.randn(64, 64))
+    (leak,) = finder.leaks
+    assert (leak.holder.container, leak.holder.root) == ("KEPT.kept", f"global of {__name__}")
+
+
 @pytest.mark.smoke
 def test_who_holds_names_a_way_to_the_tensor():
     keeper = Keeper()
