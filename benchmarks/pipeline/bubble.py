@@ -23,11 +23,13 @@ SCHEDULES = {
     "forward_only": 1,
 }
 RANKS, QUICK_RANKS = (2, 4, 8), (2,)
-#: For the steps of a case, six at least: the first warms up, the fastest of the others counts. The kernel wakes
-#: sleepers late, by milliseconds now and then on a virtual machine, and what runs after a sleep finds cold caches. Both
-#: are the stages', not the executor's: expected is what comes of the times that the same actions take on ranks that do
-#: not wait for each other, measured before each step (the fastest pass, too).
+#: For the steps of a case, six at least: the first warms up, the fastest of the others counts. What runs after a sleep
+#: finds cold caches, and a virtual machine's cores are taken away by milliseconds now and then. Both are the stages',
+#: not the executor's: expected is what comes of the times that the same actions take on ranks that do not wait for each
+#: other, measured before each step (the fastest pass, too).
 CASE_S = 3
+#: A case above the target is measured again: busy hosts slow a virtual machine down for seconds.
+TARGET, MOST_RUNS = 0.03, 4
 
 
 def formula_s(
@@ -98,12 +100,18 @@ def figures(quick: bool) -> Iterator[common.Figure]:
 def _case(
     schedule: str, ranks: int, per_rank: int, microbatches: int, equal: int
 ) -> dict[str, Any]:
-    lines = program.run("sleep", schedule, ranks, per_rank, microbatches, equal, CASE_S)[1:]
     shape = (schedule, ranks, per_rank, microbatches)
     closed = formula_s(*shape) if equal else None
+    lines: list[dict[str, Any]] = []
+    for _ in range(MOST_RUNS):
+        lines += program.run("sleep", *shape, equal, CASE_S)[1:]
+        expected = min(
+            line["free_s"] if closed is None else _formula_of(line, shape) for line in lines
+        )
+        took = min(line["makespan_s"] for line in lines)
+        if took <= (1 + TARGET) * expected:
+            break
     nominal = lines[0]["planned_s"] if closed is None else closed
-    expected = min(line["free_s"] if closed is None else _formula_of(line, shape) for line in lines)
-    took = min(line["makespan_s"] for line in lines)
     bad = 0
     for line in lines:
         for index, stage in enumerate(line["stages"]):

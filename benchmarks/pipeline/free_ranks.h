@@ -61,10 +61,16 @@ inline void act(const brimful::pipeline::Action& action, const brimful::pipeline
   }
 }
 
-/// Runs the first microbatches, with a thread for each rank. Returns what was taken, by stage.
+/// Runs so many microbatches from the first and from the last on, as a schedule may do other actions for these, with a
+/// thread for each rank. Returns what was taken, by stage.
 inline std::vector<Taken> run_free(const brimful::pipeline::Schedule& schedule,
-                                   const std::vector<brimful::pipeline::Stage>& stages,
-                                   int microbatches, bool trains) {
+                                   const std::vector<brimful::pipeline::Stage>& stages, int most,
+                                   bool trains) {
+  const auto is_run = [&](const brimful::pipeline::Action& action) {
+    const bool is_near =
+        action.microbatch < most || action.microbatch >= schedule.microbatches - most;
+    return is_near && brimful::pipeline::is_compute(action.kind);
+  };
   std::vector<Taken> taken(stages.size());  // a stage is one rank's
   std::vector<std::thread> ranks;
   for (const auto& order : schedule.ranks) {
@@ -74,7 +80,7 @@ inline std::vector<Taken> run_free(const brimful::pipeline::Schedule& schedule,
       const at::AutoGradMode mode(trains);
       std::map<std::pair<int, int>, Left> left;
       for (const auto& action : order) {
-        if (action.microbatch >= microbatches || !brimful::pipeline::is_compute(action.kind)) {
+        if (!is_run(action)) {
           continue;
         }
         const auto began = std::chrono::steady_clock::now();

@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <brimful/memory/stats.h>
 #include <brimful/pipeline/pipeline.h>
+#include <brimful/pipeline/schedule_text.h>
 #include <brimful/pipeline/schedules.h>
 #include <brimful/pipeline/simulate.h>
 
@@ -26,7 +27,7 @@ using pipeline::PipelineOptions;
 using pipeline::Stage;
 
 double wall() {
-  return std::chrono::duration<double>(bench::Clock::now().time_since_epoch()).count();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 /// Of all threads of the process.
@@ -86,12 +87,21 @@ int actions(int steps) {
 /// What the actions of a schedule take where no rank waits for another, by stage.
 pipeline::Costs free_costs(const pipeline::Schedule& schedule, const std::vector<Stage>& stages,
                            bool trains) {
-  constexpr int kMicrobatches = 8;
+  constexpr int kMicrobatches = 4;
   pipeline::Costs costs;
   costs.forward.clear();
   costs.backward_input.clear();
   costs.backward_weight.clear();
-  for (const auto& taken : bench::run_free(schedule, stages, kMicrobatches, trains)) {
+  const auto by_stage = bench::run_free(schedule, stages, kMicrobatches, trains);
+  for (const auto& order : schedule.ranks) {
+    for (const auto& action : order) {
+      TORCH_CHECK(
+          !pipeline::is_compute(action.kind) || by_stage[action.stage].mean(action.kind) > 0,
+          "no microbatch that ran freely has such an action (action: ", pipeline::to_text(action),
+          ")");
+    }
+  }
+  for (const auto& taken : by_stage) {
     costs.forward.push_back(taken.mean(pipeline::ActionKind::forward));
     costs.backward_input.push_back(taken.mean(pipeline::ActionKind::backward_input));
     costs.backward_weight.push_back(taken.mean(pipeline::ActionKind::backward_weight));

@@ -2,28 +2,20 @@
 // Stages that take time and no processor, so that eight of them run side by side on two cores.
 #include <ATen/ATen.h>
 #include <brimful/pipeline/stage.h>
-#include <sys/prctl.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <thread>
+
+#include "alarm.h"
 
 namespace bench {
 
-using Clock = std::chrono::steady_clock;
-
-/// Takes `seconds` to the microsecond: sleeps, and spins at the end, as the kernel wakes threads late.
 inline void sleep_for(double seconds) {
-  static thread_local const bool precise = prctl(PR_SET_TIMERSLACK, 1UL) == 0;
-  (void)precise;
-  constexpr auto kWakeUp = std::chrono::microseconds(150);
-  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                      std::chrono::duration<double>(seconds));
-  std::this_thread::sleep_until(end - kWakeUp);
-  while (Clock::now() < end) {
-  }
+  const std::chrono::duration<double> length(seconds);
+  Alarm::instance().sleep_until(Alarm::Clock::now() +
+                                std::chrono::duration_cast<Alarm::Clock::duration>(length));
 }
 
 struct Seconds {
