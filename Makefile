@@ -21,7 +21,7 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .PHONY: help demo test test-cpp test-consumer test-layers test-python test-slow test-oldest smoke wheel sdist soak build \
   package configure lint lint-static stubtest tidy format bench docs pictures asan tsan setup setup-lint setup-clang \
-  clean distclean
+  setup-browser clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -129,7 +129,7 @@ asan tsan: setup ## Build the C++ tests under a sanitizer and run them; FOLDERS=
 setup: ## Make the environment and install what is missing (the others do it by themselves)
 	@tools/setup.sh $(VENV) $(TORCH)
 
-setup-lint setup-clang:
+setup-lint setup-clang setup-browser:
 	@tools/setup.sh $(VENV) $(TORCH) $(@:setup-%=%)
 
 clean: ## Remove what was built

@@ -252,9 +252,12 @@
         if (x - lastLine < 3) continue;
         lastLine = x;
         shape(this.plot, "line", {class: "step", x1: x, x2: x, y1: -18, y2: this.height});
-        if (x - lastLabel < 54 || step[i] % Math.max(1, Math.round(every)) !== 0) continue;
+        const isLate = x > this.width - 54;  // there is room on the line's left alone
+        const room = isLate ? 108 : 54;
+        if (x - lastLabel < room || step[i] % Math.max(1, Math.round(every)) !== 0) continue;
         lastLabel = x;
-        shape(this.plot, "text", {x: x + 3, y: -8}, `step ${step[i]}`);
+        const [at, anchor] = isLate ? [x - 3, "end"] : [x + 3, "start"];
+        shape(this.plot, "text", {x: at, y: -8, "text-anchor": anchor}, `step ${step[i]}`);
       }
     }
 

@@ -12,6 +12,7 @@ import warnings
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.cuda import _memory_viz
 
@@ -314,6 +315,8 @@ BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs a browser (chromium)")
+
 # Beside the page: what went wrong goes into the title, and what a user does is done.
 BEFORE = "<script>window.onerror = words => { document.title = 'failed: ' + words; };</script>"
 AFTER = """<script>
@@ -345,18 +348,30 @@ setTimeout(() => {
 }, 500);
 </script>"""
 
+AFTER_COLORS = """<script>
+setTimeout(() => {
+  document.body.dataset.colors = [...document.querySelectorAll(".chart path.area")].map(path =>
+    `${path.dataset.name}=${getComputedStyle(path).fill}`).join("|");
+}, 500);
+</script>"""
 
-@pytest.mark.skipif(BROWSER is None, reason="needs a browser (chromium)")
+
+def browse(folder, page, *options):
+    """What a browser writes to stdout."""
+    return subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,900",
+         f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=4000", *options,
+         page.as_uri()],
+        check=True, timeout=100, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+
+
+@needs_browser
 def test_the_page_in_a_browser(recorded, tmp_path):
     page = write(tmp_path, recorded)
     seen = tmp_path / "seen.html"
     seen.write_text(page.replace("<body>", "<body>" + BEFORE).replace("</body>", AFTER + "</body>"))
-    dom = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,900",
-         f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000", "--dump-dom",
-         seen.as_uri()],
-        check=True, timeout=100, capture_output=True, text=True,
-    ).stdout  # fmt: skip
+    dom = browse(tmp_path, seen, "--dump-dom")
     title = re.search(r"<title>(.*?)</title>", dom)[1]
     assert title == "Memory of cpu"
     body = dict(re.findall(r'data-(\w+)="([^"]*)"', re.search(r"<body[^>]*>", dom)[0]))
@@ -371,3 +386,25 @@ def test_the_page_in_a_browser(recorded, tmp_path):
     assert "in use" in body["tip"]
     assert "parameters" in body["tip"]
     assert body["zoomed"] != body["whole"]
+
+
+@needs_browser
+def test_a_screenshot_of_the_page_shows_what_filled_the_memory(recorded, tmp_path):
+    page = tmp_path / "page.html"
+    picture = tmp_path / "page.png"
+    page.write_text(write(tmp_path, recorded).replace("</body>", AFTER_COLORS + "</body>"))
+    dom = browse(tmp_path, page, "--dump-dom")
+    told = re.search(r'data-colors="([^"]*)"', dom)[1]
+    colors = {
+        name: tuple(map(int, rgb.split(", ")))
+        for name, rgb in re.findall(r"([^=|]+)=rgb\(([\d, ]+)\)", told)
+    }
+    browse(tmp_path, page, f"--screenshot={picture}", "--hide-scrollbars")
+    with Image.open(picture) as image:
+        assert image.size == (1200, 900)
+        pixels = {color: count for count, color in image.convert("RGB").getcolors(1200 * 900)}
+    [timeline] = data_of(page.read_text())
+    most = {series["name"]: max(summed(series["values"])) for series in timeline["category"]}
+    large = [name for name, size in most.items() if size > sum(most.values()) / 10]
+    assert len({colors[name] for name in large}) == len(large) >= 2
+    assert all(pixels.get(colors[name], 0) > 1000 for name in large), (pixels, colors)
