@@ -5,6 +5,7 @@
 #include <fstream>
 #include <map>
 #include <string>
+#include "probes/cuda_numbers.h"
 #include "probes/gpu_reader.h"
 #include "probes/visible_devices.h"
 #include "support/catch.h"
@@ -274,6 +275,29 @@ TEST_CASE("CUDA's order of unlike GPUs is known only under PCI_BUS_ID", "[probes
   machine.around.visible_devices = "0,0";
   machine.around.device_order = "PCI_BUS_ID";
   CHECK_FALSE(machine.read().gpus.at(0).cuda_index);
+}
+
+TEST_CASE("CUDA's UUIDs are found whatever their letters", "[probes]") {
+  std::vector<Gpu> gpus(2);
+  gpus[0].uuid = "GPU-ABCDEF01-1111-2222-3333-44444444444A";
+  gpus[1].uuid = "GPU-abcdef02-1111-2222-3333-44444444444b";
+  GpuSurroundings around;
+  around.cuda_uuids = {"abcdef0211112222333344444444444b", "abcdef0111112222333344444444444a"};
+  CHECK(number_as_cuda_does(around, gpus).empty());
+  CHECK(gpus[0].cuda_index == 1);
+  CHECK(gpus[1].cuda_index == 0);
+}
+
+TEST_CASE("Another library is loaded where the environment comes to name it", "[probes]") {
+  const auto count = [](const char* library) {
+    const std::map<std::string, const char*> variables{{"BRIMFUL_NVML", library},
+                                                       {"FAKE_NVML", "healthy"}};
+    const brimful::test::ScopedEnv scope(variables);
+    return read_gpus().gpus.size();
+  };
+  CHECK(count(FAKE_NVML_LIBRARY) == 2);
+  CHECK(count("libbrimful-has-no-such.so.1") == 0);
+  CHECK(count(FAKE_NVML_LIBRARY) == 2);
 }
 
 TEST_CASE("A child of fork reads by itself", "[probes]") {
