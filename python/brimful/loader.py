@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -95,7 +96,7 @@ class LoaderAdvisor(Generic[Batch]):
             wait_ms=1e3 * wait,
             late_steps=sum(waited > _NOTICEABLE * (wait + work) for waited in self._waits),
             work_ms=1e3 * work,
-            copy_ms=1e3 * sum(self._copies) / len(self._copies) if self._copies else None,
+            copy_ms=1e3 * statistics.median(self._copies) if self._copies else None,
             first_wait_ms=1e3 * self._first_wait / max(self._epochs, 1),
             epochs=max(self._epochs, 1),
             num_workers=getattr(loader, "num_workers", 0),

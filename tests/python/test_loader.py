@@ -92,15 +92,18 @@ def test_workers_that_grow_are_told(eight_cpus):
 def test_copies_are_measured_apart(monkeypatch, eight_cpus):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
-    def pinned(copy_ms):
+    def pinned(copies_ms):
         advisor = brimful.LoaderAdvisor(DataLoader(Slow(0), batch_size=1), steps=12)
-        for _ in advisor:
+        for _, copy_ms in zip(advisor, copies_ms, strict=False):
             with advisor.copying():
-                time.sleep(copy_ms / 1000)
+                if copy_ms:
+                    time.sleep(copy_ms / 1000)
             time.sleep(0.01)
         return advisor.advice().pin_memory
 
-    assert pinned(8) and not pinned(0)
+    assert pinned([8] * 24)
+    assert not pinned([0] * 24)
+    assert not pinned([0, 80] + [0] * 22)  # once the machine was busy
 
 
 def test_every_batch_comes_once_and_in_order_whatever_is_measured():

@@ -13,7 +13,7 @@ struct LoaderFacts {
   double wait_ms = 0;                 ///< in the loader's next()
   std::optional<int64_t> late_steps;  ///< that waited at all noticeably
   double work_ms = 0;                 ///< in everything else of the step, the copy included
-  std::optional<double> copy_ms;      ///< of the batch to the device, as the host waits for it
+  std::optional<double> copy_ms;      ///< of a batch to the device, as the host waits: the median
   double first_wait_ms = 0;           ///< for an epoch's first batch
   int64_t epochs = 1;                 ///< that were begun
 
