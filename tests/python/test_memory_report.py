@@ -12,7 +12,6 @@ import warnings
 
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 from torch.cuda import _memory_viz
 
@@ -390,6 +389,8 @@ def test_the_page_in_a_browser(recorded, tmp_path):
 
 @needs_browser
 def test_a_screenshot_of_the_page_shows_what_filled_the_memory(recorded, tmp_path):
+    from PIL import Image  # not where a wheel is checked
+
     page = tmp_path / "page.html"
     picture = tmp_path / "page.png"
     page.write_text(write(tmp_path, recorded).replace("</body>", AFTER_COLORS + "</body>"))
