@@ -12,6 +12,7 @@
 
 namespace bench {
 
+/// By the alarm, which wakes within some 30 us.
 inline void sleep_for(double seconds) {
   const std::chrono::duration<double> length(seconds);
   Alarm::instance().sleep_until(Alarm::Clock::now() +
