@@ -104,10 +104,10 @@ def test_a_trial_that_reported_and_ran_out_is_not_the_best(tmp_path):
     assert results.get_best_result().config == {"greedy": False}
 
 
-def wait_for(paths):
-    """Until all these files are there, or for so long that the test fails anyway."""
+def wait_until(reached):
+    """Until it is so, or for so long that the test fails anyway."""
     end = time.monotonic() + 200
-    while not all(path.exists() for path in paths) and time.monotonic() < end:
+    while not reached() and time.monotonic() < end:
         time.sleep(0.02)
 
 
@@ -122,11 +122,16 @@ def needs_of(share):
 
 @pytest.mark.parametrize("share", [0.5, 0.34, 0.25, 1.0])
 def test_ray_has_room_for_as_many_trials_as_their_fraction_allows(share):
-    trial = needs_of(share)({"batch_size": 64})
-    groups = [trial.to_placement_group() for _ in range(math.floor(1 / share) + 1)]
+    trial, fit = needs_of(share)({"batch_size": 64}), math.floor(1 / share)
+    groups = [trial.to_placement_group() for _ in range(fit + 1)]
+
+    def waiting():  # Ray need not place them in the order in which they came
+        table = ray.util.placement_group_table
+        return [group for group in groups if table(group)["state"] != "CREATED"]
+
     try:
-        *placed, too_many = groups
-        assert all(group.wait(60) for group in placed)
+        wait_until(lambda: len(waiting()) == 1)
+        (too_many,) = waiting()
         assert not too_many.wait(0.5)
     finally:
         for group in groups:
@@ -145,7 +150,7 @@ def test_as_many_trials_run_at_once_as_their_fraction_allows(tmp_path):
         together = len(list(here.glob("trial-*")))
         if together >= at_once:
             (here / "all").touch()
-        wait_for([here / "all"])
+        wait_until((here / "all").exists)
         mine.unlink()
         return {"loss": 0.0, "together": together}
 
@@ -164,9 +169,9 @@ def test_a_greedy_trial_runs_out_alone_and_its_neighbour_ends(tmp_path):
         if not config["greedy"]:
             mine, other = other, mine
         mine.touch()
-        wait_for([other])
+        wait_until(other.exists)
         if not config["greedy"]:
-            wait_for([is_over])
+            wait_until(is_over.exists)
         try:
             held = [torch.ones(LIMIT // 8) for _ in range(3 if config["greedy"] else 1)]
         finally:
