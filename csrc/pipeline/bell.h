@@ -50,7 +50,7 @@ class Bell {
 #endif
   }
 
-  std::atomic<uint32_t> rung_{0};
+  std::atomic<int32_t> rung_{0};  ///< as wide as what the kernel waits for
   std::chrono::nanoseconds spin_{std::chrono::microseconds(30)};
 };
 

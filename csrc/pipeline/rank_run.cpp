@@ -343,6 +343,8 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
   for (const auto& name : flight.came) {
     of_inputs.push_back(skips_.take_gradient(name, microbatch, stage.device));
   }
+  send_gradients(stage, microbatch,
+                 std::move(of_inputs));  // the next rank waits, what goes now does not
   if (input_only) {
     flight.phase = Phase::inputs_done;
     flight.drop_inputs();
@@ -352,7 +354,6 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
   } else {
     end_flight(stage, flight);
   }
-  send_gradients(stage, microbatch, std::move(of_inputs));
 }
 
 void RankRun::send_gradients(StageRun& stage, int microbatch, std::vector<at::Tensor> gradients) {
