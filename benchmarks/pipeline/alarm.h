@@ -3,6 +3,7 @@
 // and stages that spin until their time has come take each other's cores.
 #include <sched.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -12,16 +13,38 @@
 
 namespace bench {
 
-/// Looks at the clock on every core that has nothing else to do, and wakes who sleeps until now.
+/// Looks at the clock on every core that has nothing else to do, and wakes who sleeps until now. There is one at a time;
+/// the process's cores do not fall idle while it is there.
 class Alarm {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// The process's own; its cores do not fall idle from the first call on.
-  static Alarm& instance() {
-    static Alarm alarm;
-    return alarm;
+  /// `idle_work` is what a core does while nobody is to be woken for a while; it takes less than that, and does not throw.
+  explicit Alarm(void (*idle_work)()) {
+    current_ = this;
+    for (unsigned i = 0; i < std::thread::hardware_concurrency(); ++i) {
+      watchers_.emplace_back([this, idle_work] {
+        const sched_param lowest{};
+        sched_setscheduler(0, SCHED_IDLE, &lowest);  // gives way to any other thread
+        while (!done_.load(std::memory_order_relaxed)) {
+          if (wake(Clock::now()) > kWhile) {
+            idle_work();
+          }
+        }
+      });
+    }
   }
+  ~Alarm() {
+    done_ = true;
+    for (auto& watcher : watchers_) {
+      watcher.join();
+    }
+    current_ = nullptr;
+  }
+  Alarm(const Alarm&) = delete;
+  Alarm& operator=(const Alarm&) = delete;
+
+  static Alarm& current() { return *current_; }
 
   /// Up to 64 threads at a time.
   void sleep_until(Clock::time_point end) {
@@ -41,6 +64,7 @@ class Alarm {
   }
 
  private:
+  static constexpr auto kWhile = std::chrono::microseconds(200);
   enum class State : int { free, taken, asleep, awake };  // as wide as what the kernel waits for
 
   struct alignas(64) Sleeper {
@@ -48,34 +72,25 @@ class Alarm {
     std::atomic<Clock::time_point> end;
   };
 
-  Alarm() {
-    for (unsigned i = 0; i < std::thread::hardware_concurrency(); ++i) {
-      watchers_.emplace_back([this] {
-        const sched_param lowest{};
-        sched_setscheduler(0, SCHED_IDLE, &lowest);  // gives way to any other thread
-        while (!done_.load(std::memory_order_relaxed)) {
-          wake(Clock::now());
-        }
-      });
-    }
-  }
-  ~Alarm() {
-    done_ = true;
-    for (auto& watcher : watchers_) {
-      watcher.join();
-    }
-  }
-
-  void wake(Clock::time_point now) {
+  /// Returns the time until the next is to be woken.
+  Clock::duration wake(Clock::time_point now) {
+    auto next = Clock::duration::max();
     for (auto& sleeper : sleepers_) {
       State state = sleeper.state.load(std::memory_order_acquire);
-      if (state == State::asleep && sleeper.end.load() <= now &&
-          sleeper.state.compare_exchange_strong(state, State::awake)) {
+      if (state != State::asleep) {
+        continue;
+      }
+      const auto left = sleeper.end.load() - now;
+      if (left.count() > 0) {
+        next = std::min(next, left);
+      } else if (sleeper.state.compare_exchange_strong(state, State::awake)) {
         sleeper.state.notify_one();
       }
     }
+    return next;
   }
 
+  static inline Alarm* current_ = nullptr;
   std::array<Sleeper, 64> sleepers_;
   std::atomic<bool> done_{false};
   std::vector<std::thread> watchers_;

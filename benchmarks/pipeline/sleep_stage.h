@@ -12,11 +12,14 @@
 
 namespace bench {
 
-/// By the alarm, which wakes within some 30 us.
+/// By the current alarm, which wakes within some 30 us: it spins through the rest.
 inline void sleep_for(double seconds) {
+  constexpr auto kWakeUp = std::chrono::microseconds(50);
   const std::chrono::duration<double> length(seconds);
-  Alarm::instance().sleep_until(Alarm::Clock::now() +
-                                std::chrono::duration_cast<Alarm::Clock::duration>(length));
+  const auto end = Alarm::Clock::now() + std::chrono::duration_cast<Alarm::Clock::duration>(length);
+  Alarm::current().sleep_until(end - kWakeUp);
+  while (Alarm::Clock::now() < end) {
+  }
 }
 
 struct Seconds {
@@ -63,17 +66,18 @@ struct Sleep : torch::autograd::Function<Sleep> {
   }
 };
 
-/// y = x + w; the gradient of x takes `seconds.input`, that of w `seconds.weight`, and w's side holds the activation.
-inline brimful::pipeline::Stage sleep_stage(Seconds seconds, const std::shared_ptr<Live>& live) {
+/// y = x + w; the gradient of x takes `seconds->input`, that of w `seconds->weight`, and w's side holds the activation.
+inline brimful::pipeline::Stage sleep_stage(const std::shared_ptr<const Seconds>& seconds,
+                                            const std::shared_ptr<Live>& live) {
   const auto weight = at::zeros({1}).set_requires_grad(true);
   const auto nothing = at::empty({0}, at::kByte);
   const auto forward = [=](const at::Tensor& x) {
-    sleep_for(seconds.forward);
+    sleep_for(seconds->forward);
     // The first stage's input needs no gradient: there all of the backward is the weight's.
-    const double own = x.requires_grad() ? seconds.weight : seconds.weight + seconds.input;
+    const double own = x.requires_grad() ? seconds->weight : seconds->weight + seconds->input;
     const auto from_weight = Sleep::apply(weight, live->activation(), own);
     const auto from_input =
-        x.requires_grad() ? Sleep::apply(x, nothing, seconds.input) : at::Tensor(x);
+        x.requires_grad() ? Sleep::apply(x, nothing, seconds->input) : at::Tensor(x);
     return at::Tensor(from_input + from_weight);
   };
   return brimful::pipeline::make_stage(forward, {weight});
