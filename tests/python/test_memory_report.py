@@ -329,6 +329,11 @@ setTimeout(() => {
     Math.min(...[...path.getAttribute("d").matchAll(/[ML][\\d.]+,([\\d.-]+)/g)].map(m => +m[1])));
   const times = () => [...svg.querySelectorAll("text")].map(text => text.textContent).join("|");
   document.querySelectorAll("button")[3].click();  // by event: all steps have room
+  const cut = [...svg.querySelectorAll("text")].filter(text => {
+    const {left, right} = text.getBoundingClientRect();
+    return left < box.left - 1 || right > box.right + 1;
+  });
+  body.cut = cut.map(text => text.textContent).join("|");
   body.names = [...svg.querySelectorAll("path.area")].map(path => path.dataset.name).join("|");
   body.top = Math.min(...tops());
   body.height = svg.clientHeight - 52;
@@ -381,6 +386,7 @@ def test_the_page_in_a_browser(recorded, tmp_path):
     height = float(body["height"])
     assert float(body["top"]) == pytest.approx(height * (1 - 1 / 1.06), abs=0.02)
     assert all(f"step {k}" in body["texts"] for k in range(4))
+    assert body["cut"] == ""
     assert "peak " in body["texts"]
     assert "in use" in body["tip"]
     assert "parameters" in body["tip"]
