@@ -84,6 +84,7 @@
       this.tip = element(place, "div", {class: "tip"});
       this.zoomOut();
       this.listen();
+      this.fit();
       new ResizeObserver(() => requestAnimationFrame(() => this.fit())).observe(place);
     }
 

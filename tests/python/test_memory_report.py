@@ -319,6 +319,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs a browser (chr
 # Beside the page: what went wrong goes into the title, and what a user does is done.
 BEFORE = "<script>window.onerror = words => { document.title = 'failed: ' + words; };</script>"
 AFTER = """<script>
+document.body.dataset.areas = document.querySelectorAll(".chart path.area").length;
 setTimeout(() => {
   const svg = document.querySelector(".chart svg");
   const box = svg.getBoundingClientRect();
@@ -381,6 +382,7 @@ def test_the_page_in_a_browser(recorded, tmp_path):
     body = dict(re.findall(r'data-(\w+)="([^"]*)"', re.search(r"<body[^>]*>", dom)[0]))
     assert body["done"] == "yes"
     [timeline] = data_of(page)
+    assert int(body["areas"]) == len(timeline["category"])  # drawn before anything can be clicked
     assert body["names"].split("|") == [series["name"] for series in timeline["category"]]
     assert body["lines"].split("|") == [series["name"] for series in timeline["line"]]
     height = float(body["height"])
