@@ -51,7 +51,7 @@ class Bell {
   }
 
   std::atomic<int32_t> rung_{0};  ///< as wide as what the kernel waits for
-  std::chrono::nanoseconds spin_{std::chrono::microseconds(30)};
+  std::chrono::nanoseconds spin_{0};
 };
 
 }  // namespace brimful::pipeline

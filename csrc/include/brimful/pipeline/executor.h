@@ -25,7 +25,7 @@ struct ExecutorOptions {
   std::shared_ptr<Peers> peers;
   int threads_per_rank = 0;  ///< of CPU operators in a stage; 0: the caller's, shared out
   /// How long a rank looks for its next message before it sleeps; none where there are more ranks than cores.
-  std::chrono::microseconds spin{30};
+  std::chrono::microseconds spin{100};
   bool trace = true;  ///< note when each action began and ended
   /// Called by the rank's thread before each action (its number in the rank's order); what it throws fails the action.
   std::function<void(int rank, int index, const Action& action)> before_action;

@@ -38,7 +38,7 @@ struct PipelineOptions {
   int64_t microbatches = 1;  ///< to begin with; doubled whenever memory runs out
   int64_t max_retries = 8;
   int threads_per_rank = 0;  ///< of CPU operators in a stage; 0: the caller's, shared out
-  std::chrono::microseconds spin{30};
+  std::chrono::microseconds spin{100};
   bool trace = true;
   BatchNormPolicy batch_norm = BatchNormPolicy::warn;
   GradScaler* scaler = nullptr;  ///< as in BatchSizerOptions; outlives the pipeline
