@@ -343,8 +343,8 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
   for (const auto& name : flight.came) {
     of_inputs.push_back(skips_.take_gradient(name, microbatch, stage.device));
   }
-  send_gradients(stage, microbatch,
-                 std::move(of_inputs));  // the next rank waits, what goes now does not
+  // Before this stage lets go of its graph: the next rank waits for them.
+  send_gradients(stage, microbatch, std::move(of_inputs));
   if (input_only) {
     flight.phase = Phase::inputs_done;
     flight.drop_inputs();

@@ -122,8 +122,8 @@ def needs_of(share):
 
 @pytest.mark.parametrize("share", [0.5, 0.34, 0.25, 1.0])
 def test_ray_has_room_for_as_many_trials_as_their_fraction_allows(share):
-    trial, fit = needs_of(share)({"batch_size": 64}), math.floor(1 / share)
-    groups = [trial.to_placement_group() for _ in range(fit + 1)]
+    trial = needs_of(share)({"batch_size": 64})
+    groups = [trial.to_placement_group() for _ in range(math.floor(1 / share) + 1)]
 
     def waiting():  # Ray need not place them in the order in which they came
         table = ray.util.placement_group_table
