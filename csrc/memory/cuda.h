@@ -50,8 +50,9 @@ struct CudaSegment {
 /// Takes the allocator's lock for a while.
 std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index);
 
-/// Fills the live tables of all CUDA devices from now on, once a session and only where torch's allocator is in use.
-void cuda_follow(uint32_t session);
+/// Fills the live tables of all CUDA devices from now on; false, and nothing, while torch's allocator is not in use. One
+/// thread at a time, once a session, and not after main's end.
+bool cuda_follow(uint32_t session);
 /// What they add up to with what was there before, as asked for (torch's requested_bytes). Needs the table's lock.
 int64_t cuda_followed_bytes(c10::DeviceIndex index);
 /// Once, where that allocator has no hook: what to tell the user.

@@ -51,7 +51,9 @@ std::optional<int> cuda_compute_major() noexcept {
   return std::nullopt;
 }
 
-void cuda_follow(uint32_t /*session*/) {}
+bool cuda_follow(uint32_t /*session*/) {
+  return true;
+}
 
 int64_t cuda_followed_bytes(c10::DeviceIndex index) {
   refuse(index);

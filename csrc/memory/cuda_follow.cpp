@@ -73,7 +73,6 @@ void on_out_of_memory(int64_t device, size_t bytes, size_t /*total*/, size_t /*f
                     static_cast<int64_t>(bytes));
 }
 
-std::atomic<uint32_t> session_followed{0};
 std::atomic<bool> is_refused{false};
 
 bool attach() noexcept {
@@ -99,22 +98,15 @@ void start(c10::DeviceIndex index, uint32_t session) {
 
 }  // namespace
 
-void cuda_follow(uint32_t session) {
-  if (session_followed.load(std::memory_order_relaxed) == session ||
-      !caching::get()->initialized()) {
-    return;
-  }
-  static std::mutex mutex;
-  const std::unique_lock lock(mutex,
-                              std::try_to_lock);  // who finds it taken leaves it to the other
-  if (!lock || session_followed.load(std::memory_order_relaxed) == session) {
-    return;
+bool cuda_follow(uint32_t session) {
+  if (!caching::get()->initialized()) {
+    return false;
   }
   static const bool attached = attach();
   for (c10::DeviceIndex index = 0; attached && index < c10::cuda::device_count(); ++index) {
     start(index, session);
   }
-  session_followed.store(session, std::memory_order_relaxed);
+  return true;
 }
 
 int64_t cuda_followed_bytes(c10::DeviceIndex index) {

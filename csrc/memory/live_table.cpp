@@ -26,6 +26,8 @@ namespace {
 constexpr size_t kTables = 1 + size_t{std::numeric_limits<c10::DeviceIndex>::max()} + 1;
 
 struct Tracker {
+  std::mutex following;  // taken before all others, and waited for only by a fork and at the exit
+  std::atomic<uint32_t> session_followed{0};
   std::mutex mutex;  // of starts and stops; taken before those of the tables
   std::atomic<uint32_t> session{0};
   std::array<BlockTable, kTables> tables;
@@ -51,6 +53,7 @@ std::span<BlockTable> tables_locked_over_fork() {
 }
 
 void before_fork() {
+  tracker().following.lock();
   lock_recording();
   tracker().mutex.lock();
   tracker().locked_over_fork = tables_asked_for().size();
@@ -67,11 +70,13 @@ void after_fork() {
   }
   tracker().mutex.unlock();
   unlock_recording();
+  tracker().following.unlock();
 }
 
-/// Threads may allocate to the very end, when torch's own CUDA allocator is destroyed already.
+/// Threads may allocate to the very end, when torch's own CUDA allocator is destroyed already: who asks it now is waited for.
 void at_exit() {
   is_tracking.store(false, std::memory_order_relaxed);
+  const std::lock_guard lock(tracker().following);
 }
 
 void after_fork_in_child() {
@@ -154,7 +159,17 @@ int64_t followed_bytes(c10::Device device) {
 }
 
 void follow_cuda() {
-  cuda_follow(tracker().session.load(std::memory_order_relaxed));
+  auto& self = tracker();
+  const uint32_t session = self.session.load(std::memory_order_relaxed);
+  if (self.session_followed.load(std::memory_order_relaxed) == session) {
+    return;
+  }
+  // Who finds the lock taken leaves it to the other.
+  const std::unique_lock lock(self.following, std::try_to_lock);
+  if (lock && tracking() && self.session_followed.load(std::memory_order_relaxed) != session &&
+      cuda_follow(session)) {
+    self.session_followed.store(session, std::memory_order_relaxed);
+  }
 }
 
 void reset_tracked_peak(c10::Device device) {

@@ -5,10 +5,13 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/CPUAllocator.h>
+#include <cxxabi.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <numeric>
 #include <thread>
@@ -192,11 +195,27 @@ TEST_CASE("A forked child does not track", "[memory][live]") {
   CHECK(find_block(block.get()));
 }
 
+// What is registered before the libraries begin, and for none of them, runs when all of them have ended.
+std::atomic<bool> lingers{false};
+
+void linger(void* /*nothing*/) {
+  if (lingers) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  }
+}
+
+void before_the_libraries() {
+  abi::__cxa_atexit(&linger, nullptr, nullptr);
+}
+
+[[gnu::section(".preinit_array"), gnu::used]] void (*const first_of_all)() = &before_the_libraries;
+
 TEST_CASE("The process ends while it tracks and its threads allocate", "[.ends]") {
   start_tracking();
   static std::atomic<int> taken{0};
-  for (int thread = 0; thread < 4; ++thread) {
+  for (int thread = 0; thread < 16; ++thread) {
     std::thread([] {
+      setpriority(PRIO_PROCESS, gettid(), 19);  // interrupted somewhere, they go on when main waits
       const SiteScope scope("to the end");
       while (true) {
         take(64);
@@ -207,6 +226,7 @@ TEST_CASE("The process ends while it tracks and its threads allocate", "[.ends]"
   while (taken < 10000) {
     std::this_thread::yield();
   }
+  lingers = true;
   std::exit(0);  // with what is static destroyed under the threads
 }
 
