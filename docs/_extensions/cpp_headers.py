@@ -1,4 +1,4 @@
-"""The public headers as XML for breathe: runs doxygen, and leaves out what is private."""
+"""The public headers as XML for breathe: runs doxygen, and leaves out what is private or foreign."""
 
 import re
 import subprocess
@@ -9,7 +9,10 @@ from sphinx.errors import ExtensionError
 
 DOCS = Path(__file__).resolve().parent.parent
 XML = DOCS.parent / "build" / "doxygen" / "xml"
-PRIVATE = re.compile(r'\s*<sectiondef kind="private-.*?</sectiondef>', re.DOTALL)
+LEFT_OUT = re.compile(
+    r'\s*<sectiondef kind="private-.*?</sectiondef>|\s*<innernamespace [^>]*>(?!brimful).*?</innernamespace>',
+    re.DOTALL,
+)
 
 
 def make_xml(app: Sphinx) -> None:
@@ -21,7 +24,7 @@ def make_xml(app: Sphinx) -> None:
         raise ExtensionError(f"doxygen failed\n{done.stderr}")
     for file in XML.glob("*.xml"):  # doxygen hides private members in HTML only
         text = file.read_text()
-        if (public := PRIVATE.sub("", text)) != text:
+        if (public := LEFT_OUT.sub("", text)) != text:
             file.write_text(public)
 
 
