@@ -195,6 +195,8 @@ TEST_CASE("A forked child does not track", "[memory][live]") {
   CHECK(find_block(block.get()));
 }
 
+namespace {
+
 // What is registered before the libraries begin, and for none of them, runs when all of them have ended.
 std::atomic<bool> lingers{false};
 
@@ -209,6 +211,8 @@ void before_the_libraries() {
 }
 
 [[gnu::section(".preinit_array"), gnu::used]] void (*const first_of_all)() = &before_the_libraries;
+
+}  // namespace
 
 TEST_CASE("The process ends while it tracks and its threads allocate", "[.ends]") {
   start_tracking();
