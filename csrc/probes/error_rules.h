@@ -17,11 +17,15 @@ struct ErrorRule {
 /// The first that fits; nullptr if none does.
 const ErrorRule* rule_for(std::string_view text);
 
+/// Torch's words for a mistake of the program, in which memory has no part.
+bool is_mistake(std::string_view text);
+
 /// A kernel's assertion, which says what was wrong with which input.
 struct AssertRule {
   std::string_view assertion;
   const char* kind;
   const char* cause;
+  const char* remedy;
 };
 const AssertRule* assertion_in(std::string_view text);
 

@@ -3,74 +3,9 @@
 #include "base/format.h"
 #include "probes/error_rules.h"
 #include "probes/explain_parts.h"
-#include "probes/library_need.h"
 
 namespace brimful::probes {
 namespace {
-
-std::string first_line(const std::string& text) {
-  constexpr size_t kMost = 300;
-  const auto begin = text.find_first_not_of("\n ");
-  return begin == std::string::npos
-             ? ""
-             : text.substr(begin, std::min(text.find('\n', begin) - begin, kMost));
-}
-
-/// A library's status that may stand for a shortage.
-void explain_library(const ErrorText& error, const ErrorEvidence& evidence, bool certain,
-                     Explanation& out) {
-  const auto need = need_of(error.text, evidence);
-  const bool is_short = evidence.free_bytes && *evidence.free_bytes < need.bytes;
-  add_bytes(out, "free on the device before the call", evidence.free_bytes);
-  if (evidence.free_bytes) {
-    out.evidence.push_back("held against what the call needs: " + format_bytes(need.bytes) + " (" +
-                           need.words + ")");
-  }
-  if (evidence.refused) {
-    out.evidence.emplace_back("torch's allocator refused a request in the same step");
-  }
-  if (certain || is_short || evidence.refused) {
-    out.kind = "hidden_out_of_memory";
-    out.is_memory = true;
-    out.cause =
-        "this is an OOM in disguise: a library found no memory for its handle or workspace, "
-        "beside what torch's allocator holds";
-    out.remedy =
-        "leave the library room: a smaller batch, torch.cuda.set_per_process_memory_fraction"
-        "(0.95), or one small convolution and matrix product before the model fills the "
-        "device";
-    return;
-  }
-  out.kind = "library";
-  if (evidence.free_bytes) {
-    out.is_memory = false;
-    out.cause = "a library could not start or has no engine for this call, and memory is not short";
-    out.remedy =
-        "check that driver, CUDA, cuDNN and torch fit together (`brimful doctor`), and that "
-        "no earlier kernel failed: run once with CUDA_LAUNCH_BLOCKING=1";
-    return;
-  }
-  out.cause =
-      "a library could not start or has no engine for this call: often an OOM in disguise; "
-      "how much was free is not known";
-  out.remedy =
-      "see how much is free just before (torch.cuda.mem_get_info()), or run the step under "
-      "brimful.op_ring(), which notes it";
-}
-
-void explain_nccl(const ErrorText& error, Explanation& out) {
-  const bool memory = contains(error.text, "out of memory") ||
-                      contains(error.text, "Failed to CUDA calloc") ||
-                      contains(error.text, "Failed to CUDA host alloc");
-  out.kind = memory ? "hidden_out_of_memory" : "collective";
-  out.is_memory = memory;
-  out.cause = memory ? "NCCL found no memory for its buffers beside what torch's allocator holds"
-                     : "NCCL failed; its communicator cannot be used again";
-  out.remedy = memory
-                   ? "leave it room: a smaller batch, or run one collective before the model fills "
-                     "the device; NCCL_BUFFSIZE makes its buffers smaller"
-                   : "NCCL_DEBUG=INFO says what failed; check the other ranks' output first";
-}
 
 void apply(const ErrorRule& rule, const ErrorEvidence& evidence, Explanation& out) {
   out.kind = rule.kind;
@@ -90,17 +25,33 @@ void apply(const ErrorRule& rule, const ErrorEvidence& evidence, Explanation& ou
 }
 
 void explain_other(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
-  out.is_memory = false;
   const bool index = contains(error.text, "out of range") || contains(error.text, "out of bounds");
   if (index && !evidence.indices.empty()) {
     out.kind = "index";
+    out.is_memory = false;
     out.cause = evidence.indices.front().words();
     out.remedy = "compare the indices with the size of what they index";
     return;
   }
   out.kind = "other";
-  out.cause = "no shortage of memory: " + first_line(error.text);
-  out.remedy = "mend what the error says; nothing about memory will help";
+  if (index || is_mistake(error.text) || is_mistake_by_type(error)) {
+    out.is_memory = false;
+    out.cause = "no shortage of memory: " + said_by(error.text);
+    out.remedy = "mend what the error says; nothing about memory will help";
+    return;
+  }
+  out.cause = "an error that brimful does not know: " + said_by(error.text);
+  out.remedy =
+      "begin with what the error says; where it does not come with a smaller batch, memory is "
+      "behind "
+      "it";
+}
+
+void explain_other_rank(const ErrorText& error, Explanation& out) {
+  out.kind = "other_rank";
+  out.is_memory = is_a(error, "OutOfMemoryError") || is_a(error, "RankOutOfMemory");
+  out.cause = "another rank failed: " + said_by(error.text);
+  out.remedy = "look at that rank's output";
 }
 
 }  // namespace
@@ -115,13 +66,18 @@ void add_bytes(Explanation& out, const char* what, const std::optional<int64_t>&
   }
 }
 
-Explanation explain_error(const ErrorText& error, const ErrorEvidence& evidence) {
+Explanation explain_error(const ErrorText& given, const ErrorEvidence& evidence) {
   Explanation out;
-  if (is_a(error, "RankFailed")) {
-    out.kind = "other_rank";
-    out.is_memory = is_a(error, "OutOfMemoryError");
-    out.cause = "another rank failed: " + first_line(error.text);
-    out.remedy = "look at that rank's output";
+  ErrorText error = given;
+  if (error.types.empty()) {
+    error.types = types_in(error.text);
+  }
+  if (is_a(error, "RankFailed") || is_a(error, "RankOutOfMemory")) {
+    explain_other_rank(error, out);
+    return out;
+  }
+  if (is_a(error, "BatchTooLarge") || too_large_in(error.text)) {
+    explain_too_large(error, out);
     return out;
   }
   if (is_a(error, "OutOfMemoryError") || is_a(error, "MemoryError")) {
@@ -133,9 +89,10 @@ Explanation explain_error(const ErrorText& error, const ErrorEvidence& evidence)
     explain_assertion(error, evidence, out);
   } else if (const auto* rule = rule_for(error.text)) {
     apply(*rule, evidence, out);
-  } else if (shortage == Shortage::allocator) {
+  } else if (shortage == Shortage::allocator || is_refusal_of_host(error.text)) {
     explain_refusal(error, evidence, out);
-  } else if (shortage == Shortage::outside || shortage == Shortage::unclear) {
+  } else if (shortage == Shortage::outside || shortage == Shortage::unclear ||
+             (shortage == Shortage::none && is_vague_status(error.text))) {
     explain_library(error, evidence, shortage == Shortage::outside, out);
   } else if (shortage == Shortage::lost && contains(error.text, "NCCL error")) {
     explain_nccl(error, out);
@@ -148,7 +105,7 @@ Explanation explain_error(const ErrorText& error, const ErrorEvidence& evidence)
 }
 
 std::string to_text(const Explanation& explanation) {
-  const auto* memory = !explanation.is_memory   ? " (memory: perhaps)"
+  const auto* memory = !explanation.is_memory   ? " (memory: not known)"
                        : *explanation.is_memory ? " (memory: yes)"
                                                 : " (memory: no)";
   std::string text = explanation.kind + memory + "\n  cause:  " + explanation.cause +

@@ -24,15 +24,20 @@ void add_operators(const ErrorEvidence& evidence, Explanation& out) {
 void explain_assertion(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
   out.is_memory = false;
   out.kind = "device_lost";
-  if (const auto* rule = assertion_in(error.text)) {
+  const auto* rule = assertion_in(error.text);
+  const bool on_device =
+      contains(error.text, "device-side assert") || contains(error.text, "Assertion `");
+  if (rule != nullptr) {
     out.kind = rule->kind;
     out.cause = rule->cause;
-    out.evidence.push_back("the kernel's assertion: " + std::string(rule->assertion));
+    if (on_device) {
+      out.evidence.push_back("the kernel's assertion: " + std::string(rule->assertion));
+    }
   }
-  for (const auto& finding : evidence.indices) {
-    out.evidence.push_back(finding.words());
-  }
-  if (!evidence.indices.empty()) {
+  if (!evidence.indices.empty() && out.kind != "value") {
+    for (const auto& finding : evidence.indices) {
+      out.evidence.push_back(finding.words());
+    }
     out.kind = "index";
     out.cause = evidence.indices.front().words();
   }
@@ -42,13 +47,18 @@ void explain_assertion(const ErrorText& error, const ErrorEvidence& evidence, Ex
         "a kernel found its input wrong (as a rule an index or a label out of range), some "
         "calls before the line in the traceback";
   }
-  out.remedy =
-      out.evidence.empty()
-          ? "run the step under brimful.op_ring(), or once on the CPU, which names the line; the "
-            "process must be started again"
-          : "compare the indices with the size of what they index (labels with the number of "
-            "classes, "
-            "tokens with the embedding's rows); the process must be started again";
+  if (rule != nullptr) {
+    out.remedy = rule->remedy;
+  } else {
+    out.remedy =
+        out.evidence.empty()
+            ? "run the step under brimful.op_ring(), or once on the CPU, which names the line"
+            : "compare the indices with the size of what they index (labels with the number "
+              "of classes, tokens with the embedding's rows)";
+  }
+  if (on_device) {
+    out.remedy += "; the process must be started again";
+  }
 }
 
 void explain_lost(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import torch
@@ -33,7 +33,7 @@ def explain(
     the call, and ``workspace_bytes``, what the call needs beside tensors, tell whether a library's "not initialized" is
     an OOM in disguise; without them the device is asked, or ``op_ring`` is. An exception of this process is explained
     with what ``op_ring`` kept; the text of one from elsewhere by its words alone. The result has ``kind``,
-    ``is_memory`` (``None``: perhaps), ``cause``, ``remedy`` and ``evidence``; ``print`` shows all of it. Raises
+    ``is_memory`` (``None``: not known), ``cause``, ``remedy`` and ``evidence``; ``print`` shows all of it. Raises
     ``TypeError`` for anything else.
     """
     if isinstance(error, str):
@@ -42,12 +42,33 @@ def explain(
         raise TypeError(
             f"an error is an exception or its text (type: {type(error).__name__}); pass one of them"
         )
-    types = [kind.__name__ for kind in type(error).__mro__]
-    text = _joined(str(error), stderr)
-    cause = error.__cause__
-    if cause is not None and not isinstance(error, _C.RankFailed):
-        text = _joined(text, str(cause))
-    return _C._explain(text, types, free_bytes, workspace_bytes, True)
+    found: Explanation | None = None
+    for link in _causes(error):
+        types = [kind.__name__ for kind in type(link).__mro__]
+        text = _joined(_words(link), stderr)
+        explanation = _C._explain(text, types, free_bytes, workspace_bytes, True)
+        if explanation.kind != "other":
+            return explanation
+        found = found or explanation
+    assert found is not None
+    return found
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on; each once."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of a class of the program's
+        return ""
 
 
 def _joined(text: str, more: str) -> str:

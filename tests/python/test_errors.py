@@ -1,5 +1,6 @@
 """Errors are explained by their words, by what was measured, and by the operators before them."""
 
+import builtins
 import json
 import threading
 from pathlib import Path
@@ -16,8 +17,13 @@ CORPUS = sorted((Path(__file__).parent.parent / "errors").glob("*.json"))
 
 def test_the_corpus_has_what_was_promised():
     names = [path.stem for path in CORPUS]
-    assert sum(name.startswith("hidden_") for name in names) == 15
-    assert sum(name.startswith("not_") for name in names) == 10
+    kinds = [name.split("_")[0] for name in names]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "hidden": 31,
+        "not": 18,
+        "own": 9,
+        "unknown": 7,
+    }
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
@@ -26,15 +32,18 @@ def test_real_errors_are_explained(path):
     out = _C._explain(case["text"], case["types"], case.get("free_bytes"), None, False)
     assert {"kind": out.kind, "is_memory": out.is_memory} == case["expect"]
     assert case.get("cause", "") in out.cause
+    assert case.get("remedy", "") in out.remedy
     assert out.cause and out.remedy
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
 def test_real_errors_are_explained_as_exceptions_of_this_process(path):
     case = json.loads(path.read_text())
-    bases = {"OutOfMemoryError": torch.OutOfMemoryError}
-    kind = bases.get(case["types"][0], RuntimeError)
-    out = brimful.explain(kind(case["text"]), free_bytes=case.get("free_bytes"))
+    ours = {"OutOfMemoryError": torch.OutOfMemoryError, "BatchTooLarge": brimful.BatchTooLarge}
+    name = case["types"][0] if case["types"] else None
+    kind = ours.get(name, getattr(builtins, str(name), RuntimeError))
+    error = kind(case["text"]) if name else case["text"]
+    out = brimful.explain(error, free_bytes=case.get("free_bytes"))
     if case["expect"]["is_memory"] is not None:
         assert {"kind": out.kind, "is_memory": out.is_memory} == case["expect"]
 
@@ -63,6 +72,46 @@ def test_an_error_from_another_one_is_explained_with_it():
             raise ValueError("the layer failed") from inner
     except ValueError as error:
         assert brimful.explain(error).kind == "hidden_out_of_memory"
+
+
+def test_an_error_is_explained_by_the_type_of_the_one_that_it_came_from():
+    for inner in (MemoryError(), torch.OutOfMemoryError("")):
+        try:
+            try:
+                raise inner
+            except Exception as error:
+                raise ValueError("no batch") from error
+        except ValueError as error:
+            assert brimful.explain(error).is_memory is True
+    looped = RuntimeError("a"), RuntimeError("b")
+    looped[0].__cause__, looped[1].__cause__ = looped[1], looped[0]
+    assert brimful.explain(looped[0]).is_memory is None
+
+
+def test_an_assertion_about_a_value_is_not_put_down_to_an_index():
+    with pytest.raises(IndexError), brimful.op_ring():
+        look_up(net(), torch.tensor([3, 10]))
+    out = brimful.explain(
+        RuntimeError(
+            "Assertion `input_val >= zero && input_val <= one` failed. device-side assert triggered"
+        )
+    )
+    assert (out.kind, "indices" in out.remedy) == ("value", False)
+    _C._clear_op_ring()
+
+
+def test_what_brimful_raises_where_no_split_fits_is_explained_by_its_own_advice(no_limit):
+    layer, batch = torch.nn.Linear(10, 10), torch.ones(4, 10)
+    sizer = brimful.BatchSizer(layer)
+    brimful.memory.set_limit("cpu", brimful.memory.stats("cpu").used_bytes + (1 << 20))
+    with pytest.raises(brimful.BatchTooLarge) as caught:
+        sizer.step(batch, lambda model, part: torch.cat([model(part)] * 100000).mean())
+    for error in (caught.value, str(caught.value), f"brimful.BatchTooLarge: {caught.value}"):
+        out = brimful.explain(error)
+        assert (out.kind, out.is_memory) == ("out_of_memory", True)
+        assert out.cause.startswith("no split of the batch fits")
+        assert caught.value.advice[0] in out.remedy
+        assert "BatchSizer" not in out.remedy
 
 
 def test_what_is_no_error_is_refused():

@@ -130,6 +130,39 @@ TEST_CASE("A refusal's numbers tell fragmentation from want", "[probes]") {
   CHECK_THAT(explain_error(typed).cause, Catch::Contains("host's memory"));
 }
 
+TEST_CASE("The text of a log names the error's class", "[probes]") {
+  const auto kind_of = [](const char* text) { return explain_error({text, {}}).kind; };
+  const auto memory_of = [](const char* text) { return explain_error({text, {}}).is_memory; };
+  CHECK(kind_of("[rank1]: MemoryError") == "out_of_memory");
+  CHECK(
+      kind_of("MemoryError()\n\nThe above exception was the direct cause of:\n\nValueError: no") ==
+      "out_of_memory");
+  CHECK(memory_of("KeyError: 'label'") == false);
+  CHECK_FALSE(memory_of("KeyError: 'label'\n\nEngineError: stopped").has_value());
+  CHECK_FALSE(memory_of("a KeyError: somewhere within a sentence").has_value());
+}
+
+TEST_CASE("Another process is named where it holds more than this one", "[probes]") {
+  const std::string begin = "CUDA out of memory. Tried to allocate 2.00 GiB. ";
+  const std::string own =
+      "Including non-PyTorch memory, this process has 7.00 GiB memory in use. "
+      "Of the allocated memory 6.00 GiB is allocated by PyTorch, and 1.00 MiB is reserved";
+  const auto cause_of = [](const std::string& text) { return explain(text.c_str()).cause; };
+  CHECK_THAT(cause_of(begin + "Process 12 has 70.00 GiB memory in use. " + own),
+             Catch::Contains("process 12 holds 70.0 GiB of this device, and this process 7.0 GiB"));
+  CHECK_THAT(cause_of(begin + "Process 12 has 6.90 GiB memory in use. " + own),
+             Catch::Contains("no room for this allocation"));
+  CHECK_THAT(cause_of(begin + "Process 12 has 1.00 GiB memory in use."),
+             Catch::Contains("no room for this allocation"));
+  for (const char* odd :
+       {"Process ", "Process 12", "Process 12 has ", "Process 12 has x memory in use",
+        "Process x has 70.00 GiB memory in use.", "Process 12 has nan GiB memory"}) {
+    CHECK_THAT(cause_of(begin + odd + own), Catch::Contains("no room for this allocation"));
+  }
+  const auto out = explain((begin + "Process 12 has 300.00 MiB memory in use. " + own).c_str());
+  CHECK(out.evidence.at(2) == "process 12 has 300.0 MiB of the device");
+}
+
 TEST_CASE("A device-side assert is explained by the kernel's words and by the ring", "[probes]") {
   const char* bare = "CUDA error: device-side assert triggered";
   auto out = explain(bare);
@@ -169,15 +202,18 @@ TEST_CASE("Another rank's error, and one that nothing is known of, stay what the
   const ErrorText other{"rank 1 ran out of memory",
                         {"RankOutOfMemory", "RankFailed", "RuntimeError"}};
   CHECK(explain_error(other).kind == "other_rank");
-  CHECK(explain_error(other).is_memory == false);
+  CHECK(explain_error(other).is_memory == true);
+  CHECK(explain_error({"step 7 failed on rank 1: a bad row", {"RankFailed"}}).is_memory == false);
   auto out = explain("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)\nmore");
   CHECK(out.kind == "other");
   CHECK(out.is_memory == false);
   CHECK(out.cause ==
         "no shortage of memory: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)");
-  CHECK(explain("").kind == "other");
-  CHECK(explain("NCCL is a fine library").kind == "other");
-  CHECK(explain("\n\n").is_memory == false);
+  for (const char* unknown : {"", "\n\n", "NCCL is a fine library", "status 7", ":", "[rank0]: "}) {
+    CHECK(explain(unknown).kind == "other");
+    CHECK_FALSE(explain(unknown).is_memory.has_value());
+    CHECK_FALSE(explain_error({unknown, {}}).is_memory.has_value());
+  }
   // Findings explain an error about indices, and no other.
   ErrorEvidence evidence;
   evidence.indices = {{"aten::embedding", "", 0, 10, 0, 9}};

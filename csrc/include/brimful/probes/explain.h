@@ -34,7 +34,7 @@ struct Explanation {
   /// out_of_memory, hidden_out_of_memory, library, index, value, device_lost, collective_timeout, peer_lost, collective,
   /// shared_memory, worker_killed, worker_failed, killed, other_rank, cuda_in_fork, open_files, other.
   std::string kind;
-  std::optional<bool> is_memory;  ///< nothing: it may be, and what would tell is not known
+  std::optional<bool> is_memory;  ///< nothing: not known
   std::string cause;
   std::string remedy;
   std::vector<std::string>
