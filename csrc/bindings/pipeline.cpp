@@ -265,7 +265,7 @@ class PythonPipeline {
   std::unique_ptr<Pipeline> pipeline_;
 };
 
-std::string repr_of(const PipelineOutcome& outcome) {
+std::string pipeline_outcome_repr(const PipelineOutcome& outcome) {
   std::ostringstream out;
   out << "PipelineOutcome(loss=" << outcome.loss << ", weight=" << outcome.weight
       << ", microbatches=" << outcome.microbatches << ", retries=" << outcome.retries
@@ -360,7 +360,7 @@ void bind_pipeline(py::module_& m) {
       .def_readonly("total_ms", &PipelineOutcome::total_ms)
       .def_readonly("peak_bytes", &PipelineOutcome::peak_bytes)
       .def_readonly("stages", &PipelineOutcome::stages)
-      .def("__repr__", &repr_of);
+      .def("__repr__", &pipeline_outcome_repr);
   py::class_<PythonPipeline>(m, "Pipeline")
       .def(py::init(&make_pipeline), py::kw_only(), py::arg("stages"), py::arg("devices"),
            py::arg("schedule"), py::arg("microbatches"), py::arg("max_retries"),

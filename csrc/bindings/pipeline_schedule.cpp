@@ -52,7 +52,7 @@ CheckResult checked(const Schedule& schedule, std::optional<int64_t> channel_cap
   return check(schedule, {channel_capacity, kind->second});
 }
 
-std::string repr_of(const Schedule& schedule) {
+std::string schedule_repr(const Schedule& schedule) {
   return "Schedule('" + schedule.name + "', ranks=" + std::to_string(schedule.ranks.size()) +
          ", stages=" + std::to_string(schedule.stages) +
          ", microbatches=" + std::to_string(schedule.microbatches) + ")";
@@ -130,7 +130,7 @@ void bind_schedule(py::module_& m) {
                    one.ranks == other.ranks;
           },
           py::is_operator())
-      .def("__repr__", &repr_of)
+      .def("__repr__", &schedule_repr)
       .def("__str__", &str_of);
 }
 }  // namespace

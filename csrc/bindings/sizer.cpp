@@ -218,7 +218,7 @@ class PythonSizer {
   Source last_;  ///< in lockstep: gives empty pieces to a step without data
 };
 
-std::string repr_of(const Outcome& outcome) {
+std::string outcome_repr(const Outcome& outcome) {
   std::ostringstream out;
   out << "Outcome(loss=" << outcome.loss << ", weight=" << outcome.weight
       << ", pieces=" << outcome.pieces << ", retries=" << outcome.retries
@@ -287,7 +287,7 @@ void bind_sizer(py::module_& m) {
       .def_readonly("work_ms", &Outcome::work_ms)
       .def_readonly("last", &Outcome::last)
       .def_readonly("attempts", &Outcome::attempts)
-      .def("__repr__", &repr_of);
+      .def("__repr__", &outcome_repr);
   py::class_<Plan>(m, "Plan", "What a step would take; see BatchSizer.plan.")
       .def_readonly("pieces", &Plan::pieces)
       .def_readonly("piece_rows", &Plan::piece_rows)

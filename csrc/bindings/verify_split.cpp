@@ -77,7 +77,7 @@ SplitCheck verify(const py::object& batch, const py::function& loss_fn, const py
                               {pieces, rtol, device}, &log);
 }
 
-std::string repr_of(const SplitCheck& check) {
+std::string split_check_repr(const SplitCheck& check) {
   const auto list = [](const std::vector<std::string>& names) {
     std::string text = "[";
     for (const auto& name : names) {
@@ -108,7 +108,7 @@ void bind_verify_split(py::module_& m) {
       .def_readonly("coupled", &SplitCheck::coupled)
       .def_readonly("loss_coupled", &SplitCheck::loss_coupled)
       .def_readonly("random", &SplitCheck::random)
-      .def("__repr__", &repr_of);
+      .def("__repr__", &split_check_repr);
   py::class_<CallLog>(m, "_CallLog")
       .def(py::init<>())
       .def(

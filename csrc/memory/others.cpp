@@ -1,13 +1,12 @@
 #include "memory/others.h"
 #include <brimful/memory/stats.h>
 #include <algorithm>
+#include "base/units.h"
 #include "memory/cuda.h"
 #include "memory/system_bounds.h"
 
 namespace brimful::memory {
 namespace {
-
-constexpr int64_t kKiB = 1024;
 
 int64_t at_least_0(int64_t bytes) {
   return std::max<int64_t>(0, bytes);

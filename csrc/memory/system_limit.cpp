@@ -6,12 +6,12 @@
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include "base/units.h"
 #include "memory/system_bounds.h"
 
 namespace brimful::memory {
 namespace {
 
-constexpr int64_t kKiB = 1024;
 constexpr int64_t kLeastMargin = int64_t{64} << 20;
 
 int64_t margin_of(int64_t free_bytes) {

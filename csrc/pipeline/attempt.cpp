@@ -86,7 +86,7 @@ class NormsScope {
 };
 
 /// Positive.
-int64_t random_name() {
+int64_t random_link_name() {
   std::random_device device;
   return static_cast<int64_t>((uint64_t{device()} << 32 | device()) >> 1) | 1;
 }
@@ -132,7 +132,7 @@ void Pipeline::State::meet(Call& call) {
   own.rows = call.rows;
   own.may_split = may_split();
   own.ties = tied.size();
-  own.links = options.peers->wants_links() ? random_name() : 0;
+  own.links = options.peers->wants_links() ? random_link_name() : 0;
   try {
     if (call.refused) {
       std::rethrow_exception(call.refused);

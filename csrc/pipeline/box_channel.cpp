@@ -11,7 +11,7 @@
 
 namespace brimful::pipeline {
 namespace {
-constexpr int64_t kFirstCapacity = 1024;
+constexpr int64_t kFirstBoxCapacity = 1024;
 constexpr int64_t kMostPushed = 1 << 15;  // bytes through a socket, whose buffer has room for more
 constexpr int kFirstTag = (1 << 24) - 5;
 constexpr int kRestTag = (1 << 24) - 4;
@@ -46,7 +46,7 @@ void Outbox::set(Links links) {
 }
 
 void Outbox::begin() {
-  capacity_ = std::max({capacity_, most_, kFirstCapacity});
+  capacity_ = std::max({capacity_, most_, kFirstBoxCapacity});
 }
 
 void Outbox::push(const void* data, int64_t bytes) {
@@ -114,7 +114,7 @@ bool Inbox::is_lost() const {
 }
 
 void Inbox::begin() {
-  capacity_ = std::max({capacity_, most_, kFirstCapacity});
+  capacity_ = std::max({capacity_, most_, kFirstBoxCapacity});
   expected_ = 0;
   arrived_.clear();
 }

@@ -12,7 +12,7 @@
 namespace brimful::pipeline {
 namespace {
 
-constexpr int64_t kFirstCapacity = 4096;
+constexpr int64_t kFirstMessageCapacity = 4096;
 constexpr int64_t kMostAwaited = 1 << 20;  // bytes of a step's receives that are posted at once
 
 at::Tensor bytes_of(int64_t count) {
@@ -132,7 +132,7 @@ void GroupChannel::reset(int microbatches, int64_t rows) {
   require_few(microbatches);
   if (microbatches != std::ssize(places_)) {
     places_.clear();
-    places_.resize(microbatches, {kFirstCapacity});
+    places_.resize(microbatches, {kFirstMessageCapacity});
   }
   for (auto& place : places_) {
     place.sent = place.received = false;

@@ -29,7 +29,7 @@ socklen_t put_name(const std::string& name, sockaddr_un& address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + bytes);
 }
 
-std::string random_name() {
+std::string random_socket_name() {
   std::random_device device;
   std::string name = "brimful-";
   for (int i = 0; i < 4; ++i) {
@@ -50,7 +50,7 @@ bool is_own_user(int fd) {
 }
 }  // namespace
 
-LocalSocket::Door::Door() : name_(random_name()), fd_(new_socket()) {
+LocalSocket::Door::Door() : name_(random_socket_name()), fd_(new_socket()) {
   sockaddr_un address;
   const auto bytes = put_name(name_, address);
   if (fd_ >= 0 &&

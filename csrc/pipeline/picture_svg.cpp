@@ -28,12 +28,12 @@ constexpr double kCellWish = 22;  // a width at which two digits fit
 struct Colour {
   double red, green, blue;
 };
-struct Kind {
+struct KindInk {
   ActionKind kind;
   const char* name;
   Colour colour;
 };
-constexpr std::array<Kind, 4> kKinds{{
+constexpr std::array<KindInk, 4> kKindInks{{
     {ActionKind::forward, "forward (F)", {76, 120, 168}},
     {ActionKind::backward, "backward (B)", {217, 119, 54}},
     {ActionKind::backward_input, "backward of inputs (I)", {45, 149, 150}},
@@ -172,7 +172,7 @@ class Svg {
 
   void legend() {
     double x = kLeft;
-    for (const auto& kind : kKinds) {
+    for (const auto& kind : kKindInks) {
       if (used_[static_cast<size_t>(kind.kind)]) {
         out_ += rectangle(x, 38, 12, 12, hex(kind.colour)) + " rx=\"2\"/>\n";
         out_ += text_at(x + 18, 48, "name", kind.name);
@@ -209,7 +209,7 @@ class Svg {
     const auto& [action, start, end] = timed;
     const auto& stages = panel.stages[rank];
     const auto index = std::find(stages.begin(), stages.end(), action.stage) - stages.begin();
-    const auto colour = shade(kKinds[static_cast<size_t>(action.kind)].colour,
+    const auto colour = shade(kKindInks[static_cast<size_t>(action.kind)].colour,
                               static_cast<int>(index), static_cast<int>(stages.size()));
     const double x = kLeft + start * scale_;
     const double y = panel.top + kRow * rank;

@@ -8,16 +8,17 @@
 
 namespace brimful::pipeline {
 namespace {
-constexpr int kKinds = 8;
+constexpr int kActionKinds = 8;
 
 size_t index_of(const Action& action, const Schedule& schedule) {
   const auto pair = static_cast<size_t>(action.stage) * schedule.microbatches + action.microbatch;
-  return pair * kKinds + static_cast<size_t>(action.kind);
+  return pair * kActionKinds + static_cast<size_t>(action.kind);
 }
 }  // namespace
 
 Places::Places(const Schedule& schedule)
-    : schedule_(schedule), place_(size_t{kKinds} * schedule.stages * schedule.microbatches, -1) {
+    : schedule_(schedule),
+      place_(size_t{kActionKinds} * schedule.stages * schedule.microbatches, -1) {
   for (size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
     first_.push_back(size());
     for (const auto& action : schedule.ranks[rank]) {

@@ -2,6 +2,7 @@
 #include <unistd.h>
 #include <algorithm>
 #include <array>
+#include "base/units.h"
 #include "memory/system_bounds.h"
 #include "probes/proc_files.h"
 
@@ -10,7 +11,6 @@ namespace {
 
 using namespace nvml;
 
-constexpr int64_t kKiB = 1024;
 // More than a context takes: so much in use without a process means that the driver does not name them to us.
 constexpr int64_t kHiddenBytes = int64_t{64} << 20;
 

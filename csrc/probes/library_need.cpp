@@ -4,13 +4,12 @@
 #include <regex>
 #include <vector>
 #include "base/format.h"
+#include "base/units.h"
 #include "probes/explain_parts.h"
 
 namespace brimful::probes {
 namespace {
 
-constexpr int64_t kKiB = 1024;
-constexpr int64_t kMiB = 1024 * kKiB;
 // A first handle and the kernels that are loaded for it: the classifier of step/oom.cpp draws the line there too.
 constexpr int64_t kHandleBytes = 256 * kMiB;
 // As torch 2.11 to 2.15 choose it: for Hopper and later, and before.

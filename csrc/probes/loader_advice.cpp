@@ -11,7 +11,7 @@ constexpr int64_t kEnoughSteps = 5;
 constexpr int64_t kRuleOfThumb = 4;
 constexpr double kNoticeable = 0.05;   // of a step
 constexpr double kShortest_ms = 0.01;  // of a step's work, to divide by
-constexpr int64_t kGrowth = int64_t{32} << 20;
+constexpr int64_t kGrowthBytes = int64_t{32} << 20;
 constexpr int64_t kGrowthOfStep = int64_t{64} << 10;
 
 std::string percent(double share) {
@@ -84,7 +84,7 @@ void advise_rest(const LoaderFacts& facts, LoaderAdvice& out) {
     out.reasons.emplace_back("persistent_workers=True: each epoch begins with starting workers");
   }
   const auto growth = facts.worker_growth_bytes.value_or(0);
-  if (growth > kGrowth && growth / std::max<int64_t>(facts.steps, 1) > kGrowthOfStep) {
+  if (growth > kGrowthBytes && growth / std::max<int64_t>(facts.steps, 1) > kGrowthOfStep) {
     out.reasons.push_back(
         "a worker's private memory grew by " + format_bytes(growth) +
         ": a dataset that holds lists of Python objects is copied page by page as it is read; hold "

@@ -6,7 +6,7 @@
 namespace brimful::probes {
 namespace {
 
-constexpr size_t kColumns = 20'000;
+constexpr size_t kTraceColumns = 20'000;
 
 double us(int64_t ns) {
   return static_cast<double>(ns) / 1e3;
@@ -49,7 +49,7 @@ std::string to_chrome_trace(const std::vector<memory::Recording>& recordings) {
       trace.name_process(process, "rank " + std::to_string(recording.rank) + ", " + device.device);
       trace.name_thread(process, 0, "steps");
       add_steps(trace, process, recording, device);
-      const auto timeline = timeline_of(device, kColumns);
+      const auto timeline = timeline_of(device, kTraceColumns);
       for (const auto& column : timeline.columns) {
         trace.counter(process, "memory of " + device.device,
                       us(recording.began_unix_ns + column.time_ns), values_of(column.by_category));

@@ -12,7 +12,7 @@ using memory::LiveBlock;
 using memory::Phase;
 
 constexpr size_t kSites = 12;
-constexpr GrowthOptions kGrowth{.steps = 3, .warm_up = 1};
+constexpr GrowthOptions kGrowthBeforeOom{.steps = 3, .warm_up = 1};
 
 std::string place_of(uint32_t site) {
   return memory::to_string(memory::site(site));
@@ -49,7 +49,7 @@ void read_blocks(OomFacts& facts, const std::vector<LiveBlock>& blocks) {
     site.place = place_of(id);
     facts.sites.push_back(std::move(site));
   }
-  for (const Growth& growth : growing(blocks, facts.step, kGrowth)) {
+  for (const Growth& growth : growing(blocks, facts.step, kGrowthBeforeOom)) {
     facts.growing.push_back({place_of(growth.site), growth.steps, growth.bytes});
   }
   facts.growing.resize(std::min(facts.growing.size(), kSites));

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <thread>
+#include "base/units.h"
 #include "memory/system_bounds.h"
 #include "probes/proc_files.h"
 
@@ -12,7 +13,6 @@ namespace fs = std::filesystem;
 using memory::number_after;
 using memory::read_file;
 
-constexpr int64_t kKiB = 1024;
 // The inode of the first pid namespace (PROC_PID_INIT_INO of Linux): containers have others.
 constexpr const char* kHostPids = "pid:[4026531836]";
 

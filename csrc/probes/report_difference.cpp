@@ -14,7 +14,7 @@ namespace {
 
 using memory::Category;
 
-constexpr size_t kRows = 60;
+constexpr size_t kDifferenceRows = 60;
 
 struct Change {
   std::string what;  // HTML
@@ -65,7 +65,7 @@ void write_changes(std::ostream& out, const char* title, const std::vector<Chang
   const int64_t most = std::abs(changes.front().more());
   out << "<table class=changes>\n<tr><th class=n>difference</th><th></th><th class=n>before</th>"
          "<th class=n>after</th><th>category</th><th></th></tr>\n";
-  for (size_t k = 0; k < std::min(changes.size(), kRows); ++k) {
+  for (size_t k = 0; k < std::min(changes.size(), kDifferenceRows); ++k) {
     const Change& change = changes[k];
     out << "<tr><td class=\"n " << (change.more() > 0 ? "more" : "less") << "\">"
         << signed_bytes(change.more()) << "</td>";
@@ -75,8 +75,8 @@ void write_changes(std::ostream& out, const char* title, const std::vector<Chang
         << "</td><td>" << change.what << "</td></tr>\n";
   }
   out << "</table>\n";
-  if (changes.size() > kRows) {
-    out << "<p>And " << changes.size() - kRows << " smaller ones.</p>\n";
+  if (changes.size() > kDifferenceRows) {
+    out << "<p>And " << changes.size() - kDifferenceRows << " smaller ones.</p>\n";
   }
 }
 

@@ -15,7 +15,7 @@ namespace {
 using memory::Category;
 using memory::Recording;
 
-constexpr size_t kRows = 40;
+constexpr size_t kSiteRows = 40;
 
 std::string plural(int64_t count, const std::string& word) {
   return count_text(count) + " " + word + (count == 1 ? "" : "s");
@@ -81,7 +81,7 @@ void write_sites(std::ostream& out, const PageTimeline& page) {
   int64_t rest_bytes = 0;
   for (size_t k = 0; k < peak.by_site.size(); ++k) {
     const auto& site = peak.by_site[k];
-    if (k >= kRows) {
+    if (k >= kSiteRows) {
       rest_bytes += site.bytes;
       continue;
     }
@@ -102,7 +102,7 @@ void write_sites(std::ostream& out, const PageTimeline& page) {
     }
   };
   write_rest(rest_bytes, plural(static_cast<int64_t>(peak.by_site.size() -
-                                                     std::min(peak.by_site.size(), kRows)),
+                                                     std::min(peak.by_site.size(), kSiteRows)),
                                 "more line"));
   write_rest(peak.before_bytes, "from before tracking began: no line is known");
   out << "</table>\n";

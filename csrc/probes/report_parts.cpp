@@ -13,8 +13,8 @@ namespace {
 using memory::Category;
 
 // A few for each pixel of a screen, to have some to zoom into; many timelines share four times as many.
-constexpr size_t kColumns = 8192;
-constexpr size_t kAllColumns = 4 * kColumns;
+constexpr size_t kChartColumns = 8192;
+constexpr size_t kAllColumns = 4 * kChartColumns;
 constexpr size_t kLeastColumns = 1024;
 
 /// From below; what changes least comes first.
@@ -102,7 +102,7 @@ std::vector<PageTimeline> timelines_of(const std::vector<memory::Recording>& rec
     count += recording.devices.size();
   }
   const size_t columns =
-      std::clamp(kAllColumns / std::max<size_t>(count, 1), kLeastColumns, kColumns);
+      std::clamp(kAllColumns / std::max<size_t>(count, 1), kLeastColumns, kChartColumns);
   std::vector<PageTimeline> pages;
   for (const auto& recording : recordings) {
     for (const auto& device : recording.devices) {

@@ -3,13 +3,12 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 #include <chrono>
+#include "base/units.h"
 #include "memory/cuda.h"
 #include "memory/system_bounds.h"
 
 namespace brimful::probes {
 namespace {
-
-constexpr int64_t kKiB = 1024;
 
 HostMemory read_host() {
   HostMemory host;

@@ -11,9 +11,9 @@
 namespace brimful::probes {
 namespace {
 
-constexpr size_t kColumns = 9;
+constexpr size_t kSummaryColumns = 9;
 constexpr size_t kWords = 2;  // columns that are not numbers
-using Cells = std::array<std::string, kColumns>;
+using Cells = std::array<std::string, kSummaryColumns>;
 const Cells kTitles{"module",      "output", "calls",        "parameters",   "buffers",
                     "activations", "saved",  "forward peak", "backward peak"};
 
@@ -108,9 +108,9 @@ std::vector<std::string> lines_below(const StepSummary& summary) {
   return {"mode: " + summary.mode, rows_text(summary), peaks_text(summary)};
 }
 
-std::string line_of(const Cells& cells, const std::array<size_t, kColumns>& widths) {
+std::string line_of(const Cells& cells, const std::array<size_t, kSummaryColumns>& widths) {
   std::string line;
-  for (size_t column = 0; column < kColumns; ++column) {
+  for (size_t column = 0; column < kSummaryColumns; ++column) {
     const std::string padding(widths[column] - cells[column].size(), ' ');
     line += column == 0 ? "" : "  ";
     line += column < kWords ? cells[column] + padding : padding + cells[column];
@@ -146,9 +146,9 @@ std::string to_string(const StepSummary& summary) {
     table.push_back(cells_of(row));
     table.back()[0].insert(0, 2 * static_cast<size_t>(row.depth), ' ');
   }
-  std::array<size_t, kColumns> widths{};
+  std::array<size_t, kSummaryColumns> widths{};
   for (const Cells& cells : table) {
-    for (size_t column = 0; column < kColumns; ++column) {
+    for (size_t column = 0; column < kSummaryColumns; ++column) {
       widths[column] = std::max(widths[column], cells[column].size());
     }
   }
@@ -173,14 +173,14 @@ std::string to_html(const StepSummary& summary) {
            ">";
   };
   std::string html = "<table><thead><tr>";
-  for (size_t column = 0; column < kColumns; ++column) {
+  for (size_t column = 0; column < kSummaryColumns; ++column) {
     html += cell("th", column, kTitles[column], 0);
   }
   html += "</tr></thead><tbody>";
   for (const ModuleRow& row : summary.modules) {
     const Cells cells = cells_of(row);
     html += "<tr>";
-    for (size_t column = 0; column < kColumns; ++column) {
+    for (size_t column = 0; column < kSummaryColumns; ++column) {
       html += cell("td", column, cells[column], row.depth);
     }
     html += "</tr>";

@@ -5,10 +5,10 @@
 #include <sstream>
 
 #include "base/format.h"
+#include "base/units.h"
 
 namespace brimful {
 namespace {
-constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int kCostSteps = 3;
 constexpr int kRounds = 4;
 constexpr int kStepsPerTrial = 3;   // the first one is not counted: its memory is new

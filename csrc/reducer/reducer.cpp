@@ -10,13 +10,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/units.h"
 #include "reducer/at_exit.h"
 #include "reducer/graph_hooks.h"
 #include "reducer/reducer_state.h"
 
 namespace brimful {
 namespace {
-constexpr double kMiB = 1024.0 * 1024.0;
 constexpr double kDefaultCapMb = 25;
 
 std::vector<ParameterInfo> infos_of(const std::vector<at::Tensor>& parameters,

@@ -6,7 +6,7 @@
 
 namespace brimful {
 namespace {
-constexpr double kSlackBytes = 64;
+constexpr double kEventSlackBytes = 64;
 constexpr double kSlack = 0.01;
 constexpr double kMostEdits = 0.1;     // of a trace's events
 constexpr int64_t kMostScript = 1000;  // its memory grows with the square
@@ -26,7 +26,8 @@ bool is_same(const Sample& small, const Sample& large) {
   const double least = std::abs(small.bytes);
   const double bytes = std::abs(large.bytes);
   const double most = least * large.rows / small.rows;
-  return bytes >= least * (1 - kSlack) - kSlackBytes && bytes <= most * (1 + kSlack) + kSlackBytes;
+  return bytes >= least * (1 - kSlack) - kEventSlackBytes &&
+         bytes <= most * (1 + kSlack) + kEventSlackBytes;
 }
 
 /// The furthest a path of so many edits comes on each diagonal k = x - y; one list an edit, for the way back.

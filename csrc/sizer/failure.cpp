@@ -8,7 +8,8 @@
 
 namespace brimful {
 namespace {
-constexpr int64_t kSlackBytes = 1024;  // numbers that an optimizer's kernels wrap in tensors
+constexpr int64_t kOptimizerSlackBytes =
+    1024;  // numbers that an optimizer's kernels wrap in tensors
 
 int64_t bytes_of(const at::Tensor& tensor, c10::Device device) {
   if (!tensor.defined() || tensor.device() != device) {
@@ -64,7 +65,8 @@ void BatchSizer::throw_too_large(const AttemptResult& result, const StepInput& i
 void BatchSizer::require_room_for_optimizer(const StepInput& input) const {
   const auto bytes = options_.optimizer_bytes();
   const auto now = memory::stats(options_.device);
-  if (bytes == 0 || !now.limit_bytes || bytes + kSlackBytes <= *now.limit_bytes - now.used_bytes) {
+  if (bytes == 0 || !now.limit_bytes ||
+      bytes + kOptimizerSlackBytes <= *now.limit_bytes - now.used_bytes) {
     return;
   }
   const memory::Unlimited unlimited;

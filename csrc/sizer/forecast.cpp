@@ -14,8 +14,9 @@ namespace brimful {
 namespace {
 constexpr int64_t kLeastRows = 2;  // of the first traced size; BatchNorm refuses one row
 constexpr int64_t kCheckedRows = 16;
-constexpr double kGoodEnough = 0.01;    // of the peak: else a larger size is traced
-constexpr int64_t kSlackBytes = 16384;  // what a step allocates beside its pieces: losses, weights
+constexpr double kGoodEnough = 0.01;  // of the peak: else a larger size is traced
+constexpr int64_t kStepSlackBytes =
+    16384;  // what a step allocates beside its pieces: losses, weights
 constexpr double kMoreMargin = 0.02;
 
 int64_t room_of(const memory::Stats& now) {
@@ -44,7 +45,7 @@ bool BatchSizer::predicts() const {
 }
 
 int64_t BatchSizer::with_margin(int64_t bytes) const {
-  return static_cast<int64_t>(static_cast<double>(bytes) * (1 + margin_)) + kSlackBytes;
+  return static_cast<int64_t>(static_cast<double>(bytes) * (1 + margin_)) + kStepSlackBytes;
 }
 
 Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
@@ -126,7 +127,7 @@ std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork&
   const auto room = take(memory::stats(options_.device));
   if (peak(1) > room) {
     const auto bytes =
-        static_cast<int64_t>(static_cast<double>(room - kSlackBytes) / (1 + margin_));
+        static_cast<int64_t>(static_cast<double>(room - kStepSlackBytes) / (1 + margin_));
     const auto most = forecast->second.largest_rows(bytes, rows);
     plan.pieces = std::max<int64_t>(most > 0 ? pieces_for(rows, most) : rows, 2);
     plan.pieces = std::min(plan.pieces, rows);

@@ -9,11 +9,11 @@ namespace brimful {
 namespace {
 constexpr int64_t kFirstWait = 16;  // steps
 constexpr int64_t kLongestWait = 4096;
-constexpr double kShrinkTo = 0.85;      // of the room, where the need is taken to be in proportion
-constexpr int64_t kMostAtOnce = 4;      // times as many pieces; else the shortage is passing
-constexpr int64_t kLeastRows = 2;       // BatchNorm refuses one row
-constexpr size_t kSizesKept = 1024;     // batches of many sizes
-constexpr int64_t kSlackBytes = 16384;  // of an estimate: losses, weights, alignment
+constexpr double kShrinkTo = 0.85;   // of the room, where the need is taken to be in proportion
+constexpr int64_t kMostAtOnce = 4;   // times as many pieces; else the shortage is passing
+constexpr int64_t kLeastRows = 2;    // BatchNorm refuses one row
+constexpr size_t kSizesKept = 1024;  // batches of many sizes
+constexpr int64_t kEstimateSlackBytes = 16384;  // of an estimate: losses, weights, alignment
 
 int64_t bytes_of(PieceHistory::Room room) {
   return room.value_or(std::numeric_limits<int64_t>::max());
@@ -34,7 +34,7 @@ std::optional<int64_t> upper_bound_of(const std::map<int64_t, int64_t>& peaks, i
                              ? low / static_cast<double>(below->first)
                              : (static_cast<double>(above->second) - low) /
                                    static_cast<double>(above->first - below->first);
-  return static_cast<int64_t>(std::ceil(low + per_row * share)) + kSlackBytes;
+  return static_cast<int64_t>(std::ceil(low + per_row * share)) + kEstimateSlackBytes;
 }
 }  // namespace
 
