@@ -90,19 +90,22 @@ void with_elements(const at::Tensor& buffer, const Visit& visit) {
 }  // namespace
 
 Layout Arenas::carve(const BucketPlan& plan, int64_t tail_numel,
-                     const std::vector<at::Tensor>& parameters) {
+                     const std::vector<at::Tensor>& parameters, bool dense) {
   const auto kind_of = [](const BucketPlan::Bucket& bucket) {
     return Kind(c10::toRealValueType(bucket.dtype), bucket.device.str());
   };
   const auto is_flat = [](const auto& bucket) { return !bucket.sparse && !bucket.direct; };
-  const auto numel_of = [&](const BucketPlan::Bucket& bucket) {
+  const auto tail_of = [&](const BucketPlan::Bucket& bucket) {
+    return &bucket == &plan.buckets.back() ? tail_numel : 0;
+  };
+  const auto numel_of = [&](const BucketPlan::Bucket& bucket) {  // in every plan the same in sum
     const auto dtype = c10::toRealValueType(bucket.dtype);
     const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
     int64_t numel = 0;
     for (const auto i : bucket.parameters) {
       numel += aligned(reals_of(parameters[i]), element_bytes);
     }
-    return numel + (&bucket == &plan.buckets.back() ? tail_numel : 0);
+    return numel + tail_of(bucket);
   };
   std::map<Kind, int64_t> numels;
   for (const auto& bucket : plan.buckets) {
@@ -143,15 +146,16 @@ Layout Arenas::carve(const BucketPlan& plan, int64_t tail_numel,
       const auto kind = kind_of(planned);
       const auto element_bytes = static_cast<int64_t>(c10::elementSize(kind.first));
       auto& taken = numels[kind];
-      bucket.flat = memory_[kind].narrow(0, taken, numel_of(planned));
-      taken += bucket.flat.numel();
+      const auto room = memory_[kind].narrow(0, taken, numel_of(planned));
+      taken += room.numel();
       int64_t offset = 0;
       for (const auto i : planned.parameters) {
         const auto numel = reals_of(parameters[i]);
-        layout.slots[i].view = view_like(bucket.flat.narrow(0, offset, numel), parameters[i]);
-        offset += aligned(numel, element_bytes);
+        layout.slots[i].view = view_like(room.narrow(0, offset, numel), parameters[i]);
+        offset += dense ? numel : aligned(numel, element_bytes);
       }
-      bucket.gradients = bucket.flat.narrow(0, 0, offset);
+      bucket.gradients = room.narrow(0, 0, offset);
+      bucket.flat = room.narrow(0, 0, offset + tail_of(planned));
     }
     layout.buckets.push_back(std::move(bucket));
   }

@@ -64,9 +64,10 @@ class Arenas {
   /// `allocate`: zeroed memory; nothing: from torch's allocator.
   explicit Arenas(Allocate allocate = nullptr) : allocate_(std::move(allocate)) {}
 
-  /// Carves the plan's buckets, zeroed, with `tail_numel` elements behind the gradients of the last one.
+  /// Carves the plan's buckets, zeroed, with `tail_numel` elements behind the gradients of the last one. `dense`: without
+  /// gaps between the gradients of a bucket, as communication hooks expect; else each is aligned.
   Layout carve(const BucketPlan& plan, int64_t tail_numel,
-               const std::vector<at::Tensor>& parameters);
+               const std::vector<at::Tensor>& parameters, bool dense = false);
   int64_t bytes() const;
 
  private:

@@ -44,6 +44,7 @@ void Reducer::wait_for_buckets() {
     bucket.hooked.reset();
     bucket.left = false;
   }
+  s.last_hook.reset();
   ++s.counters.host_waits;
 }
 

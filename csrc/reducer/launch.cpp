@@ -67,6 +67,7 @@ void Reducer::State::send(int64_t index) {
     auto passed = hook_bucket(index);
     ++counters.launches;
     bucket.hooked = hook->runHook(passed);  // its errors are this rank's own
+    last_hook = bucket.hooked;
   }
   bucket.left = true;
   if (sends && !bucket.hooked) {
@@ -85,7 +86,10 @@ void Reducer::State::send(int64_t index) {
 
 c10d::GradBucket Reducer::State::hook_bucket(int64_t index) const {
   const auto& bucket = buckets[index];
-  const auto row = row_of(bucket);
+  auto row = row_of(bucket);
+  if (parameters[bucket.parameters[0]].is_complex()) {
+    row = at::view_as_complex(row.view({-1, 2}));
+  }
   std::vector<size_t> offsets;
   std::vector<size_t> lengths;
   std::vector<c10::IntArrayRef> sizes;
@@ -93,10 +97,8 @@ c10d::GradBucket Reducer::State::hook_bucket(int64_t index) const {
   for (const auto i : bucket.parameters) {
     const auto& parameter = parameters[i];
     const auto& view = slots[i].view;
-    const int64_t reals = parameter.is_complex() ? 2 : 1;
-    const auto offset = bucket.direct ? 0 : reals * view.storage_offset() - row.storage_offset();
-    offsets.push_back(offset);
-    lengths.push_back(reals * parameter.numel());
+    offsets.push_back(bucket.direct ? 0 : view.storage_offset() - row.storage_offset());
+    lengths.push_back(parameter.numel());
     sizes.push_back(parameter.sizes());
     members.push_back(parameter);
   }
@@ -113,11 +115,11 @@ void Reducer::advance_early() {
   if (!s.launching || s.launch_late) {
     return;
   }
-  while (s.next < s.last() && s.buckets[s.next].pending == 0 &&
+  while (s.next < s.last() && s.buckets[s.next].pending == 0 && s.hook_done() &&
          (s.before == nullptr || s.before->early_left())) {
     launch(s.next);
   }
-  if (s.after != nullptr && s.next >= s.last()) {
+  if (s.after != nullptr && early_left()) {
     s.after->advance();
   }
 }
@@ -128,7 +130,7 @@ void Reducer::advance() {
 }
 
 bool Reducer::early_left() const {
-  return s_->next >= s_->last();
+  return s_->next >= s_->last() && s_->hook_done();
 }
 
 void Reducer::begin_attempt(int buffer_source) {
@@ -168,9 +170,28 @@ void Reducer::collect_hook_results() {
   for (auto& bucket : s_->buckets) {
     if (bucket.hooked && !s_->broken) {
       wait_for_hook(*bucket.hooked);
-      bucket.hooked->waitAndThrow();
-      bucket.hook_result = s_->hook->parseHookResult(bucket.hooked->value());
     }
+    if (bucket.hooked && !s_->broken) {
+      bucket.hooked->waitAndThrow();
+      auto result = s_->hook->parseHookResult(bucket.hooked->value());
+      const auto expected = s_->row_of(bucket).numel();
+      if (result.is_complex()) {
+        result = at::view_as_real(result.resolve_conj());
+      }
+      TORCH_CHECK_VALUE(result.numel() == expected,
+                        "a communication hook returned a tensor of another size than its bucket's "
+                        "buffer (returned: ",
+                        result.numel(), " real elements, buffer: ", expected,
+                        "); return the mean of bucket.buffer() over the ranks");
+      bucket.hook_result = std::move(result);
+    }
+  }
+}
+
+void Reducer::wait_for_last_hook() {
+  auto& s = *s_;
+  if (!s.broken && !s.hook_done()) {
+    wait_for_hook(*s.last_hook);
   }
 }
 
@@ -192,8 +213,10 @@ void Reducer::complete(Part part) {
   s.completing = true;
   while (s.next < end) {
     fill(s.next);
+    wait_for_last_hook();
     launch(s.next);
   }
+  wait_for_last_hook();  // of the early part: other modules' buckets may follow
 }
 
 void Reducer::drain(Part part) {
@@ -208,8 +231,10 @@ void Reducer::drain(Part part) {
     s.buckets.back().gradients.zero_();
   }
   while (s.next < end) {
+    wait_for_last_hook();
     launch_drained(s.next);
   }
+  wait_for_last_hook();
 }
 
 }  // namespace brimful

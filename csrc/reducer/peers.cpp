@@ -132,12 +132,19 @@ void Reducer::wait_for(c10d::Work& work, bool on_cpu) {
 
 void Reducer::wait_for_hook(c10::ivalue::Future& future) {
   auto& s = *s_;
+  const auto give_up = [&](const char* why) {
+    s.broken = std::make_exception_ptr(std::runtime_error(why));
+  };
   auto listen_at = std::chrono::steady_clock::now() + std::chrono::milliseconds(kListenEvery);
   while (s.device.is_cpu() && s.store && s.world_size > 1 && !future.completed()) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
-    if (std::chrono::steady_clock::now() > listen_at) {
+    const auto now = std::chrono::steady_clock::now();
+    if (s.hook_deadline && now > *s.hook_deadline) {
+      return give_up("the others did not come to a communication hook before this process ended");
+    }
+    if (now > listen_at) {
       if (told_broken()) {
-        throw std::runtime_error("another rank found the process group broken");
+        return give_up("another rank found the process group broken");
       }
       listen_at += std::chrono::milliseconds(kListenEvery);
     }

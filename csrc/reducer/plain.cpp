@@ -288,12 +288,16 @@ void Reducer::announce_failure(FailureKind kind, const std::string& text, int64_
   if (s.alone) {
     return;
   }
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
+  if (patience_ms > 0) {
+    s.hook_deadline = deadline;
+  }
   if (s.aborted) {
     publish_failure(kind, text);
   } else {
     abort_step(kind, text);
   }
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
+  s.hook_deadline.reset();
   const auto done = [&] {
     return std::all_of(s.buckets.begin(), s.buckets.end(),
                        [](const auto& b) { return !b.work || b.work->isCompleted(); });

@@ -73,6 +73,8 @@ struct Reducer::State {
   double sparse_scale = 1;  ///< of sparse gradients
   double wire_scale = 1;    ///< of gradients on their way onto the wire
   double hook_scale = 1;    ///< of what a communication hook returned
+  c10::intrusive_ptr<c10::ivalue::Future> last_hook;  ///< of the last bucket that went to a hook
+  std::optional<std::chrono::steady_clock::time_point> hook_deadline;  ///< of a process that ends
   ControlRecord record;
   at::Tensor loss_sum;
   int buffer_source = 0;
@@ -125,6 +127,10 @@ struct Reducer::State {
   bool is_hooked(int64_t index) const {
     return hook && index != last() && !buckets[index].sparse();
   }
+  /// A hook may make further collectives when its first one ends, from the group's thread. No other may come between
+  /// them, in an order that differs from rank to rank: the next bucket leaves when the last hook is done. (That of NCCL
+  /// is as soon as it has been called: its order is that of the stream.)
+  bool hook_done() const { return !last_hook || last_hook->completed(); }
 
   // plain.cpp
   bool lost_backward() const;

@@ -182,6 +182,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void abort_group();
   void wait_for(c10d::Work& work, bool on_cpu);
   void wait_for_hook(c10::ivalue::Future& future);
+  void wait_for_last_hook();
   bool told_broken();
   bool begin_plain_backward(std::unique_lock<std::mutex>& lock);
   void end_plain_backward();
