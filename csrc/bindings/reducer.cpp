@@ -70,6 +70,7 @@ void bind_reducer(py::module_& m) {
              options.names = std::move(names);
              options.sparse = std::move(sparse);
              options.frozen = std::move(frozen);
+             options.forwards_announced = true;
              const py::gil_scoped_release no_gil;
              return Reducer::create(std::move(parameters), std::move(buffers), group, options);
            }),

@@ -152,6 +152,7 @@ void Reducer::forget_attempt() {
 
 std::vector<ControlRecord> Reducer::exchange(const ControlRecord& record) {
   auto& s = *s_;
+  require_not_taken();
   settle();
   const memory::Unlimited unlimited;
   const auto own = encode(record);

@@ -43,10 +43,12 @@ struct AfterNode : torch::autograd::FunctionPostHook {
 };
 }  // namespace
 
-void on_backward(const at::Tensor& output, std::function<void()> began) {
-  if (const auto& node = output.grad_fn()) {
+bool on_backward(const at::Tensor& output, std::function<void()> began) {
+  const auto& node = output.grad_fn();
+  if (node) {
     node->add_tensor_pre_hook(std::make_unique<BeforeNode>(std::move(began)));
   }
+  return node != nullptr;
 }
 
 std::unique_ptr<torch::autograd::FunctionPostHook> after_node(

@@ -18,6 +18,7 @@ void Reducer::end_join() {
 
 bool Reducer::join_step() {
   auto& s = *s_;
+  require_not_taken();
   settle();
   take_up_plan();
   s.record = {};

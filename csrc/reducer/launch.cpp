@@ -135,6 +135,7 @@ bool Reducer::early_left() const {
 
 void Reducer::begin_attempt(int buffer_source) {
   auto& s = *s_;
+  require_not_taken();
   settle();
   const std::lock_guard<std::mutex> lock(s.mutex);
   take_up_plan();
@@ -142,6 +143,8 @@ void Reducer::begin_attempt(int buffer_source) {
   s.mode = State::Mode::managed;
   s.plain_step = false;
   s.backward_due = false;
+  s.passed = false;
+  s.unseen = 0;
   s.scale = s.sparse_scale = s.wire_scale = 1;
   s.hook_scale = s.world_size;  // a hook returns the mean, a step wants the sum
   s.buffer_source = buffer_source;

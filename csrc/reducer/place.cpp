@@ -50,6 +50,9 @@ void Reducer::place(int64_t parameter, const at::Tensor& arrived) {
   auto& gradient = s.parameters[parameter].mutable_grad();
   const auto& slot = s.slots[parameter];
   auto& bucket = s.buckets[slot.bucket];
+  if (gradient.defined() && gradient.requires_grad()) {
+    begin_backward_at(gradient);  // a loss of it reaches the parameters too
+  }
   if (bucket.direct) {
     place_direct(parameter, arrived);
     return;

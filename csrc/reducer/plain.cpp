@@ -7,8 +7,10 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
+#include <utility>
 
 #include "reducer/graph_hooks.h"
 #include "reducer/reducer_state.h"
@@ -23,6 +25,9 @@ constexpr const char* kUnknown = "unknown (see that rank's own output)";
 
 void Reducer::prepare_forward() {
   auto& s = *s_;
+  if (at::GradMode::is_enabled()) {
+    require_not_taken();
+  }
   {
     const std::lock_guard<std::mutex> lock(s.mutex);
     if (s.alone || (s.mode != State::Mode::idle && !s.died)) {
@@ -49,6 +54,11 @@ void Reducer::forward_done() {
   s.backward_due = s.forward_open;
   s.forward_open = false;
   s.ooms_before = memory::stats(s.device).ooms;
+  const bool watched = std::exchange(s.watched, false);
+  if (s.mode == State::Mode::idle && at::GradMode::is_enabled()) {
+    s.passed = true;
+    s.unseen += watched ? 0 : 1;
+  }
 }
 
 // A forward may go without a backward, but one that was followed by a refused allocation has lost it.
@@ -63,22 +73,54 @@ void Reducer::watch(const at::Tensor& output) {
       return;  // the step says when backward begins
     }
   }
-  on_backward(output, [weak = weak_from_this()] {
+  const bool has_graph = begin_backward_at(output);
+  s_->watched = s_->watched || has_graph;
+}
+
+/// Every backward that reaches the tensor is the step's. False for a leaf.
+bool Reducer::begin_backward_at(const at::Tensor& tensor) {
+  return on_backward(tensor, [weak = weak_from_this()] {
     if (const auto reducer = weak.lock()) {
       std::unique_lock<std::mutex> lock(reducer->s_->mutex);
       if (reducer->s_->mode == State::Mode::idle) {
-        reducer->begin_plain_backward(lock);
+        reducer->begin_plain_backward(lock, true);
       }
     }
   });
 }
 
-bool Reducer::begin_plain_backward(std::unique_lock<std::mutex>& lock) {
-  auto& s = *s_;
-  const auto* selected = torch::autograd::get_current_graph_task_exec_info();
-  if (s.alone || selected == nullptr || !selected->empty()) {
-    return false;  // nothing to send; or autograd.grad or backward(inputs=...): not a training step's backward
+// autograd.grad leaves no gradient, and backward(inputs=...) of some parameters is this rank's own. All of them, as far as
+// they can be inputs, are what a backward without inputs reaches.
+bool Reducer::State::is_whole(
+    const std::unordered_map<torch::autograd::Node*, torch::autograd::GraphTask::ExecInfo>&
+        selected) {
+  if (selected.empty()) {
+    return true;
   }
+  size_t chosen = 0;
+  size_t possible = 0;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto found = selected.find(accumulators[i].get());
+    chosen += found != selected.end() && found->second.needed_ ? 1 : 0;
+    possible += parameters[i].requires_grad() ? 1 : 0;
+  }
+  if (chosen > 0 && chosen < possible && !std::exchange(warned, true)) {
+    log(LogLevel::warning,
+        c10::str("the gradients of a backward of some parameters stay this rank's own (inputs: ",
+                 chosen, " of ", possible,
+                 " parameters); for gradients of all ranks pass all of them, or no inputs"));
+  }
+  return chosen > 0 && chosen >= possible;
+}
+
+bool Reducer::begin_plain_backward(std::unique_lock<std::mutex>& lock, bool through_output) {
+  auto& s = *s_;
+  const bool due = through_output || !s.announced || s.passed || s.unseen > 0;
+  const auto* selected = torch::autograd::get_current_graph_task_exec_info();
+  if (s.alone || !due || selected == nullptr || !s.is_whole(*selected)) {
+    return false;  // nothing to send, or not a training step's backward
+  }
+  require_not_taken();
   if (s.aborted) {  // what was launched for the step that died has left: only a wait
     lock.unlock();
     settle();
@@ -106,6 +148,8 @@ bool Reducer::begin_plain_backward(std::unique_lock<std::mutex>& lock) {
   s.plain_step = true;
   s.forward_open = false;
   s.backward_due = false;
+  s.passed = false;
+  s.unseen = through_output ? 0 : std::max<int64_t>(s.unseen - 1, 0);
   s.ooms_before = memory::stats(s.device).ooms;
   s.scale = s.sparse_scale = s.wire_scale = s.hook_scale = 1.0;
   take_up_plan();
@@ -248,6 +292,18 @@ void Reducer::abort_step(FailureKind kind, const std::string& text) {
   s.launching = false;
 }
 
+/// Before another collective of the group: what the step that died here owes leaves first.
+void Reducer::settle_owed() {
+  auto& s = *s_;
+  if (s.broken) {
+    return;
+  }
+  if (owes() && !s.aborted) {
+    abort_step(FailureKind::error, kUnknown);
+  }
+  settle();
+}
+
 void Reducer::settle() {
   auto& s = *s_;
   if (!s.aborted) {
@@ -322,8 +378,8 @@ void Reducer::announce_unwinding() noexcept {
 }
 
 bool Reducer::owes() const {
-  return s_->aborted || s_->forward_open || s_->lost_backward() ||
-         (s_->mode == State::Mode::plain && s_->launching);
+  return s_->taken.empty() && (s_->aborted || s_->forward_open || s_->lost_backward() ||
+                               (s_->mode == State::Mode::plain && s_->launching));
 }
 
 void Reducer::set_sync(bool sync) {

@@ -13,6 +13,7 @@
 #include "base/units.h"
 #include "reducer/at_exit.h"
 #include "reducer/graph_hooks.h"
+#include "reducer/owners.h"
 #include "reducer/reducer_state.h"
 
 namespace brimful {
@@ -119,6 +120,10 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   s.predivide = options.gradient_predivide_factor.value_or(s.world_size);
   s.infos = infos_of(parameters, options.sparse);
   s.plan_options = plan_options_of(options);
+  s.announced = options.forwards_announced;
+  for (const auto& other : reducers_beside(parameters, group.get())) {
+    other->settle_owed();
+  }
   const bool fixed = is_fixed(options.plan);
   auto plan = fixed ? plan_from_json(options.plan, s.infos, s.plan_options)
                     : plan_buckets(s.infos, s.plan_options);
@@ -160,8 +165,12 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
         std::make_unique<Planner>(s.infos, s.plan_options, options.plan == "auto" && !caps_given);
   }
 
+  for (const auto& other : owners_of(s.parameters)) {
+    other->retire(s.parameters);
+  }
   std::shared_ptr<Reducer> reducer(new Reducer(std::move(state)));
   reducer->add_hooks();
+  own(reducer, reducer->s_->parameters, group.get());
   release_at_exit(reducer.get(), [weak = std::weak_ptr<Reducer>(reducer)] {
     if (const auto alive = weak.lock()) {
       alive->s_->group.reset();
@@ -177,9 +186,8 @@ Reducer::~Reducer() {
     announce_unwinding();
   }
   forget_at_exit(this);
-  for (size_t i = 0; i < s_->accumulators.size(); ++i) {
-    s_->accumulators[i]->del_post_hook(s_->hook_keys[i]);
-  }
+  disown(this);
+  remove_hooks();
 }
 
 void Reducer::add_hooks() {
@@ -193,6 +201,31 @@ void Reducer::add_hooks() {
     s_->hook_keys.push_back(accumulator->add_post_hook(after_node(std::move(hook))));
     s_->accumulators.push_back(std::move(accumulator));
   }
+}
+
+void Reducer::remove_hooks() {
+  for (size_t i = 0; i < s_->hook_keys.size(); ++i) {
+    s_->accumulators[i]->del_post_hook(s_->hook_keys[i]);
+  }
+  s_->hook_keys.clear();
+}
+
+/// One of its parameters has a later reducer: two would take a gradient in turns, and neither would know.
+void Reducer::retire(const std::vector<at::Tensor>& taken) {
+  disown(this);
+  remove_hooks();
+  for (size_t i = 0; i < s_->parameters.size() && s_->taken.empty(); ++i) {
+    const auto same = [&](const at::Tensor& other) { return other.is_same(s_->parameters[i]); };
+    if (std::any_of(taken.begin(), taken.end(), same)) {
+      s_->taken = s_->name_of(static_cast<int64_t>(i));
+    }
+  }
+}
+
+void Reducer::require_not_taken() const {
+  TORCH_CHECK(s_->taken.empty(),
+              "a later DistributedDataParallel reduces a parameter of this one (parameter: ",
+              s_->taken, "); use the later one, or wrap one module that holds all parameters");
 }
 
 void Reducer::start_backward(bool launching) {
@@ -210,7 +243,7 @@ void Reducer::start_backward(bool launching) {
 void Reducer::on_gradient(int64_t parameter, const at::Tensor& gradient) {
   auto& s = *s_;
   std::unique_lock<std::mutex> lock(s.mutex);
-  if (s.mode == State::Mode::idle && !begin_plain_backward(lock)) {
+  if (s.mode == State::Mode::idle && !begin_plain_backward(lock, false)) {
     return;
   }
   try {

@@ -1,6 +1,7 @@
 #pragma once
 #include <brimful/reducer/reducer.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -10,6 +11,7 @@
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 
 #include "reducer/agree.h"
@@ -78,7 +80,8 @@ struct Reducer::State {
   ControlRecord record;
   at::Tensor loss_sum;
   int buffer_source = 0;
-  std::exception_ptr broken;                            ///< the first error of the process group
+  std::string taken;          ///< a parameter that a later reducer has taken over
+  std::exception_ptr broken;  ///< the first error of the process group
   std::chrono::steady_clock::time_point waiting_since;  ///< of the last wait for other ranks
   bool late = false;         ///< a gradient came after its bucket had left
   int graph_task = -1;       ///< of the backward that a step runs
@@ -92,6 +95,12 @@ struct Reducer::State {
   bool sync = true;
   bool forward_open = false;
   bool backward_due = false;  ///< a forward has ended and no backward of the module has begun
+  bool announced = false;  ///< other backwards than those of announced forwards are this rank's own
+  bool passed = false;     ///< as backward_due, also where that backward does not synchronise
+  bool watched = false;    ///< an output of the forward that ends has a graph
+  int64_t unseen =
+      0;  ///< forwards since then without one: their outputs cannot say that backward begins
+  bool warned = false;  ///< of a backward(inputs=...) of some parameters
   bool in_scope = false;
   int64_t ooms_before = 0;  ///< refused allocations before this backward
   int64_t scope_step = 0;
@@ -134,6 +143,9 @@ struct Reducer::State {
 
   // plain.cpp
   bool lost_backward() const;
+  /// `selected`: what the engine runs; nothing for all.
+  bool is_whole(const std::unordered_map<torch::autograd::Node*,
+                                         torch::autograd::GraphTask::ExecInfo>& selected);
 
   // rows.cpp
   /// Of this rank, by sparse bucket.

@@ -1,5 +1,6 @@
 """Which torch this is. The only Python file that may ask."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,6 +33,12 @@ def check_torch() -> None:
 
 def _cuda_words(major: str) -> str:
     return f"for CUDA {major}" if major else "without CUDA"
+
+
+def optimizers_in_backward() -> int:
+    """How many parameters of the process were given to torch's _apply_optimizer_in_backward; cheap."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return len(getattr(module, "param_to_acc_grad_map", ()))
 
 
 def skipped_by_dynamo(function: Function) -> Function:

@@ -72,6 +72,16 @@ def buffers_agree(broadcast: bool | None, forward_sync: bool | None) -> tuple[bo
     return (True, True) if broadcast is None else (broadcast, broadcast)
 
 
+def refuse_wrapped(module: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...]) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, kinds):
+            where = f"a part of the module (name: {name!r})" if name else "the module"
+            raise ValueError(
+                f"{where} is wrapped already (type: {type(child).__name__}), and its gradients would be reduced "
+                "twice; wrap the whole alone, with the part's .module in its place"
+            )
+
+
 class Contents:
     """What takes part of a module, each tensor once: what its ``_ddp_params_and_buffers_to_ignore`` names does not."""
 

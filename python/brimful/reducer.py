@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from brimful import _C
-from brimful._compat import skipped_by_dynamo
+from brimful._compat import optimizers_in_backward, skipped_by_dynamo
 from brimful._mixed_precision import MixedPrecision, check_mixed_precision, wire_dtype_of
 from brimful._process_end import is_out_of_memory, register, words_of
 from brimful._wrapping import (
@@ -24,6 +24,7 @@ from brimful._wrapping import (
     check_device,
     default_group,
     group_of,
+    refuse_wrapped,
     require_both,
 )
 
@@ -78,6 +79,9 @@ class DistributedDataParallel(torch.nn.Module):
     What ``module._ddp_params_and_buffers_to_ignore`` names stays each rank's own. Unlike with torch's class:
 
     - ``no_sync`` is about the backwards that run inside it, whatever their forwards did.
+    - ``backward(inputs=...)`` of all parameters is a step; of some, their gradients stay this rank's own.
+    - Of several wrappers of a parameter the last one reduces it; the others raise ``RuntimeError`` where they would
+      train. A module with a wrapper inside is a ``ValueError``.
     - ``p.grad`` is a view of a bucket. A program may keep it over later steps: it then gets memory of its own. A
       view of it (``p.grad.view(-1)``, ``p.grad.detach()``) does not; clone that.
     - After ``backward(create_graph=True)`` gradients have a graph. Of a loss of them, each rank derives its part,
@@ -130,6 +134,7 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"only a torch.nn.Module can be wrapped (type: {type(module)})")
+        refuse_wrapped(module, (DistributedDataParallel, torch.nn.parallel.DistributedDataParallel))
         require_both(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if mixed_precision is not None:
             check_mixed_precision(mixed_precision)
@@ -165,6 +170,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._left_out = contents.frozen
         self._inside = frozenset(id(child) for child in self.module.modules())
         self._suspect = False  # something was registered in one of these modules
+        self._in_backward = optimizers_in_backward()
         self.process_group = group_of(self.process_group)
         return _C.Reducer(
             contents.trainable,
@@ -223,7 +229,11 @@ class DistributedDataParallel(torch.nn.Module):
             return self._run(args, kwargs)
         reducer = self.reducer
         reducer.prepare_forward()
-        if self._suspect or (self._left_out and any(p.requires_grad for p in self._left_out)):
+        if (
+            self._suspect
+            or optimizers_in_backward() != self._in_backward
+            or (self._left_out and any(p.requires_grad for p in self._left_out))
+        ):
             self._require_unchanged()
         outputs = self._run(args, kwargs)
         for i, (owner, key, tensor, name) in enumerate(self._places):
@@ -365,19 +375,24 @@ class DistributedDataParallel(torch.nn.Module):
             reducer.end_join()
 
     def _require_unchanged(self) -> None:
-        now = Contents(self.module)
+        try:
+            self._compare(Contents(self.module))
+        except Exception as error:
+            if self.reducer.owes:  # in a plain loop: the other ranks are in this step
+                self.reducer.publish_failure(False, words_of(error))
+            raise
+        self._suspect = False
+        self._in_backward = optimizers_in_backward()
+
+    def _compare(self, now: Contents) -> None:
         for name, parameter in zip(now.names, now.trainable, strict=True):
             if self._wrapped.get(name) is parameter:
                 continue
             change = "replaced" if name in self._wrapped else "added or unfrozen"
-            error = _C.PlanMismatch(
+            raise _C.PlanMismatch(
                 f"a parameter was {change} after its module was wrapped (parameter: {name}); wrap the "
                 "module again, on all ranks"
             )
-            if self.reducer.owes:  # in a plain loop: the other ranks are in this step
-                self.reducer.publish_failure(False, words_of(error))
-            raise error
-        self._suspect = False
 
     @property
     def buckets_left(self) -> int:

@@ -443,11 +443,93 @@ TEST_CASE("autograd.grad and a reducer that is gone leave the other ranks alone"
     linear_loss(parameters, rank).backward();
     checks.expect(at::allclose(parameters[1].grad(), mean_coefficients(parameters[1], 2), 1e-12),
                   "the mean");
+    empty(parameters);
+    linear_loss(parameters, rank).backward({}, false, false, parameters);
+    checks.expect(at::allclose(parameters[1].grad(), mean_coefficients(parameters[1], 2), 1e-12),
+                  "all parameters as inputs");
     reducer.reset();
     empty(parameters);
     linear_loss(parameters, rank).backward();
     checks.expect(at::equal(parameters[1].grad(), coefficients(parameters[1], rank)),
                   "reduced by nobody");
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("A backward that did not pass the wrapper stays this rank's own", "[reducer]") {
+  const Watchdog watchdog("a local backward");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    const auto loss_of = [](auto&& output, const Batch& batch) {
+      return at::mse_loss(output, batch.target);
+    };
+    Tensors mean;
+    for (int other = 0; other < 2; ++other) {
+      Net net(false, at::kDouble);
+      const auto batch = batch_of(other, 0, 5, at::kDouble);
+      loss_of(net.forward(batch.data), batch).div(2).backward();
+      const auto gradients = net.gradients();
+      for (size_t i = 0; i < gradients.size(); ++i) {
+        mean.push_back(other == 0 ? gradients[i] : gradients[i] + mean[i]);
+      }
+      mean.erase(mean.begin(), mean.begin() + (other == 0 ? 0 : gradients.size()));
+    }
+    DistributedDataParallel<Net> model(std::make_shared<Net>(false, at::kDouble), group,
+                                       capped(24));
+    const auto batch = batch_of(rank, 0, 5, at::kDouble);
+    for (int step = 0; step < 3; ++step) {
+      if (rank == 1) {
+        loss_of(model->forward(batch.data), batch).mul(500).backward();
+        empty(model->parameters());
+      }
+      loss_of(model(batch.data), batch).backward();
+      for (size_t i = 0; i < mean.size(); ++i) {
+        checks.expect(at::allclose(model->gradients()[i], mean[i], 1e-12, 1e-15),
+                      "step " + std::to_string(step) + ", parameter " + std::to_string(i));
+      }
+      empty(model->parameters());
+    }
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("A later reducer takes over, and the earlier one says so", "[reducer]") {
+  const Watchdog watchdog("two reducers of a parameter");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    const auto net = std::make_shared<Net>(false, at::kDouble);
+    const auto batch = batch_of(rank, 0, 5, at::kDouble);
+    DistributedDataParallel<Net> first(net, group, capped(24));
+    const auto early = at::mse_loss(first(batch.data), batch.target);
+    net->fault->armed = rank == 1;  // rank 1 owes a step when it wraps again
+    net->fault->at = Fault::At::forward;
+    const auto failed = catching([&] { at::mse_loss(first(batch.data), batch.target).backward(); });
+    checks.expect(failed.type == (rank == 1 ? Type::runtime_error : Type::rank_failed),
+                  "rank 1 failed: " + failed.text);
+    DistributedDataParallel<Net> second(net, group, capped(24));
+    for (int step = 0; step < 2; ++step) {
+      at::mse_loss(second(batch.data), batch.target).backward();
+      Tensors all;
+      for (const auto& gradient : net->gradients()) {
+        all.push_back(gradient.reshape({-1}));
+      }
+      auto sum = at::cat(all);
+      std::vector<at::Tensor> summed{sum.clone()};
+      group->allreduce(summed)->wait();
+      checks.expect(at::allclose(sum * 2, summed[0], 1e-12), "ranks have the same");
+      empty(net->parameters());
+    }
+    for (const auto& use : std::vector<std::function<void()>>{
+             [&] { first(batch.data); }, [&] { early.backward(); },
+             [&] { first.reducer()->begin_attempt(0); }, [&] { first.reducer()->join_step(); }}) {
+      const auto caught = catching(use);
+      checks.expect(caught.type == Type::other &&
+                        caught.text.find("(parameter: first.weight)") != std::string::npos,
+                    "ended with '" + caught.text + "'");
+    }
+    checks.expect(!first.reducer()->owes(), "owes nothing");
+    const at::NoGradGuard no_grad;
+    checks.expect(first(batch.data).defined(), "evaluates");
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }

@@ -32,6 +32,7 @@ class DistributedDataParallel {
         options.frozen.push_back(item.value());
       }
     }
+    options.forwards_announced = true;
     reducer_ = Reducer::create(std::move(parameters), module_->buffers(), group, options);
   }
 

@@ -43,6 +43,9 @@ struct ReducerOptions {
   std::vector<at::Tensor> frozen;    ///< parameters that need no gradient: equal at the start too
   std::vector<std::string> names;    ///< of the parameters, for messages
   std::vector<bool> sparse;          ///< by parameter: its gradient will be a sparse tensor
+  /// Plain loop: the step's backward is that of a forward between prepare_forward() and forward_done(), and any other one
+  /// is this rank's own. False: every backward that reaches a parameter is a step's.
+  bool forwards_announced = false;
 };
 
 /// Sums gradients over the ranks of a process group in buckets that leave during backward. One collective a bucket and
@@ -51,7 +54,8 @@ struct ReducerOptions {
 /// failure of another rank is raised from backward(). Not thread-safe, but hooks may run on any autograd thread.
 class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_from_this<Reducer> {
  public:
-  /// A collective: all ranks construct at the same time.
+  /// A collective: all ranks construct at the same time. Of a parameter that an earlier reducer has, the new one takes
+  /// over; the earlier one throws c10::Error wherever it would begin a step.
   /// @throws PlanMismatch on every rank if their models differ; c10::ValueError if no parameter needs a gradient or
   /// the group is null
   static std::shared_ptr<Reducer> create(std::vector<at::Tensor> parameters,
@@ -64,6 +68,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
 
   // In a plain loop (see plain.cpp).
   /// Before the module's forward: settles a step that failed on this rank, so that the other ranks learn of it.
+  /// @throws c10::Error if a later reducer has taken over a parameter
   void prepare_forward();
   /// After it, for each output that needs a gradient: its backward is the beginning of the step's backward.
   void watch(const at::Tensor& output);
@@ -158,6 +163,11 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   struct State;
   explicit Reducer(std::unique_ptr<State> state);
   void add_hooks();
+  void remove_hooks();
+  void settle_owed();
+  void retire(const std::vector<at::Tensor>& taken);
+  void require_not_taken() const;
+  bool begin_backward_at(const at::Tensor& tensor);
   void take_up_plan();
   void collect_hook_results();
   void on_gradient(int64_t parameter, const at::Tensor& gradient);
@@ -184,7 +194,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void wait_for_hook(c10::ivalue::Future& future);
   void wait_for_last_hook();
   bool told_broken();
-  bool begin_plain_backward(std::unique_lock<std::mutex>& lock);
+  bool begin_plain_backward(std::unique_lock<std::mutex>& lock, bool through_output);
   void end_plain_backward();
   void plain_backward_died() noexcept;
   void end_failed_backward(std::exception_ptr error);
