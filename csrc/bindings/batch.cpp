@@ -184,8 +184,22 @@ py::object Splitter::slice(const py::handle& batch, int64_t rows, int64_t begin,
   return split_fn_ ? (*split_fn_)(batch, begin, end) : Cut(rows, begin, end)(batch, batch_dim_);
 }
 
+std::vector<NamedTensor> Splitter::tensors(const py::handle& batch, int64_t rows, int64_t begin,
+                                           int64_t end) const {
+  return begin == 0 && end == rows ? named_tensors(batch, "batch")
+                                   : named_tensors(slice(batch, rows, begin, end), "batch");
+}
+
 void bind_batch(py::module_& m) {
   load_structure_types();
+  py::class_<KeptBatch>(m, "_KeptBatch")
+      .def(py::init([](const py::object& batch) {
+             auto kept = std::make_unique<KeptBatch>();
+             kept->begin(named_tensors(batch, "batch"), KeptBatch::Copies::all);
+             return kept;
+           }),
+           py::arg("batch"))
+      .def("restore", &KeptBatch::restore, py::call_guard<py::gil_scoped_release>());
   py::class_<Splitter, std::shared_ptr<Splitter>>(m, "Splitter")
       .def(py::init<const py::object&, std::optional<py::function>, std::optional<py::function>>(),
            py::kw_only(), py::arg("batch_dim") = 0, py::arg("size_fn") = py::none(),

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "bindings/structure.h"
 
@@ -26,6 +27,10 @@ class Splitter {
   /// The same structure with rows [begin, end): views of dense tensors. 0-dim tensors and other objects are shared by all
   /// pieces, a list with as many entries as rows, none of them a tensor, is cut.
   py::object slice(const py::handle& batch, int64_t rows, int64_t begin, int64_t end) const;
+
+  /// The tensors in rows [begin, end), for KeptBatch: those of the batch itself where that is all of it.
+  std::vector<NamedTensor> tensors(const py::handle& batch, int64_t rows, int64_t begin,
+                                   int64_t end) const;
 
  private:
   py::object batch_dim_;

@@ -88,17 +88,26 @@ class PythonMapping {
     {
       const py::gil_scoped_release no_gil;
       whole = detail::map_rows(
-          rows_, [&](int64_t begin, int64_t end) { return piece(begin, end); }, options);
+          rows_, [&](int64_t begin, int64_t end) { return piece(begin, end); },
+          [&](int64_t begin, int64_t end) { return tensors(begin, end); }, options);
     }
     auto next = whole.cbegin();
     return with_tensors(last_, next);
   }
 
  private:
+  /// Of the piece that comes next, which is made for both.
+  std::vector<NamedTensor> tensors(int64_t begin, int64_t end) {
+    return call_python([&] {
+      next_ = splitter_.slice(batch_, rows_, begin, end);
+      return named_tensors(next_, "batch");
+    });
+  }
+
   std::vector<at::Tensor> piece(int64_t begin, int64_t end) {
     return call_python([&] {
       last_ = py::none();  // it holds memory
-      py::object result = fn_(splitter_.slice(batch_, rows_, begin, end));
+      py::object result = fn_(std::exchange(next_, py::none()));
       std::vector<at::Tensor> tensors;
       const auto form = take_tensors(result, tensors);
       if (begin == 0) {
@@ -117,6 +126,7 @@ class PythonMapping {
   const Splitter& splitter_;
   int64_t rows_;
   std::string form_;
+  py::object next_ = py::none();  ///< piece
   py::object last_ = py::none();  ///< result
 };
 

@@ -5,6 +5,7 @@
 #include "bindings/bindings.h"
 #include "bindings/callbacks.h"
 #include "launch/meet.h"
+#include "step/engine_queue.h"
 
 namespace brimful {
 namespace {
@@ -72,6 +73,7 @@ void bind_launch(py::module_& m) {
       },
       py::arg("group").none(true), py::arg("what"), py::arg("out_of_memory"), py::arg("failed"),
       py::arg("words"));
+  m.def("_empty_engine_queue", &empty_engine_queue, py::call_guard<py::gil_scoped_release>());
   m.def(
       "_is_out_of_memory_message",
       [](const std::string& message) { return is_out_of_memory_message(message); },

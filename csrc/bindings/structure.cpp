@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <iterator>
 
 namespace brimful {
 namespace {
@@ -187,6 +188,23 @@ void for_each_tensor(const py::handle& object,
   for (const auto& entry : entries_of(object, kind == Kind::packed ? Kind::tuple : kind)) {
     for_each_tensor(entry.value, visit);
   }
+}
+
+std::vector<NamedTensor> named_tensors(const py::handle& object, const std::string& path) {
+  const auto kind = part_kind(object);
+  if (kind == Kind::tensor || kind == Kind::jagged) {
+    const auto tensor =
+        kind == Kind::jagged ? object.attr("values")() : py::reinterpret_borrow<py::object>(object);
+    return {{path, THPVariable_Unpack(tensor.ptr())}};
+  }
+  std::vector<NamedTensor> tensors;
+  const WalkDepth depth;
+  const auto as = kind == Kind::packed ? Kind::tuple : kind;
+  for (const auto& entry : entries_of(object, as)) {
+    auto inner = named_tensors(entry.value, path + path_of(as, entry));
+    std::move(inner.begin(), inner.end(), std::back_inserter(tensors));
+  }
+  return tensors;
 }
 
 bool holds(const py::handle& object, Kind kind) {

@@ -1,5 +1,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <brimful/step/kept_batch.h>
 
 #include <cstdint>
 #include <functional>
@@ -38,6 +39,9 @@ py::object rebuild(const py::handle& original, Kind kind, const std::vector<Entr
 
 /// Calls `visit` for every tensor in an object's structure.
 void for_each_tensor(const py::handle& object, const std::function<void(const at::Tensor&)>& visit);
+
+/// Every tensor in an object's structure with its path, which begins with `path`; of a jagged one its values.
+std::vector<NamedTensor> named_tensors(const py::handle& object, const std::string& path);
 
 /// True if a part of an object's structure is of this kind.
 bool holds(const py::handle& object, Kind kind);

@@ -4,6 +4,7 @@
 
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
+#include "bindings/module_entries.h"
 #include "bindings/sizer_parts.h"
 #include "sizer/call_log.h"
 
@@ -51,12 +52,13 @@ std::vector<at::Tensor> gradients_of(const at::Tensor& loss, const at::Tensor& s
 }
 
 SplitCheck verify(const py::object& batch, const py::function& loss_fn, const py::object& around,
-                  const detail::NamedTensors& parameters, std::vector<at::Tensor> buffers,
-                  c10::Device device,
+                  const detail::NamedTensors& parameters,
+                  const std::shared_ptr<ModuleEntries>& entries, c10::Device device,
                   const std::vector<std::pair<py::function, py::function>>& keepers,
                   const Splitter& splitter, int64_t pieces, std::optional<double> rtol,
                   CallLog& log) {
-  Transaction transaction(std::move(buffers), {device});
+  Transaction transaction({}, {device});
+  follow(transaction, entries);
   for (const auto& [capture, restore] : keepers) {
     transaction.add(keeper_of(capture, restore));
   }
@@ -72,8 +74,11 @@ SplitCheck verify(const py::object& batch, const py::function& loss_fn, const py
     const With with(around);  // a checkpoint repeats the forward there
     return gradients_of(loss, seed, inputs);
   };
+  const auto tensors = [&](int64_t begin, int64_t end) {
+    return call_python([&] { return splitter.tensors(batch, rows, begin, end); });
+  };
   const py::gil_scoped_release no_gil;
-  return detail::verify_split(rows, parameters, transaction, {forward, gradients},
+  return detail::verify_split(rows, parameters, transaction, {forward, gradients, tensors},
                               {pieces, rtol, device}, &log);
 }
 
@@ -130,7 +135,7 @@ void bind_verify_split(py::module_& m) {
       .def_property_readonly("recording", &CallLog::recording)
       .def_property_readonly("current", &CallLog::current);
   m.def("_verify_split", &verify, py::kw_only(), py::arg("batch"), py::arg("loss_fn"),
-        py::arg("around"), py::arg("parameters"), py::arg("buffers"), py::arg("device"),
+        py::arg("around"), py::arg("parameters"), py::arg("entries"), py::arg("device"),
         py::arg("keepers"), py::arg("splitter"), py::arg("pieces"), py::arg("rtol"),
         py::arg("log"));
 }

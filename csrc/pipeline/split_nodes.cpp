@@ -5,7 +5,7 @@
 #include <memory>
 #include <utility>
 
-#include "pipeline/make_node.h"
+#include "step/make_node.h"
 
 namespace brimful::pipeline {
 namespace {

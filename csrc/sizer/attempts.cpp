@@ -126,6 +126,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     owed_ = true;
     group_.discard();
     transaction_.restore();
+    batch_.restore();
     ++outcome.retries;
     recorder_.note_retry(release);
     if (release) {  // only now: the gradients of the attempt are gone

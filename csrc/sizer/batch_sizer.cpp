@@ -185,17 +185,25 @@ void BatchSizer::optimizer_step(const std::function<void()>& step) {
   }
 }
 
+void BatchSizer::capture(const StepInput& input, const PieceWork& work) {
+  transaction_.capture();
+  if (input.rows && work.tensors && !in_lockstep()) {  // where nothing is repeated
+    batch_.begin(work.tensors(0, *input.rows));
+  }
+}
+
 Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
   const OneCall::Entered entered(*calls_under_way_, "step");
   ++calls_;
   std::exception_ptr bad_input;
   const KeptGradients::Scope kept(group_.kept());
+  const KeptBatch::Scope batch(batch_);
   try {
     if (input.accumulate) {
       group_.keep_gradients();  // first: a step that fails may empty the buckets
     }
     check_input(input);
-    transaction_.capture();
+    capture(input, work);
     if (checked_limit_ && options_.optimizer_bytes) {
       require_room_for_optimizer(input);
     }

@@ -51,13 +51,33 @@ int64_t BatchSizer::with_margin(int64_t bytes) const {
 Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
   Rehearsal traced;
   std::optional<PeakModel> model;
-  const auto trace = [&](int64_t rows) {
+  const auto trace_few = [&](int64_t rows, KeptBatch& few) {
     const memory::TraceScope scope;
     int64_t of_first = 0;
-    group_.rehearse(rows, work, [&] { of_first = static_cast<int64_t>(scope.trace().size()); });
+    group_.rehearse(rows, work, [&] {
+      of_first = static_cast<int64_t>(scope.trace().size());
+      few.restore();
+    });
     const auto& events = scope.trace();
     traced.first.push_back({rows, {events.begin(), events.begin() + of_first}});
     traced.second.push_back({rows, events});
+  };
+  const auto trace = [&](int64_t rows) {
+    KeptBatch few;  // copied before anything is traced
+    if (work.tensors) {
+      few.begin(work.tensors(0, rows), KeptBatch::Copies::all);
+    }
+    const auto put_back = [&] {
+      few.restore();
+      batch_.learn(few);
+    };
+    try {
+      trace_few(rows, few);
+    } catch (...) {
+      put_back();
+      throw;
+    }
+    put_back();
     if (traced.second.size() >= 2) {
       model = PeakModel::fit(traced.second);
     }
@@ -70,7 +90,8 @@ Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
                : model->largest_rows(room - with_margin(0), kCheckedRows) * 4 / 5;
   };
   try {
-    group_.rehearse(kLeastRows, work, [] {});  // what is allocated once and for all
+    trace(kLeastRows);  // what is allocated once and for all
+    traced = {};
     trace(kLeastRows);
     trace(kLeastRows + 1);
     int64_t rows = model ? checked_rows() : 0;
@@ -150,7 +171,8 @@ std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& wo
   }
   check_input(input);
   TORCH_CHECK_VALUE(input.rows, "there is nothing to plan without a batch (rows: none)");
-  transaction_.capture();
+  const KeptBatch::Scope batch(batch_);
+  capture(input, work);
   auto plan = plan_of(input, work);
   if (plan) {
     const auto of_optimizer = options_.optimizer_bytes ? options_.optimizer_bytes() : 0;

@@ -34,8 +34,12 @@ void check_rows(const std::vector<at::Tensor>& results, int64_t rows) {
 
 class Mapping {
  public:
-  Mapping(int64_t rows, const MapPiece& piece, const MapOptions& options)
-      : rows_(rows), piece_(piece), options_(options), random_({}, {options.device}) {
+  Mapping(int64_t rows, const MapPiece& piece, const MapTensors& tensors, const MapOptions& options)
+      : rows_(rows),
+        piece_(piece),
+        tensors_(tensors),
+        options_(options),
+        random_({}, {options.device}) {
     for (const auto& keeper : options.keepers) {
       random_.add(keeper);
     }
@@ -51,9 +55,11 @@ class Mapping {
     while (done_ < rows_) {
       const int64_t end = std::min(rows_, done_ + piece_rows_);
       random_.capture();
+      const KeptBatch::Scope batch(batch_);
       const auto shortage = try_rows(end);
       if (shortage) {
         random_.restore();
+        batch_.restore();
         make_finer(end - done_, *shortage);
       } else {
         done_ = end;
@@ -68,6 +74,7 @@ class Mapping {
   std::optional<std::string> try_rows(int64_t end) {
     const memory::PeakScope peak(options_.device);
     try {
+      batch_.begin(tensors_(done_, end));
       write(piece_(done_, end), end);
     } catch (...) {
       const auto error = std::current_exception();
@@ -161,8 +168,10 @@ class Mapping {
 
   int64_t rows_;
   const MapPiece& piece_;
+  const MapTensors& tensors_;
   const MapOptions& options_;
   Transaction random_;
+  KeptBatch batch_;
   int64_t piece_rows_ = 0;
   int64_t done_ = 0;
   std::vector<TriedSplit> tried_;  ///< pieces that ran out
@@ -172,9 +181,10 @@ class Mapping {
 
 }  // namespace
 
-std::vector<at::Tensor> map_rows(int64_t rows, const MapPiece& piece, const MapOptions& options) {
+std::vector<at::Tensor> map_rows(int64_t rows, const MapPiece& piece, const MapTensors& tensors,
+                                 const MapOptions& options) {
   const at::NoGradGuard no_grad;
-  return Mapping(rows, piece, options).run();
+  return Mapping(rows, piece, tensors, options).run();
 }
 
 }  // namespace brimful::detail

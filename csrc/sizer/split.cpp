@@ -146,4 +146,13 @@ void Part<c10::IValue>::describe(const c10::IValue& part, RowKind& kind) {
   }
 }
 
+void Part<c10::IValue>::visit(const c10::IValue& part, const Visit& visit) {
+  part.visit([&](const c10::IValue& inner) {
+    if (inner.isTensor()) {
+      visit(inner.toTensor());
+    }
+    return false;
+  });
+}
+
 }  // namespace brimful::detail

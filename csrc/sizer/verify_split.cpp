@@ -11,6 +11,7 @@
 
 #include "sizer/call_log.h"
 #include "sizer/compare.h"
+#include "step/engine_queue.h"
 
 namespace brimful::detail {
 namespace {
@@ -121,11 +122,13 @@ void compare_gradients(const Sums& whole, const Sums& split, const std::vector<s
 
 /// Both runs, each from the same buffers and random numbers. Returns whether the first one drew random numbers.
 bool run_both(Sums& whole, Sums& split, int64_t rows, const VerifyWork& work,
-              const VerifyOptions& options, Transaction& transaction, CallLog* log) {
+              const VerifyOptions& options, Transaction& transaction, KeptBatch& batch,
+              CallLog* log) {
   const auto before = generator_states(options.device);
   run(whole, 0, rows, work, log);
   const auto after = generator_states(options.device);
   transaction.restore();
+  batch.restore();
   int64_t begin = 0;
   for (const auto count : split_rows(rows, options.pieces)) {
     run(split, begin, begin + count, work, log);
@@ -140,7 +143,8 @@ bool run_both(Sums& whole, Sums& split, int64_t rows, const VerifyWork& work,
 
 std::vector<at::Tensor> gradients_of(const at::Tensor& loss, const at::Tensor& seed,
                                      const std::vector<at::Tensor>& inputs) {
-  return torch::autograd::grad({loss}, inputs, {seed}, std::nullopt, false, true);
+  return run_backward_cleanly(
+      [&] { return torch::autograd::grad({loss}, inputs, {seed}, std::nullopt, false, true); });
 }
 
 SplitCheck verify_split(int64_t rows, const NamedTensors& parameters, Transaction& transaction,
@@ -168,14 +172,22 @@ SplitCheck verify_split(int64_t rows, const NamedTensors& parameters, Transactio
   Sums whole(inputs);
   Sums split(inputs);
   SplitCheck check;
+  KeptBatch batch;
   transaction.capture();
-  try {
-    check.drew_random = run_both(whole, split, rows, work, options, transaction, log);
-  } catch (...) {
+  if (work.tensors) {
+    batch.begin(work.tensors(0, rows), KeptBatch::Copies::all);
+  }
+  const auto put_back = [&] {
     transaction.restore();
+    batch.restore();
+  };
+  try {
+    check.drew_random = run_both(whole, split, rows, work, options, transaction, batch, log);
+  } catch (...) {
+    put_back();
     throw;
   }
-  transaction.restore();
+  put_back();
   epsilon = std::max(epsilon, epsilon_of(whole.loss_dtype()));
   epsilon = std::max(epsilon, log != nullptr ? log->coarsest_epsilon() : 0);
   check.rtol = options.rtol.value_or(std::sqrt(epsilon));

@@ -7,43 +7,13 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <optional>
 
 #include "memory/oom_observer.h"
+#include "step/each_parameter.h"
+#include "step/engine_queue.h"
 
 namespace brimful {
-namespace {
-bool has_nonzero(const at::Tensor& gradient) {
-  const auto values = gradient.is_sparse() ? gradient._values() : gradient;
-  return at::any(values != 0).item<bool>();
-}
-
-template <typename Visit>
-void for_each_parameter(const std::vector<std::shared_ptr<Participant>>& participants,
-                        const std::vector<at::Tensor>& outside, const Visit& visit) {
-  for (const auto& participant : participants) {
-    std::for_each(participant->parameters().begin(), participant->parameters().end(), visit);
-  }
-  std::for_each(outside.begin(), outside.end(), visit);
-}
-}  // namespace
-
-void require_loss(const PieceLoss& piece) {
-  TORCH_CHECK_TYPE(
-      piece.loss.defined(),
-      "the loss function returned no tensor; return the mean loss, or (mean loss, weight)");
-  TORCH_CHECK_VALUE(piece.loss.numel() == 1,
-                    "the loss is not a scalar (shape: ", piece.loss.sizes(),
-                    "); return its mean over the piece");
-  TORCH_CHECK_VALUE(std::isfinite(piece.weight) && piece.weight >= 0,
-                    "the weight of a piece must be finite and not negative (weight: ", piece.weight,
-                    ")");
-  TORCH_CHECK_VALUE(piece.weight == 0 || piece.loss.requires_grad(),
-                    "the loss needs no gradient (requires_grad: false); compute it from the "
-                    "model's output outside no_grad");
-}
-
 StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants,
                      std::vector<at::Tensor> outside)
     : participants_(std::move(participants)), outside_(std::move(outside)) {
@@ -83,35 +53,6 @@ std::vector<ControlRecord> StepGroup::exchange(const ControlRecord& record) {
                                : participants_[0]->exchange(record);
 }
 
-void StepGroup::require_empty_gradients() {
-  const memory::Unlimited unlimited;
-  const auto require_empty = [](const at::Tensor& parameter) {
-    auto& gradient = parameter.mutable_grad();
-    if (!gradient.defined()) {
-      return;
-    }
-    TORCH_CHECK_VALUE(!has_nonzero(gradient),
-                      "a gradient is not empty at the step's start (shape: ", parameter.sizes(),
-                      "); call optimizer.zero_grad() before every step");
-    gradient.reset();
-  };
-  for_each_parameter(participants_, outside_, require_empty);
-}
-
-void StepGroup::require_one_device() const {
-  std::optional<c10::Device> device;
-  const auto check = [&](const at::Tensor& parameter) {
-    if (!device) {
-      device = parameter.device();
-    }
-    TORCH_CHECK_VALUE(*device == parameter.device(),
-                      "the model's parameters are on several devices (devices: ", *device, " and ",
-                      parameter.device(),
-                      "); move them to one, or give each device's modules a process of their own");
-  };
-  for_each_parameter(participants_, outside_, check);
-}
-
 void StepGroup::keep_gradients() {
   std::vector<at::Tensor> all;
   for_each_parameter(participants_, outside_,
@@ -136,8 +77,9 @@ void StepGroup::run_backward(const PieceLoss& piece, const PieceWork& work, doub
       participant->backward_began(torch::autograd::get_current_graph_task_id());
     }
   });
-  work.backward(piece.loss, at::full_like(piece.loss, piece.weight / ref,
-                                          at::TensorOptions().requires_grad(false)));
+  const auto seed =
+      at::full_like(piece.loss, piece.weight / ref, at::TensorOptions().requires_grad(false));
+  run_backward_cleanly([&] { work.backward(piece.loss, seed); });
 }
 
 void StepGroup::rehearse(int64_t rows, const PieceWork& work,
@@ -149,6 +91,9 @@ void StepGroup::rehearse(int64_t rows, const PieceWork& work,
     for (const bool second : {false, true}) {
       const auto piece = work.forward(0, rows);
       require_loss(piece);
+      if (!second) {
+        require_no_backward();
+      }
       if (piece.weight > 0) {
         run_backward(piece, work, 1, false);
       }
@@ -175,6 +120,9 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
     const auto piece = work.forward(begin, begin + attempt.split[i]);
     begin += attempt.split[i];
     require_loss(piece);
+    if (i == 0) {
+      require_no_backward();
+    }
     if (piece.weight > 0) {
       record.weight += piece.weight;
       const auto weighted = piece.loss.detach().reshape({}).to(at::kDouble) * piece.weight;

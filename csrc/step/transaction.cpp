@@ -21,15 +21,31 @@ void set_generator_state(c10::Device device, const at::Tensor& state) {
 }  // namespace
 
 Transaction::Transaction(std::vector<at::Tensor> buffers, std::vector<c10::Device> devices)
-    : buffers_(std::move(buffers)), devices_(std::move(devices)) {
-  const memory::Unlimited unlimited;
+    : devices_(std::move(devices)) {
   const c10::Device cpu(c10::DeviceType::CPU);
   std::erase(devices_, cpu);
   devices_.push_back(cpu);
-  for (const auto& buffer : buffers_) {
-    copies_.push_back(at::empty_like(buffer));
+  hold(std::move(buffers));
+}
+
+void Transaction::hold(std::vector<at::Tensor> buffers) {
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> copies;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const bool known = i < buffers_.size() && buffers[i].is_same(buffers_[i]) &&
+                       buffers[i].sizes() == copies_[i].sizes() &&
+                       buffers[i].dtype() == copies_[i].dtype();
+    copies.push_back(known ? copies_[i] : at::empty_like(buffers[i]));
   }
+  buffers_ = std::move(buffers);
+  copies_ = std::move(copies);
   versions_.resize(buffers_.size());
+}
+
+void Transaction::follow(std::function<std::vector<at::Tensor>()> buffers) {
+  current_ = std::move(buffers);
+  hold(current_());
 }
 
 void Transaction::add(Keeper keeper) {
@@ -42,6 +58,9 @@ void Transaction::capture() {
   generator_states_.clear();
   for (const auto device : devices_) {
     generator_states_.push_back(generator_state(device));
+  }
+  if (current_) {
+    hold(current_());
   }
   for (size_t i = 0; i < buffers_.size(); ++i) {
     copies_[i].copy_(buffers_[i]);
@@ -58,14 +77,27 @@ void Transaction::restore() {
   for (size_t i = 0; i < devices_.size(); ++i) {
     set_generator_state(devices_[i], generator_states_[i]);
   }
+  for (const auto& keeper : keepers_) {
+    keeper.restore();
+  }
+  if (current_) {
+    restore_replaced();
+  }
   for (size_t i = 0; i < buffers_.size(); ++i) {
     if (buffers_[i]._version() != versions_[i] || !at::equal(buffers_[i], copies_[i])) {
       buffers_[i].copy_(copies_[i]);
       versions_[i] = buffers_[i]._version();
     }
   }
-  for (const auto& keeper : keepers_) {
-    keeper.restore();
+}
+
+// A module of C++ lets nobody put the tensor back that it had.
+void Transaction::restore_replaced() {
+  const auto now = current_();
+  for (size_t i = 0; i < std::min(now.size(), buffers_.size()); ++i) {
+    if (!now[i].is_same(buffers_[i])) {
+      now[i].set_data(copies_[i].clone());
+    }
   }
 }
 

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -360,6 +360,7 @@ def _save_on_rank0(
 def _share_attempt(
     group: ProcessGroup | None, what: str, out_of_memory: bool, failed: bool, words: str
 ) -> bool: ...
+def _empty_engine_queue() -> None: ...
 def _is_out_of_memory_message(message: str) -> bool: ...
 def _load(group: ProcessGroup | None, path: str | bytes, load: Callable[[], Any]) -> Any: ...
 
@@ -609,6 +610,17 @@ class Splitter:
     def rows_of(self, batch: object) -> int: ...
     def slice(self, batch: Any, rows: int, begin: int, end: int) -> Any: ...
 
+class _KeptBatch:
+    def __init__(self, batch: object) -> None: ...
+    def restore(self) -> None: ...
+
+class _ModuleEntries:
+    def __init__(
+        self,
+        buffers: Sequence[Mapping[str, torch.Tensor | None]],
+        parameters: Sequence[Mapping[str, torch.Tensor | None]],
+    ) -> None: ...
+
 class BatchSizer:
     def __init__(
         self,
@@ -616,7 +628,7 @@ class BatchSizer:
         reducers: Sequence[Reducer],
         foreign: Sequence[ForeignReducer],
         outside: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
+        entries: _ModuleEntries,
         devices: Sequence[torch.device],
         keepers: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]],
         standing_tensors: Callable[
@@ -707,7 +719,7 @@ def _verify_split(
     loss_fn: Callable[[Any], Any],
     around: object,
     parameters: Sequence[tuple[str, torch.Tensor]],
-    buffers: Sequence[torch.Tensor],
+    entries: _ModuleEntries,
     device: torch.device,
     keepers: Sequence[tuple[Callable[[], Any], Callable[[Any], None]]],
     splitter: Splitter,

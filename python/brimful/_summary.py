@@ -50,9 +50,10 @@ def summary(
     CPU, and batches of four rows and more; ``None`` where they follow no law), ``largest_rows`` the largest batch that
     stays within the limit (``memory.set_limit``). As text it is a table, in a notebook too; ``to_dict()`` is plain.
 
-    Parameters, gradients, buffers, the optimizer, random numbers (torch's, Python's, numpy's), hooks and modes are as
-    before afterwards, also where it raises; copies of the buffers, and with an optimizer of parameters and its state,
-    are held meanwhile and not counted. A data-parallel wrapper is left out: other ranks take no part.
+    Parameters, gradients, buffers, the optimizer, random numbers (torch's, Python's, numpy's), hooks, modes and the
+    batch are as before afterwards, also where it raises; copies of the batch and the buffers, and with an optimizer of
+    parameters and its state, are held meanwhile and not counted. A data-parallel wrapper is left out: other ranks take
+    no part.
 
     Raises ``ValueError`` for a batch without rows and for a loss that needs no gradient, ``TypeError`` for other types,
     and what the model raises. From one thread, with no other that allocates; waits for the device.
@@ -65,7 +66,10 @@ def summary(
     step = _Step(unwrapped(model), loss_fn or _sum_of_outputs, optimizer, train, autocast)
     found = _C.StepSummary()
     found.rows, found.device, found.mode = rows, str(step.device), step.mode
-    with _collected_between_steps(), Unchanged(step.model, optimizer, step.device) as unchanged:
+    with (
+        _collected_between_steps(),
+        Unchanged(step.model, batch, optimizer, step.device) as unchanged,
+    ):
         step.model.train(train)
         uncounted = unchanged.bytes
         traces = _small_traces(step, batch, rows, splitter, unchanged)
@@ -192,7 +196,7 @@ def _small_traces(
         with _C._TraceScope() as scope, _C._PeakScope(step.device) as peak:
             before = _C.memory_stats(step.device).used_bytes
             step.run(piece)
-        unchanged.empty_gradients()
+        unchanged.between_runs()
         traces.append((few, scope.trace))
         return peak.peak_bytes - before
 
@@ -208,7 +212,7 @@ def _small_traces(
                 break
             few *= 2
     except Exception:  # a model that takes whole batches only: the whole batch tells what is wrong
-        unchanged.empty_gradients()
+        unchanged.between_runs()
         return []
     return traces
 
@@ -226,10 +230,10 @@ def _measure_modules(
     rows = module_rows(step.model)
     with SavedBytes(step.model, rows, batch) as saved:
         step.run(batch, saved.part)
-    unchanged.empty_gradients()
+    unchanged.between_runs()
     with ModuleSpans(step.model, step.device, uncounted) as spans:
         step.run(batch, spans.part)
-    unchanged.empty_gradients()
+    unchanged.between_runs()
     found.modules = _C._charge_modules(rows, spans.spans)
 
 

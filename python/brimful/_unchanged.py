@@ -1,4 +1,4 @@
-"""A model, its optimizer and random numbers as they were, whatever was run on them."""
+"""A model, its optimizer, its batch and random numbers as they were, whatever was run on them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ class Unchanged:
     """Within it gradients begin empty; ``bytes`` of the device is what it holds itself and what it put aside."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device
+        self,
+        model: nn.Module,
+        batch: Any,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
     ) -> None:
-        self._model, self._optimizer, self._device = model, optimizer, device
+        self._model, self._batch, self._optimizer, self._device = model, batch, optimizer, device
         asked = [p for g in optimizer.param_groups for p in g["params"]] if optimizer else []
         self._parameters = list(dict.fromkeys([*model.parameters(), *asked]))
         self._buffers = list(dict.fromkeys(model.buffers()))
@@ -33,6 +37,7 @@ class Unchanged:
         before = _C.memory_stats(self._device).used_bytes
         changing = [*self._buffers, *(self._parameters if self._optimizer else ())]
         self._tensors: Tensors = [(t, t.detach().clone()) for t in changing]
+        self._kept_batch = _C._KeptBatch(self._batch)
         self._kept_optimizer = self._optimizer and _OptimizerState(self._optimizer)
         self._modes = [(m, m.training, dict(m._buffers)) for m in self._model.modules()]
         self._random = random.getstate(), _numpy_state(), torch.get_rng_state()
@@ -47,6 +52,10 @@ class Unchanged:
         self.empty_gradients()
         return self
 
+    def between_runs(self) -> None:
+        self.empty_gradients()
+        self._kept_batch.restore()
+
     def empty_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
@@ -60,6 +69,7 @@ class Unchanged:
         with torch.no_grad():
             for tensor, kept in self._tensors:
                 tensor.copy_(kept)
+        self._kept_batch.restore()
         if self._kept_optimizer:
             self._kept_optimizer.restore()
         for parameter, gradient in self._gradients:

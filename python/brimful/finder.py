@@ -132,6 +132,7 @@ def _ran_out(error: BaseException) -> bool:
 
 def _clean() -> None:
     gc.collect()
+    _C._empty_engine_queue()
     memory.release_cached("cpu")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         memory.release_cached("cuda")

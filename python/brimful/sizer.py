@@ -72,6 +72,12 @@ def _modules(model: Any) -> list[torch.nn.Module]:
     return modules
 
 
+def _entries(modules: Iterable[torch.nn.Module]) -> _C._ModuleEntries:
+    """What names in the modules stand for, which a forward may replace."""
+    every = list(modules)
+    return _C._ModuleEntries([m._buffers for m in every], [m._parameters for m in every])
+
+
 def _is_compiled(modules: Iterable[torch.nn.Module]) -> bool:
     return any(
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules
@@ -248,7 +254,7 @@ class BatchSizer:
             reducers=[w.reducer for w in wrapped],
             foreign=[_torch_ddp.participant(f) for f in foreign],
             outside=outside,
-            buffers=buffers,
+            entries=_entries(children),
             devices=devices,
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
             standing_tensors=lambda: this()._standing_tensors(),  # type: ignore[union-attr]
@@ -313,7 +319,9 @@ class BatchSizer:
     ) -> _C.Outcome:
         """Fill the gradients of one step; all ranks return, or raise, together.
 
-        ``loss_fn(model, piece)`` returns the mean loss of the piece, or ``(mean loss, weight)``. ``batch`` is
+        ``loss_fn(model, piece)`` returns the mean loss of the piece, or ``(mean loss, weight)``; the step runs its
+        backward. It may change the piece, and so the batch, in place: tensors that were seen to change in an earlier
+        step are copied for a retry, and a retry that needs a copy that there is not raises ``ValueError``. ``batch`` is
         ``NO_DATA``, a tensor, or a structure of tensors with the same first dimension (or see ``batch_dim``): tuples,
         namedtuples, lists, dicts and other mappings, dataclasses. A ``PackedSequence`` and a jagged tensor are split by
         sequences, a sparse tensor (COO, CSR) by rows. A list of anything else with an entry for each row is cut; all

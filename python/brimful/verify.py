@@ -11,7 +11,7 @@ import torch
 from brimful import _C
 from brimful._modules import named_modules, named_parameters, unwrapped
 from brimful._same_random import SameRandomNumbers
-from brimful.sizer import BatchDim, _modules, _numpy_state, _set_numpy_state
+from brimful.sizer import BatchDim, _entries, _modules, _numpy_state, _set_numpy_state
 
 __all__ = ["verify_split"]
 
@@ -31,7 +31,8 @@ def verify_split(
 
     ``model``, ``batch``, ``loss_fn``, ``batch_dim``, ``size_fn`` and ``split_fn`` are what a ``BatchSizer`` and its
     ``step`` take, for a small batch. ``loss_fn`` gets the model without its data-parallel wrapper: other ranks take no
-    part. Both runs begin with the same buffers and random numbers, and these and gradients are left as they were.
+    part. Both runs begin with the same batch, buffers and random numbers, and these and gradients are left as they
+    were.
 
     In the result ``equal`` says whether loss and gradients agree within ``rtol`` (default: the square root of the
     epsilon of the coarsest dtype in use, 3.5e-4 for float32). ``loss_difference`` is relative to the largest loss,
@@ -45,7 +46,8 @@ def verify_split(
 
     Raises ``ValueError`` if the batch has fewer rows than ``pieces``, and what ``loss_fn`` raises. Gradients are
     computed as ``torch.autograd.grad`` does: checkpoints need ``use_reentrant=False``. Modules that are compiled run
-    uncompiled. Holds copies of what goes into and comes out of every module. Waits for the device. From one thread.
+    uncompiled. Holds copies of the batch, and of what goes into and comes out of every module. Waits for the device.
+    From one thread.
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable (type: {type(loss_fn)})")
@@ -67,7 +69,7 @@ def verify_split(
             loss_fn=_telling_of_other_numbers(log, lambda piece: loss_fn(plain, piece)),
             around=SameRandomNumbers(log),
             parameters=parameters,
-            buffers=list(dict.fromkeys(b for m in models for b in m.buffers())),
+            entries=_entries(dict.fromkeys(child for m in models for child in m.modules())),
             device=next((p.device for _, p in parameters), torch.device("cpu")),
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
             splitter=_C.Splitter(batch_dim=batch_dim, size_fn=size_fn, split_fn=split_fn),

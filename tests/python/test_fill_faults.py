@@ -85,6 +85,64 @@ def test_every_place_of_a_sizers_step(ranks, failing, wire):
         assert retries > 0
 
 
+class Counted(torch.nn.Module):
+    """Counts its rows in a buffer that it replaces."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = torch.nn.Embedding(20, 8)
+        self.inner = torch.nn.Linear(8, 4)
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, tokens):
+        self.rows = self.rows + len(tokens)
+        return self.inner(self.table(tokens)).square().mean()
+
+
+def changing_job(rank, failing):
+    """The batch is changed in place, which a sizer knows from the step before."""
+    module = Counted()
+    model = brimful.DistributedDataParallel(module, bucket_cap_mb=0.0001)
+    before = tokens_of(rank.index)
+    after = before.mul(3).add(1).remainder(20)
+    retries = [0]
+
+    def loss_fn(model, piece):
+        return model(piece.mul_(3).add_(1).remainder_(20))
+
+    brimful.BatchSizer(model).step(before.clone(), loss_fn)
+    expected = gradients_of(model)
+
+    def step():
+        retries[0] += sizer.step(tokens, loss_fn).retries
+
+    def prepare():
+        nonlocal sizer, tokens
+        tokens = before.clone()
+        sizer = brimful.BatchSizer(model)
+        model.zero_grad()
+        sizer.step(before.clone(), loss_fn)
+        model.zero_grad()
+        module.rows = torch.zeros(())
+
+    def check():
+        close(gradients_of(model), expected, None)
+        assert module.rows == len(before)
+        assert torch.equal(tokens, after)
+        prepare()
+
+    sizer = tokens = None
+    prepare()
+    return places_of(rank, failing, step, check), retries[0]
+
+
+def test_every_place_of_a_step_that_changes_what_it_is_given(ranks):
+    for places, retries in ranks(changing_job, 1, watchdog_s=60):
+        assert places > 20
+        assert retries > 0
+
+
 def plain_job(rank, failing, wire):
     """Both ranks raise or neither does, and the step after it is right."""
     model = brimful.DistributedDataParallel(Mixed(), bucket_cap_mb=0.0001, wire_dtype=wire)

@@ -65,3 +65,21 @@ TEST_CASE("Keepers are captured and restored with the rest", "[step]") {
   transaction.restore();
   CHECK(state == 1);
 }
+
+TEST_CASE("Buffers that are replaced are followed, and get their values back", "[step]") {
+  auto count = at::zeros({});
+  Transaction transaction({}, {});
+  transaction.follow([&] { return std::vector<at::Tensor>{count}; });
+  for (int step = 0; step < 3; ++step) {
+    transaction.capture();
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      count = count + 1;
+      count.add_(1);
+      transaction.restore();
+      CHECK(count.item<int64_t>() == 2 * step);
+    }
+    count = count + 1;
+    count.add_(1);
+  }
+  CHECK(count.item<int64_t>() == 6);
+}

@@ -114,6 +114,7 @@ class BRIMFUL_API BatchSizer {
   int64_t wanted_pieces(const StepInput& input) const;
   void adopt(const std::vector<ControlRecord>& records);
   void check_input(const StepInput& input);
+  void capture(const StepInput& input, const PieceWork& work);
   void check_limit();
   /// All ranks run the same number of pieces; alone there is nobody to keep step with.
   bool in_lockstep() const { return options_.lockstep && group_.world_size() > 1; }
@@ -144,6 +145,7 @@ class BRIMFUL_API BatchSizer {
 
   StepGroup group_;
   Transaction transaction_;
+  KeptBatch batch_;
   BatchSizerOptions options_;
   BatchNorms norms_;
   std::shared_ptr<OneCall> calls_under_way_;

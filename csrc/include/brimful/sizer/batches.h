@@ -34,7 +34,15 @@ PieceWork work_of(const Batch& batch, const LossFn& loss_fn) {
   work.backward = [](const at::Tensor& loss, const at::Tensor& gradient) {
     loss.backward(gradient);
   };
+  work.tensors = [&](int64_t begin, int64_t end) { return tensors_of(batch, begin, end); };
   return work;
+}
+
+template <typename Model>
+Transaction transaction_of(Model& model) {
+  Transaction transaction({}, {model.reducer()->parameters().front().device()});
+  transaction.follow([module = model.module()] { return module->buffers(); });
+  return transaction;
 }
 
 template <typename Model>
@@ -60,10 +68,8 @@ requires requires(Model& model) {
   model.module()->buffers();
 }
 BatchSizer::BatchSizer(Model& model, BatchSizerOptions options)
-    : BatchSizer(
-          StepGroup({model.reducer()}, {}),
-          Transaction(model.module()->buffers(), {model.reducer()->parameters().front().device()}),
-          detail::options_for(model, std::move(options))) {}
+    : BatchSizer(StepGroup({model.reducer()}, {}), detail::transaction_of(model),
+                 detail::options_for(model, std::move(options))) {}
 
 template <typename Batch, typename LossFn>
 Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn, StepOptions options) {

@@ -3,6 +3,7 @@
 #include <brimful/export.h>
 #include <brimful/sizer/split.h>
 #include <brimful/sizer/standing_bytes.h>
+#include <brimful/step/kept_batch.h>
 #include <brimful/step/transaction.h>
 #include <c10/core/Device.h>
 
@@ -31,9 +32,11 @@ struct MapOptions {
 
 namespace detail {
 using MapPiece = std::function<std::vector<at::Tensor>(int64_t begin, int64_t end)>;
-/// `piece` gives the results of rows [begin, end); returns those of all rows.
+using MapTensors = std::function<std::vector<NamedTensor>(int64_t begin, int64_t end)>;
+/// `piece` gives the results of rows [begin, end); returns those of all rows. `tensors`, as PieceWork::tensors, is called
+/// before it.
 BRIMFUL_API std::vector<at::Tensor> map_rows(int64_t rows, const MapPiece& piece,
-                                             const MapOptions& options);
+                                             const MapTensors& tensors, const MapOptions& options);
 
 /// Calls `visit` for every tensor in a tensor, vector, pair, tuple, array or map of such.
 template <typename Result, typename Visit>
@@ -57,7 +60,8 @@ void visit_tensors(Result& result, const Visit& visit) {
 /// `fn(batch)` for inference, without gradients: in pieces where memory runs out, each written into its rows of a result
 /// that is allocated once. `fn` takes what slice_rows() gives for the batch and returns a tensor, or a vector, pair,
 /// tuple, array or map of tensors, with one row in dimension 0 for every row it got; it may be called again for the same
-/// rows, from the same random numbers. A size that fitted is kept for the rest of the call. If the first piece is the
+/// rows, from the same random numbers and the same batch: where it changes the batch in place and memory runs out before
+/// that was seen, it throws c10::ValueError. A size that fitted is kept for the rest of the call. If the first piece is the
 /// whole batch, its result is returned as it is.
 /// From any thread; waits for the device only where memory ran out.
 /// @throws BatchTooLarge (a c10::OutOfMemoryError) with the sizes tried, if a piece of one row does not fit or
@@ -78,7 +82,10 @@ auto map_batches(Fn&& fn, const Batch& batch, const MapOptions& options = {}) {
     }
     return tensors;
   };
-  auto whole = detail::map_rows(rows_of(batch), piece, options);
+  const auto tensors = [&](int64_t begin, int64_t end) {
+    return detail::tensors_of(batch, begin, end);
+  };
+  auto whole = detail::map_rows(rows_of(batch), piece, tensors, options);
   size_t next = 0;
   detail::visit_tensors(*form, [&](at::Tensor& tensor) { tensor = std::move(whole.at(next++)); });
   return std::move(*form);

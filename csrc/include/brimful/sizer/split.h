@@ -2,13 +2,19 @@
 #include <ATen/core/Tensor.h>
 #include <brimful/sizer/split_containers.h>
 #include <brimful/sizer/split_part.h>
+#include <brimful/step/kept_batch.h>
+
+#include <string>
+#include <vector>
 
 namespace brimful {
 
 // What can be split: tensors, vectors, pairs, tuples, maps, optionals, variants, torch::data::Example and its like (`data`, and
 // `target` where there is one), c10::IValue, and any nesting of them. Strings, numbers, and tensors that are 0-dim or
 // undefined go to all pieces. A type of your own takes part when functions `int64_t rows_of(const T&)` and
-// `T slice_rows(const T&, int64_t begin, int64_t end)` stand in its namespace.
+// `T slice_rows(const T&, int64_t begin, int64_t end)` stand in its namespace; with a function
+// `void for_each_tensor(const T&, const std::function<void(const at::Tensor&)>&)` there, tensors of it that a loss function
+// changes in place are as before when rows are run again.
 
 /// A tensor whose rows lie along `dim`; negative ones count from the end.
 struct Along {
@@ -53,7 +59,30 @@ RowKind kind_of(const Batch& batch) {
   return kind;
 }
 
+/// Calls `visit` with each tensor of a batch.
+template <detail::Structure Batch>
+void for_each_tensor(const Batch& batch, const std::function<void(const at::Tensor&)>& visit) {
+  detail::Part<Batch>::visit(batch, visit);
+}
+
 namespace detail {
+template <typename Batch>
+std::vector<NamedTensor> tensors_of(const Batch& batch) {
+  std::vector<NamedTensor> tensors;
+  const Visit add = [&](const at::Tensor& tensor) {
+    tensors.emplace_back("number " + std::to_string(tensors.size()), tensor);
+  };
+  visit_part(batch, add);
+  return tensors;
+}
+
+/// Of rows [begin, end): the whole batch as it is, whose pieces share the versions of its tensors.
+template <typename Batch>
+std::vector<NamedTensor> tensors_of(const Batch& batch, int64_t begin, int64_t end) {
+  return begin == 0 && end == rows_of(batch) ? tensors_of(batch)
+                                             : tensors_of(slice_rows(batch, begin, end));
+}
+
 template <>
 struct Part<Along> : BuiltIn {
   static void count(const Along& part, Rows& rows) {
@@ -63,6 +92,7 @@ struct Part<Along> : BuiltIn {
     return {slice_tensor(part.tensor, part.dim, range), part.dim};
   }
   static void describe(const Along& part, RowKind& kind) { kind.add(part.tensor, part.dim); }
+  static void visit(const Along& part, const Visit& visit) { visit(part.tensor); }
 };
 
 template <typename T>
@@ -70,6 +100,11 @@ struct Part<Shared<T>> : SharedPart<Shared<T>> {
   static void describe(const Shared<T>& part, RowKind& kind) {
     if constexpr (std::is_same_v<T, at::Tensor>) {
       kind.add(part.value, std::nullopt);
+    }
+  }
+  static void visit(const Shared<T>& part, const Visit& visit) {
+    if constexpr (Structure<T>) {
+      visit_part(part.value, visit);
     }
   }
 };

@@ -1,6 +1,6 @@
 #pragma once
 // How the standard library's containers are split, part by part; included by split.h.
-#include <brimful/sizer/split_part.h>
+#include <brimful/sizer/split_lists.h>
 
 #include <map>
 #include <optional>
@@ -8,7 +8,6 @@
 #include <unordered_map>
 #include <utility>
 #include <variant>
-#include <vector>
 
 namespace brimful::detail {
 
@@ -27,6 +26,11 @@ struct Part<std::optional<T>> : BuiltIn {
       Part<T>::describe(*part, kind);
     }
   }
+  static void visit(const std::optional<T>& part, const Visit& visit) {
+    if (part) {
+      Part<T>::visit(*part, visit);
+    }
+  }
 };
 
 template <typename... T>
@@ -41,54 +45,8 @@ struct Part<std::variant<T...>> : BuiltIn {
   static void describe(const Variant& part, RowKind& kind) {
     std::visit([&](const auto& held) { describe_part(held, kind); }, part);
   }
-};
-
-template <typename T>
-struct Part<std::vector<T>> : BuiltIn {
-  static constexpr bool kSamples = Example<T> || TensorExample<T>;
-  static void count(const std::vector<T>& part, Rows& rows) {
-    if constexpr (kSamples) {
-      add_rows(rows, static_cast<int64_t>(part.size()));
-    } else {
-      for (const T& item : part) {
-        Part<T>::count(item, rows);
-      }
-    }
-  }
-  static std::vector<T> slice(const std::vector<T>& part, const Range& range) {
-    if constexpr (kSamples || Scalar<T>) {
-      return static_cast<int64_t>(part.size()) == range.rows
-                 ? std::vector<T>(part.begin() + range.begin, part.begin() + range.end)
-                 : part;
-    } else {
-      std::vector<T> piece;
-      for (const T& item : part) {
-        piece.push_back(Part<T>::slice(item, range));
-      }
-      return piece;
-    }
-  }
-  static void describe(const std::vector<T>& part, RowKind& kind) {
-    if constexpr (kSamples) {
-      if (!part.empty()) {  // the first row speaks for all
-        describe_sample(part.front().data, kind);
-        if constexpr (Example<T>) {
-          describe_sample(part.front().target, kind);
-        }
-      }
-    } else {
-      for (const T& item : part) {
-        Part<T>::describe(item, kind);
-      }
-    }
-  }
-  template <typename Field>
-  static void describe_sample(const Field& field, RowKind& kind) {
-    if constexpr (std::is_same_v<Field, at::Tensor>) {
-      kind.add(field, std::nullopt);
-    } else {
-      describe_part(field, kind);
-    }
+  static void visit(const Variant& part, const Visit& visit) {
+    std::visit([&](const auto& held) { visit_part(held, visit); }, part);
   }
 };
 
@@ -111,6 +69,11 @@ struct MapPart : BuiltIn {
       describe_part(item, kind);
     }
   }
+  static void visit(const Map& part, const Visit& visit) {
+    for (const auto& [key, item] : part) {
+      visit_part(item, visit);
+    }
+  }
 };
 template <typename... T>
 struct Part<std::map<T...>> : MapPart<std::map<T...>> {};
@@ -129,6 +92,9 @@ struct Part<std::tuple<T...>> : BuiltIn {
   static void describe(const std::tuple<T...>& part, RowKind& kind) {
     std::apply([&](const T&... item) { (Part<T>::describe(item, kind), ...); }, part);
   }
+  static void visit(const std::tuple<T...>& part, const Visit& visit) {
+    std::apply([&](const T&... item) { (Part<T>::visit(item, visit), ...); }, part);
+  }
 };
 
 template <typename A, typename B>
@@ -143,6 +109,10 @@ struct Part<std::pair<A, B>> : BuiltIn {
   static void describe(const std::pair<A, B>& part, RowKind& kind) {
     describe_part(part.first, kind);
     describe_part(part.second, kind);
+  }
+  static void visit(const std::pair<A, B>& part, const Visit& visit) {
+    visit_part(part.first, visit);
+    visit_part(part.second, visit);
   }
 };
 

@@ -6,6 +6,7 @@
 
 #include <concepts>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -41,11 +42,15 @@ inline void add_rows(Rows& rows, Rows more) {
 
 struct BuiltIn {};
 
+/// Called with each tensor of a batch.
+using Visit = std::function<void(const at::Tensor&)>;
+
 template <typename T>
 struct SharedPart : BuiltIn {
   static void count(const T& /*part*/, Rows& /*rows*/) {}
   static T slice(const T& part, const Range& /*range*/) { return part; }
   static void describe(const T& /*part*/, RowKind& /*kind*/) {}
+  static void visit(const T& /*part*/, const Visit& /*visit*/) {}
 };
 
 /// A type of the user's, with functions beside it.
@@ -58,6 +63,11 @@ struct Part {
   static void describe(const T& part, RowKind& kind) {
     if constexpr (requires { add_kind(part, kind); }) {
       add_kind(part, kind);
+    }
+  }
+  static void visit(const T& part, const Visit& visit) {
+    if constexpr (requires { for_each_tensor(part, visit); }) {
+      for_each_tensor(part, visit);
     }
   }
 };
@@ -78,6 +88,7 @@ struct Part<at::Tensor> : BuiltIn {
     return slice_tensor(part, 0, range);
   }
   static void describe(const at::Tensor& part, RowKind& kind) { kind.add(part, 0); }
+  static void visit(const at::Tensor& part, const Visit& visit) { visit(part); }
 };
 
 /// Tensors, lists, tuples and dicts in it are walked; its strings, numbers and None are shared.
@@ -86,30 +97,8 @@ struct BRIMFUL_API Part<c10::IValue> : BuiltIn {
   static void count(const c10::IValue& part, Rows& rows);
   static c10::IValue slice(const c10::IValue& part, const Range& range);
   static void describe(const c10::IValue& part, RowKind& kind);
+  static void visit(const c10::IValue& part, const Visit& visit);
 };
-
-struct Anything {
-  template <typename T>
-  operator T() const;
-};
-
-/// Has `data` and `target`, and no member beside them that would be lost.
-template <typename T>
-concept Example = requires(const T& part) {
-  part.data;
-  T{part.data, part.target};
-}
-&&!(std::is_aggregate_v<T> && requires { T{Anything{}, Anything{}, Anything{}}; });
-/// Has `data` alone.
-template <typename T>
-concept TensorExample = requires(const T& part) {
-  part.data;
-  T{part.data};
-}
-&&!requires(const T& part) {
-  part.target;
-}
-&&!(std::is_aggregate_v<T> && requires { T{Anything{}, Anything{}}; });
 
 template <typename T>
 auto slice_part(const T& part, const Range& range) {
@@ -123,27 +112,9 @@ template <typename T>
 void describe_part(const T& part, RowKind& kind) {
   Part<T>::describe(part, kind);
 }
-
-template <Example T>
-struct Part<T> : BuiltIn {
-  static void count(const T& part, Rows& rows) {
-    count_part(part.data, rows);
-    count_part(part.target, rows);
-  }
-  static T slice(const T& part, const Range& range) {
-    return T{slice_part(part.data, range), slice_part(part.target, range)};
-  }
-  static void describe(const T& part, RowKind& kind) {
-    describe_part(part.data, kind);
-    describe_part(part.target, kind);
-  }
-};
-
-template <TensorExample T>
-struct Part<T> : BuiltIn {
-  static void count(const T& part, Rows& rows) { count_part(part.data, rows); }
-  static T slice(const T& part, const Range& range) { return T{slice_part(part.data, range)}; }
-  static void describe(const T& part, RowKind& kind) { describe_part(part.data, kind); }
-};
+template <typename T>
+void visit_part(const T& part, const Visit& visit) {
+  Part<T>::visit(part, visit);
+}
 
 }  // namespace brimful::detail

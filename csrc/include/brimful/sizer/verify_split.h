@@ -48,6 +48,7 @@ struct VerifyWork {
   std::function<std::vector<at::Tensor>(const at::Tensor& loss, const at::Tensor& seed,
                                         const std::vector<at::Tensor>& inputs)>
       gradients;
+  std::function<std::vector<NamedTensor>(int64_t begin, int64_t end)> tensors = {};
 };
 /// torch::autograd::grad: gradients that lie in parameters are not touched, and hooks that reduce them not called.
 BRIMFUL_API std::vector<at::Tensor> gradients_of(const at::Tensor& loss, const at::Tensor& seed,
@@ -61,7 +62,7 @@ BRIMFUL_API SplitCheck verify_split(int64_t rows, const NamedTensors& parameters
 /// gradients: they differ where a module or the loss function mixes rows of the batch (BatchNorm in training, contrastive
 /// losses), and then a BatchSizer changes what is trained. Random numbers of a layer (dropout) differ with the split too:
 /// with `drew_random`, set such layers aside before you judge. `module` has named_parameters() and buffers(); buffers,
-/// random numbers and gradients are left as they were. For a small batch; waits for the device.
+/// random numbers, gradients and the batch, of which a copy is held, are left as they were. For a small batch; waits for the device.
 /// @throws c10::ValueError if the batch has fewer rows than `pieces`, or no parameter needs a gradient; what `loss_fn`
 /// throws
 template <typename Module, typename Batch, typename LossFn>
@@ -71,12 +72,16 @@ SplitCheck verify_split(const Module& module, const Batch& batch, const LossFn& 
   for (const auto& item : module.named_parameters()) {
     parameters.emplace_back(item.key(), item.value());
   }
-  Transaction transaction(module.buffers(), {options.device});
+  Transaction transaction({}, {options.device});
+  transaction.follow([&] { return module.buffers(); });
   const auto forward = [&](int64_t begin, int64_t end) {
     return detail::as_piece_loss(loss_fn(slice_rows(batch, begin, end)), end - begin);
   };
+  const auto tensors = [&](int64_t begin, int64_t end) {
+    return detail::tensors_of(batch, begin, end);
+  };
   return detail::verify_split(rows_of(batch), parameters, transaction,
-                              {forward, detail::gradients_of}, options);
+                              {forward, detail::gradients_of, tensors}, options);
 }
 
 }  // namespace brimful

@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
 #include <brimful/step/control_record.h>
+#include <brimful/step/kept_batch.h>
 #include <brimful/step/kept_gradients.h>
 #include <brimful/step/participant.h>
 
@@ -28,6 +29,9 @@ struct PieceWork {
   std::function<PieceLoss(int64_t begin, int64_t end)> forward;
   /// Runs the backward of `loss` with `gradient` as its seed.
   std::function<void(const at::Tensor& loss, const at::Tensor& gradient)> backward;
+  /// The batch's tensors in these rows, or views of them, which forward may change in place. Optional: without it such a
+  /// change is not undone when rows are run again.
+  std::function<std::vector<NamedTensor>(int64_t begin, int64_t end)> tensors = {};
 };
 
 /// How an attempt ended on this rank; how the step ends, all ranks' records tell.
@@ -114,6 +118,7 @@ class BRIMFUL_API StepGroup {
   void publish_failure(FailureKind kind, const std::string& text);
 
  private:
+  void require_no_backward() const;
   void set_order();
   void leave_lockstep(const AttemptResult& result);
   void run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last);

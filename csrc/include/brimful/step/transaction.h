@@ -21,12 +21,19 @@ class BRIMFUL_API Transaction {
   /// that capture() allocates nothing on their device.
   Transaction(std::vector<at::Tensor> buffers, std::vector<c10::Device> devices);
   void add(Keeper keeper);
+  /// `buffers()` returns the buffers that a module has: asked at each capture, since a forward may put others in their
+  /// place. One that was replaced since gets the value from before.
+  void follow(std::function<std::vector<at::Tensor>()> buffers);
   void capture();
   /// Writes buffers back in place, only those that changed; may be called several times after one capture().
   /// Compares their values, and so waits for the device: BatchNorm changes its statistics behind the version counter.
   void restore();
 
  private:
+  void hold(std::vector<at::Tensor> buffers);
+  void restore_replaced();
+
+  std::function<std::vector<at::Tensor>()> current_;  ///< buffers, where a module may have others
   std::vector<at::Tensor> buffers_;
   std::vector<at::Tensor> copies_;
   std::vector<uint32_t> versions_;

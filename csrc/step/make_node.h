@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <utility>
 
-namespace brimful::pipeline {
+namespace brimful {
 
 /// A node of autograd's, as the pointer that edges hold (torch 2.14 and before: a shared one).
 template <typename T, typename... Args>
@@ -19,4 +19,4 @@ auto make_node(Args&&... args) {
   }
 }
 
-}  // namespace brimful::pipeline
+}  // namespace brimful

@@ -1,0 +1,21 @@
+#pragma once
+#include <brimful/export.h>
+
+namespace brimful {
+
+/// Frees the gradients that a backward which failed left under way: the engine by itself keeps them in this thread's
+/// queue until the thread's next backward. Does nothing within a backward. Not with the GIL.
+BRIMFUL_API void empty_engine_queue() noexcept;
+
+/// `backward()`, and the above where it throws.
+template <typename Backward>
+auto run_backward_cleanly(const Backward& backward) {
+  try {
+    return backward();
+  } catch (...) {
+    empty_engine_queue();
+    throw;
+  }
+}
+
+}  // namespace brimful
