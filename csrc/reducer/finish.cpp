@@ -45,6 +45,7 @@ void Reducer::wait_for_buckets() {
     bucket.left = false;
   }
   s.last_hook.reset();
+  s.met.reset();
   ++s.counters.host_waits;
 }
 

@@ -5,6 +5,7 @@
 #include <brimful/memory/stats.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "reducer/group_calls.h"
 #include "reducer/reducer_state.h"
@@ -26,7 +27,14 @@ void Reducer::launch(int64_t index) {
   if (bucket.wire) {
     bucket.wire->encode(s.row_of(bucket), s.wire_scale);
   }
-  s.send(index);
+  try {
+    s.send(index);
+  } catch (...) {  // from a communication hook: with zeros it would make the same collectives again
+    if (s.collectives() != s.hook_began) {
+      break_chain(std::current_exception());
+    }
+    throw;
+  }
 }
 
 void Reducer::launch_drained(int64_t index) {
@@ -51,10 +59,9 @@ void Reducer::launch_drained(int64_t index) {
   try {
     s.send(index);
   } catch (...) {  // from a communication hook: nothing else can match what the others wait for
-    s.broken = std::current_exception();
     bucket.left = true;
     ++s.next;
-    s.group->abort();
+    break_chain(std::current_exception());
   }
 }
 
@@ -66,6 +73,9 @@ void Reducer::State::send(int64_t index) {
   if (sends && is_hooked(index)) {
     auto passed = hook_bucket(index);
     ++counters.launches;
+    last_hook.reset();
+    last_hooked = index;
+    hook_began = collectives();
     bucket.hooked = hook->runHook(passed);  // its errors are this rank's own
     last_hook = bucket.hooked;
   }
@@ -117,6 +127,7 @@ void Reducer::advance_early() {
   }
   while (s.next < s.last() && s.buckets[s.next].pending == 0 && s.hook_done() &&
          (s.before == nullptr || s.before->early_left())) {
+    check_last_hook(/*throws=*/true);
     launch(s.next);
   }
   if (s.after != nullptr && early_left()) {
@@ -174,6 +185,9 @@ void Reducer::collect_hook_results() {
     if (bucket.hooked && !s_->broken) {
       wait_for_hook(*bucket.hooked);
     }
+    if (bucket.hooked && !s_->broken && bucket.hooked->hasError() && told_broken()) {
+      s_->broken = bucket.hooked->exception_ptr();
+    }
     if (bucket.hooked && !s_->broken) {
       bucket.hooked->waitAndThrow();
       auto result = s_->hook->parseHookResult(bucket.hooked->value());
@@ -188,6 +202,40 @@ void Reducer::collect_hook_results() {
                         "); return the mean of bucket.buffer() over the ranks");
       bucket.hook_result = std::move(result);
     }
+  }
+}
+
+uint64_t Reducer::State::collectives() const {
+  try {
+    return group->getSequenceNumberForGroup();
+  } catch (const std::exception&) {
+    return 0;  // not every backend counts
+  }
+}
+
+// The last hook has ended. One that fails where it makes more collectives otherwise leaves the other ranks waiting for
+// the rest: whatever this rank sends next would meet those, and gloo ends a process for another size.
+void Reducer::check_last_hook(bool throws) {
+  auto& s = *s_;
+  const auto hook = std::exchange(s.last_hook, nullptr);
+  if (!hook || s.broken) {
+    return;
+  }
+  const auto made = s.collectives() - s.hook_began;
+  const auto usual = s.collectives_of_hook.find(s.last_hooked);
+  if (!hook->hasError()) {
+    s.collectives_of_hook.insert_or_assign(s.last_hooked, made);
+    return;
+  }
+  if (told_broken()) {
+    s.broken = hook->exception_ptr();
+    return;
+  }
+  if (usual != s.collectives_of_hook.end() && usual->second != made) {
+    break_chain(hook->exception_ptr());
+  }
+  if (throws) {
+    hook->waitAndThrow();
   }
 }
 
@@ -217,6 +265,7 @@ void Reducer::complete(Part part) {
   while (s.next < end) {
     fill(s.next);
     wait_for_last_hook();
+    check_last_hook(/*throws=*/true);
     launch(s.next);
   }
   wait_for_last_hook();  // of the early part: other modules' buckets may follow
@@ -235,6 +284,7 @@ void Reducer::drain(Part part) {
   }
   while (s.next < end) {
     wait_for_last_hook();
+    check_last_hook(/*throws=*/false);
     launch_drained(s.next);
   }
   wait_for_last_hook();

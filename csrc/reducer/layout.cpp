@@ -78,6 +78,7 @@ void Reducer::State::lay_out(BucketPlan new_plan) {
   const auto errors = carried_errors(slots, buckets);
   slots.clear();
   buckets.clear();
+  collectives_of_hook.clear();
   auto layout = arenas.carve(new_plan, tail->numel(), parameters, hook != nullptr);
   slots = std::move(layout.slots);
   buckets = std::move(layout.buckets);

@@ -1,5 +1,6 @@
 // Words between ranks, through the process group's store: why a rank failed, and who is missing when a group breaks.
 #include <brimful/log.h>
+#include <brimful/step/oom.h>
 
 #include <algorithm>
 #include <chrono>
@@ -158,6 +159,22 @@ bool Reducer::told_broken() {
   } catch (const std::exception&) {
     return false;  // the store's rank died: the group's own timeout ends the wait
   }
+}
+
+/// This rank cannot make the collectives that the others wait for in a communication hook.
+void Reducer::break_chain(std::exception_ptr error) {
+  auto& s = *s_;
+  s.broken = std::move(error);
+  publish_failure(is_out_of_memory(s.broken) ? FailureKind::out_of_memory : FailureKind::error,
+                  describe(s.broken));
+  try {
+    if (s.store) {
+      s.store->set(s.key + "broken", as_bytes("a communication hook"));
+    }
+  } catch (const std::exception& e) {
+    log(LogLevel::warning, std::string("could not say that the group is broken: ") + e.what());
+  }
+  abort_group();
 }
 
 void Reducer::abort_group() {

@@ -155,26 +155,34 @@ bool Reducer::begin_plain_backward(std::unique_lock<std::mutex>& lock, bool thro
   take_up_plan();
   s.own_error = nullptr;
   if (s.sync) {
-    s.scale = s.wire_scale = 1.0 / s.predivide;
-    s.sparse_scale = s.scale;
-    s.hook_scale =
-        s.world_size / s.predivide;  // it returns the mean, and all is scaled back at the end
-    s.buffer_source = s.active.empty() ? 0 : s.active.front();
-    s.late = false;
-    s.record = {};
-    s.record.verdict = Verdict::ok;
-    s.record.weight = 1;
-    if (s.untold) {
-      s.record.verdict =
-          s.untold->first == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed;
-      publish_failure(s.untold->first, s.untold->second);
-      s.untold.reset();
-    }
-    s.before = nullptr;
-    s.after = nullptr;
+    begin_plain_step(Verdict::ok);
   }
   start_backward(s.sync);
   return true;
+}
+
+void Reducer::begin_plain_step(Verdict verdict) {
+  auto& s = *s_;
+  s.plain_step = true;
+  s.scale = s.wire_scale = 1.0 / s.predivide;
+  s.sparse_scale = s.scale;
+  s.hook_scale =
+      s.world_size / s.predivide;  // it returns the mean, and all is scaled back at the end
+  s.buffer_source = s.active.empty() ? 0 : s.active.front();
+  s.late = false;
+  s.loss_sum.reset();
+  s.record = {};
+  s.record.verdict = verdict;
+  s.record.weight = verdict == Verdict::ok ? 1 : 0;
+  if (s.untold) {
+    s.record.verdict =
+        s.untold->first == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed;
+    publish_failure(s.untold->first, s.untold->second);
+    s.untold.reset();
+  }
+  s.before = nullptr;
+  s.after = nullptr;
+  meet_behind_forward();
 }
 
 void Reducer::end_plain_backward() {
@@ -277,6 +285,7 @@ void Reducer::abort_step(FailureKind kind, const std::string& text) {
     s.untold.reset();
     if (s.mode == State::Mode::idle) {
       take_up_plan();  // no backward has: the others' buckets are the new ones
+      meet_behind_forward();
       start_backward(false);
     }
   }
@@ -318,6 +327,7 @@ void Reducer::settle() {
 void Reducer::begin_scope() {
   settle();
   s_->in_scope = true;
+  s_->called_off = false;
   s_->scope_step = s_->step;
 }
 
@@ -331,6 +341,9 @@ void Reducer::end_scope_ok() {
 void Reducer::end_scope_failed(FailureKind kind, const std::string& text) {
   auto& s = *s_;
   s.in_scope = false;
+  if (std::exchange(s.called_off, false)) {
+    return;
+  }
   if (s.scope_step ==
       s.step) {  // no collective of this step has ended: the other ranks wait for it
     announce_failure(kind, text, 0);

@@ -76,7 +76,11 @@ struct Reducer::State {
   double wire_scale = 1;    ///< of gradients on their way onto the wire
   double hook_scale = 1;    ///< of what a communication hook returned
   c10::intrusive_ptr<c10::ivalue::Future> last_hook;  ///< of the last bucket that went to a hook
+  int64_t last_hooked = 0;                            ///< that bucket
+  uint64_t hook_began = 0;                            ///< collectives of the group before it
+  std::map<int64_t, uint64_t> collectives_of_hook;    ///< by bucket: as many as its hook last made
   std::optional<std::chrono::steady_clock::time_point> hook_deadline;  ///< of a process that ends
+  c10::intrusive_ptr<c10d::Work> met;  ///< all ranks are behind their forward
   ControlRecord record;
   at::Tensor loss_sum;
   int buffer_source = 0;
@@ -112,7 +116,9 @@ struct Reducer::State {
   bool aborted = false;          ///< drained after a failure, not yet waited for
   std::vector<int> active;       ///< ranks that had data in the last step
   bool mean_of_active = false;   ///< gradients are the mean over those
+  bool joining = false;          ///< between begin_join() and end_join()
   bool throw_early = false;      ///< a step without all ranks fails
+  bool called_off = false;       ///< the open scope has no failure to announce
   bool keep_buffers = false;     ///< the rank whose buffers win had no data
 
   int64_t step = 0;
@@ -153,6 +159,7 @@ struct Reducer::State {
 
   // launch.cpp
   void send(int64_t index);
+  uint64_t collectives() const;
   c10d::GradBucket hook_bucket(int64_t index) const;
 
   // planning.cpp

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.utils._pytree import tree_map_only
 
 from brimful import _C
+from brimful._comm_hook import builtin_hook, check_comm_hook
 from brimful._compat import optimizers_in_backward, skipped_by_dynamo
+from brimful._join import InTorchsJoin, joining, not_joined
 from brimful._mixed_precision import MixedPrecision, check_mixed_precision, wire_dtype_of
 from brimful._process_end import is_out_of_memory, register, words_of
 from brimful._wrapping import (
@@ -38,7 +41,7 @@ __all__ = ["DistributedDataParallel"]
 _log = logging.getLogger("brimful")
 
 
-class DistributedDataParallel(torch.nn.Module):
+class DistributedDataParallel(torch.nn.Module, Joinable):
     """Takes the place of ``torch.nn.parallel.DistributedDataParallel``; a collective, all ranks construct together.
 
     In a plain loop gradients are the mean over the ranks when ``backward()`` returns, and the failure of another
@@ -132,6 +135,9 @@ class DistributedDataParallel(torch.nn.Module):
         whole_path: bool = False,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)
+        # What a join has to do before each forward.
+        self._before_forward: Callable[[DistributedDataParallel], None] | None = None
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"only a torch.nn.Module can be wrapped (type: {type(module)})")
         refuse_wrapped(module, (DistributedDataParallel, torch.nn.parallel.DistributedDataParallel))
@@ -210,6 +216,7 @@ class DistributedDataParallel(torch.nn.Module):
             process_group=None, _reducer=None, _places=[], _wrapped={}, _left_out=[], in_loop=_never
         )
         del state["buckets_expected"], state["_mixed"]
+        state.update(_before_forward=None, _join_config=not_joined())
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -220,6 +227,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     @skipped_by_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before_forward is not None:
+            self._before_forward(self)
         device = self._input_device
         if device is not None:
             args, kwargs = tree_map_only(
@@ -289,11 +298,14 @@ class DistributedDataParallel(torch.nn.Module):
         fails the step on every rank; if it raises again when its rank takes part with zeros, the group is broken.
         Sparse gradients do not pass it.
         """
-        if not callable(hook):
-            raise TypeError(f"a communication hook is callable (type: {type(hook)})")
+        check_comm_hook(hook)
         self.reducer.register_comm_hook(
             state, hook, getattr(hook, "__qualname__", repr(type(hook)))
         )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """torch's ``dist.BuiltinCommHookType``: ``ALLREDUCE`` or ``FP16_COMPRESS``."""
+        self.register_comm_hook(None, builtin_hook(comm_hook_type))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` in one pass a bucket; equal on all ranks, does not synchronise the device.
@@ -348,31 +360,41 @@ class DistributedDataParallel(torch.nn.Module):
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
         """Uneven data in a plain loop over one wrapped module, as torch's ``join``; a step that all ranks make costs no
-        collective more.
+        collective more, except a barrier beside backward on the CPU.
 
         A rank that leaves the block makes the others' calls with them, adding nothing, until all have left. Then every
         rank gets the parameters and buffers of the highest rank that made the last step; optimizer state stays each
         rank's own, and gradients are empty. ``divide_by_initial_world_size=False``: gradients
-        are the mean over the ranks that still have data. ``throw_on_early_termination``: RuntimeError on all ranks as
-        soon as one has left. Ranks count alike whatever their numbers of samples: ``BatchSizer`` weights samples, takes
-        several modules, and needs no ``join``.
+        are the mean over the ranks that still have data. Ranks count alike whatever their numbers of samples:
+        ``BatchSizer`` weights samples, takes several modules, and needs no ``join``.
+
+        ``throw_on_early_termination``: as soon as one rank has left, all raise RuntimeError before the next forward.
+        Each forward asks all ranks for that, so all ranks make the same forwards. As with torch it is needed where
+        forward makes collectives of its own (``SyncBatchNorm``); without it these wait for a rank that has left until
+        the group's timeout.
         """
         if not enable:
             yield
             return
-        reducer = self.reducer
-        reducer.begin_join(not divide_by_initial_world_size, throw_on_early_termination)
-        try:
+        with joining(self, not divide_by_initial_world_size, throw_on_early_termination):
             yield
-            while reducer.join_step():
-                pass
-            contents = Contents(self.module)
-            buffers = contents.buffers if self.forward_sync_buffers else []
-            source = reducer.active[-1] if reducer.active else 0
-            tensors = [*contents.trainable, *contents.frozen, *(place.tensor for place in buffers)]
-            reducer.broadcast(tensors, source)
-        finally:
-            reducer.end_join()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's ``Join([model, optimizer])``; takes its ``divide_by_initial_world_size``.
+
+        As with torch's class, each forward of a rank is one of every rank's, with one backward behind it unless it runs
+        under ``no_sync()`` or ``torch.no_grad()``. Unlike there, a rank that has left gets the others' mean as its
+        gradients, so that an optimizer which is joined steps its part of the parameters with it.
+        """
+        return InTorchsJoin(self, not kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup | None:
+        return self.process_group
 
     def _require_unchanged(self) -> None:
         try:

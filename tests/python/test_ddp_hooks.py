@@ -1,6 +1,7 @@
 """Communication hooks that make several collectives a bucket, one behind the other, and ranks that drain meanwhile."""
 
 import copy
+import datetime
 from contextlib import nullcontext
 
 import pytest
@@ -312,3 +313,47 @@ def test_a_hooks_result_of_another_size_fails_the_step_everywhere(ranks):
     for i in (1, 2):
         assert "RankFailed" in zero[i] and "another size than its bucket's buffer" in zero[i]
         assert one[i].startswith("ValueError") and "another size than its bucket's buffer" in one[i]
+
+
+def broken_chain_job(rank, failing):
+    """A hook that raises between its collectives leaves the others waiting: all raise, soon."""
+    errors = []
+    for where in ("call", "future"):
+        group = dist.new_group(timeout=datetime.timedelta(seconds=15))
+        step = [0]
+
+        def hook(state, bucket, group=group, where=where, step=step):
+            buffer = bucket.buffer()
+            fails = step[0] == 2 and rank.index == failing and bucket.index() == 1
+            first = dist.all_reduce(buffer[:1].clone(), group=group, async_op=True).get_future()
+            if fails and where == "call":
+                raise PlantedError("planted in the call")
+
+            def second(future):
+                if fails:
+                    raise PlantedError("planted in the future")
+                work = dist.all_reduce(buffer / rank.size, group=group, async_op=True)
+                return work.get_future().wait()[0]
+
+            return first.then(second)
+
+        model = brimful.DistributedDataParallel(
+            net(), process_group=group, bucket_cap_mb=SMALL_BUCKETS_MB, plan="registration"
+        )
+        model.register_comm_hook(None, hook)
+        for step[0] in (1, 2):
+            model.zero_grad()
+            error = raised(lambda model=model: cross_entropy(model, classes(8)).backward())
+            assert (error is None) == (step[0] == 1), repr(error)
+        assert error.seconds < 10
+        errors.append(error)
+    return [(type(error).__name__, str(error)) for error in errors]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_hook_that_raises_between_its_collectives(ranks, failing):
+    found = ranks(broken_chain_job, failing, watchdog_s=40)
+    for name, words in found[1 - failing]:
+        assert name == "RankFailed" and f"rank {failing} failed" in words and "planted" in words
+    for name, words in found[failing]:
+        assert "planted" in words, (name, words)

@@ -378,10 +378,37 @@ def test_an_exception_in_a_hook(ranks, where, failing, loop):
     ranks(failing_hook_job, where, failing, loop)
 
 
+def other_bucket(state, bucket: torch.Tensor):
+    return default_hooks.allreduce_hook(state, bucket)
+
+
+def other_result(state, bucket: dist.GradBucket) -> torch.Tensor:
+    return default_hooks.allreduce_hook(state, bucket)
+
+
+def annotated(state, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
+    return default_hooks.allreduce_hook(state, bucket)
+
+
+def unknown_names(state, bucket: "Elsewhere") -> "Elsewhere":  # noqa: F821
+    return default_hooks.allreduce_hook(state, bucket)
+
+
 def misuse_job(rank):
     model = wrap(net())
-    with pytest.raises(TypeError, match="callable"):
-        model.register_comm_hook(None, 3)
+    theirs = torch.nn.parallel.DistributedDataParallel(net())
+    for hook, error in ((3, TypeError), (other_bucket, ValueError), (other_result, ValueError)):
+        for kind in (model, theirs):
+            with pytest.raises(error, match=r"callable|annotat"):
+                kind.register_comm_hook(None, hook)
+    for hook in (annotated, unknown_names):
+        wrap(net()).register_comm_hook(None, hook)
+    for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        pair = wrap(net()), torch.nn.parallel.DistributedDataParallel(net())
+        for each in pair:
+            each._register_builtin_comm_hook(kind)
+            cross_entropy(each, classes(8, seed=rank.index)).backward()
+        assert relative_difference(*(gradients_of(each) for each in pair)) < 1e-6
     mine = default_hooks.allreduce_hook if rank.index == 0 else default_hooks.fp16_compress_hook
     with pytest.raises(brimful.PlanMismatch, match="fp16_compress_hook"):
         model.register_comm_hook(None, mine)

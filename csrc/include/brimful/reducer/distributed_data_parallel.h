@@ -39,6 +39,7 @@ class DistributedDataParallel {
   template <typename... Args>
   auto operator()(Args&&... args) {
     reducer_->prepare_forward();
+    reducer_->require_data();
     auto output = module_->forward(std::forward<Args>(args)...);
     watch(output);
     reducer_->forward_done();

@@ -4,6 +4,7 @@
 #include <brimful/step/participant.h>
 #include <c10/core/ScalarType.h>
 
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -88,13 +89,22 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   /// its shape, dtype or device is another: then it stays out.
   bool replace_buffer(const at::Tensor& before, const at::Tensor& now);
   /// Uneven data in a plain loop, between begin_join() and end_join(). A rank without more data calls join_step() instead
-  /// of its steps: it makes the step's calls, with nothing to add, and leaves its gradients empty. Returns false once no
-  /// rank makes steps. `mean_of_active`: gradients are the mean over the ranks that have data, not over all of them.
-  /// `throw_early`: a step without all ranks fails on all of them.
-  /// @throws RankFailed or RankOutOfMemory if another rank fails its step
+  /// of its steps: it makes the step's calls, with nothing to add, and leaves its gradients empty, or with
+  /// `keep_gradients` gets the others' mean. Returns false once no rank makes steps. `mean_of_active`: gradients are the
+  /// mean over the ranks that have data, not over all of them. `throw_early`: ranks ask each other before every forward
+  /// (require_data), and raise on all of them as soon as one has left.
+  /// @throws RankFailed or RankOutOfMemory if another rank fails its step; c10::Error of require_data
   void begin_join(bool mean_of_active, bool throw_early);
-  bool join_step();
+  bool join_step(bool keep_gradients = false);
   void end_join();
+  /// Under begin_join() with `throw_early`, before a forward: a collective of a byte. Does nothing otherwise, and under a
+  /// sizer, whose ranks need not leave together.
+  /// @throws c10::Error on every rank if a rank has left and another has not
+  void require_data();
+  /// True on all ranks if `own` is on any. A collective.
+  bool any_rank(bool own);
+  /// All ranks know that the step is not made: the scope that is open has no failure to announce.
+  void call_off();
   /// Ranks that had data in the last step, in order; empty before the first one.
   const std::vector<int>& active() const;
   /// The tensors of rank `source` on every rank. A collective.
@@ -193,6 +203,13 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void wait_for(c10d::Work& work, bool on_cpu);
   void wait_for_hook(c10::ivalue::Future& future);
   void wait_for_last_hook();
+  void check_last_hook(bool throws);
+  void break_chain(std::exception_ptr error);
+  std::vector<uint8_t> ask_all(uint8_t own, const std::string& what);
+  void require_all(bool has_data);
+  void begin_plain_step(Verdict verdict);
+  void meet_behind_forward();
+  void join_without_gradients();
   bool told_broken();
   bool begin_plain_backward(std::unique_lock<std::mutex>& lock, bool through_output);
   void end_plain_backward();
