@@ -150,6 +150,15 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         contents = Contents(module)
         self.parameters_to_ignore = contents.ignored
         self._input_device = check_device(contents.trainable, device_ids, output_device)
+        # For programs that read torch's attributes; as they were passed, or as they always are here.
+        index = None if self._input_device is None else self._input_device.index
+        self.device_ids, self.output_device = None if index is None else [index], index
+        self.dim, self.find_unused_parameters, self.static_graph = (
+            dim,
+            find_unused_parameters,
+            static_graph,
+        )
+        self.gradient_as_bucket_view = True
         if mixed_precision is not None:
             wire_dtype = wire_dtype_of(mixed_precision, wire_dtype, contents.trainable)
         at_start, self.forward_sync_buffers = buffers_agree(broadcast_buffers, forward_sync_buffers)
@@ -389,8 +398,20 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return InTorchsJoin(self, not kwargs.get("divide_by_initial_world_size", True))
 
     @property
-    def join_device(self) -> torch.device:
+    def device(self) -> torch.device:
         return next(self.module.parameters()).device
+
+    @property
+    def device_type(self) -> str:
+        return self.device.type
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        return self.forward_sync_buffers
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup | None:

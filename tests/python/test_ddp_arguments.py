@@ -250,7 +250,28 @@ def test_frozen_parameters_and_buffers_that_differ_are_refused(ranks, frozen, bu
         assert type(error) is brimful.PlanMismatch and words in str(error), error
 
 
+TORCHS_ATTRIBUTES = (
+    "broadcast_buffers",
+    "device",
+    "device_ids",
+    "device_type",
+    "dim",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "mixed_precision",
+    "output_device",
+    "parameters_to_ignore",
+    "process_group",
+    "require_backward_grad_sync",
+    "static_graph",
+)
+
+
 def attributes_job(rank):
+    for options in ({}, {"find_unused_parameters": True}, {"broadcast_buffers": False}):
+        ours, theirs = wrap(small_net(), **options), DistributedDataParallel(small_net(), **options)
+        for name in TORCHS_ATTRIBUTES:
+            assert getattr(ours, name) == getattr(theirs, name), name
     model = wrap(small_net())
     assert model.require_backward_grad_sync
     with model.no_sync():
