@@ -26,7 +26,7 @@ MAKEFLAGS += --no-print-directory
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: build ## Train a small CNN on Fashion-MNIST with two ranks and too little memory
+demo: package ## Train a small CNN on Fashion-MNIST with two ranks and too little memory
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_fashion_mnist.py
 
 test: test-cpp test-consumer test-layers test-python ## Run all tests: C++, consumer project, layers, Python

@@ -21,8 +21,9 @@ if(NOT BRIMFUL_TORCH_CONFIG)
   endif()
 endif()
 if(NOT BRIMFUL_TORCH_CONFIG)
-  message(FATAL_ERROR "brimful: torch was not found. Set CMAKE_PREFIX_PATH to the output of\n"
-    "  python -c 'import torch; print(torch.utils.cmake_prefix_path)'")
+  message(FATAL_ERROR "brimful: torch was not found. Add the output of\n"
+    "  python -c 'import torch; print(torch.utils.cmake_prefix_path)'\n"
+    "to CMAKE_PREFIX_PATH, after a semicolon: -DCMAKE_PREFIX_PATH='THE PATH OF BRIMFUL;THAT OUTPUT'")
 endif()
 get_filename_component(brimful_torch_root "${BRIMFUL_TORCH_CONFIG}/../../../.." ABSOLUTE)
 set(_lib "${brimful_torch_root}/lib")

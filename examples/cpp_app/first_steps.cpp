@@ -2,7 +2,6 @@
 #include <brimful/brimful.h>
 #include <brimful/launch/checkpoint.h>
 #include <torch/torch.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdio>
 #include <memory>

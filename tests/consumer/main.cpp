@@ -1,7 +1,5 @@
-// Includes every public header by the umbrella, and shows that the installed library works outside its build folder.
-#include <ATen/ATen.h>
+// Includes the umbrella alone, and shows that the installed library works outside its build folder.
 #include <brimful/brimful.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <iostream>
 #include <mutex>

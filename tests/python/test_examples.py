@@ -63,7 +63,7 @@ def cpp_app():
     bin_ = Path(sys.executable).parent
     launcher = shutil.which("ccache")
     configure = [bin_ / "cmake", "-S", EXAMPLES / "cpp_app", "-B", build, "-G", "Ninja"]
-    configure += [f"-DCMAKE_PREFIX_PATH={brimful.cmake_prefix_path}", "-DCMAKE_BUILD_TYPE=Release"]
+    configure += [f"-DCMAKE_PREFIX_PATH={brimful.cmake_prefix_path}", "-DCMAKE_CXX_FLAGS=-O0"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={bin_ / 'ninja'}", f"-DPython_EXECUTABLE={sys.executable}"]
     configure += ["-UBRIMFUL_TORCH_*"]
     configure += [f"-DCMAKE_CXX_COMPILER_LAUNCHER={launcher}"] if launcher else []

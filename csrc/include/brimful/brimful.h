@@ -1,6 +1,6 @@
 #pragma once
 // Everything that brimful offers to C++ programs but launch/checkpoint.h and sizer/batch_norms.h, which take more of torch
-// in. Files that need one part compile faster with that part's header.
+// in; and c10d::ProcessGroup, which programs call. Files that need one part compile faster with that part's header.
 #include <brimful/error.h>
 #include <brimful/launch/distributed_sampler.h>
 #include <brimful/launch/init_from_env.h>
@@ -28,3 +28,4 @@
 #include <brimful/sizer/optimizer_bytes.h>
 #include <brimful/sizer/verify_split.h>
 #include <brimful/version.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
