@@ -20,6 +20,7 @@ from brimful._compat import optimizers_in_backward, skipped_by_dynamo
 from brimful._join import InTorchsJoin, joining, not_joined
 from brimful._mixed_precision import MixedPrecision, check_mixed_precision, wire_dtype_of
 from brimful._process_end import is_out_of_memory, register, words_of
+from brimful._torch_dcp import treat_as_torchs
 from brimful._wrapping import (
     Contents,
     bucket_caps,
@@ -347,6 +348,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """
         times = self.reducer.times()
         return _as_dict(times[-1]) if times else {}
+
+    def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        treat_as_torchs(DistributedDataParallel)
+        return super().named_children()
 
     def save_timeline(self, path: str | os.PathLike[str]) -> None:
         """Write the last steps (at most 64) as a trace for Perfetto and chrome://tracing, one process a rank."""

@@ -155,3 +155,37 @@ def elastic_job(rank, path):
 
 def test_another_number_of_ranks_finds_nothing_of_its_own(ranks, tmp_path):
     ranks(elastic_job, str(tmp_path))
+
+
+def trained(wrapper, seed):
+    model = torch.nn.Sequential(net(seed), wrapper(net(seed + 1)))  # wrapped as a part
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    rows = torch.randn(4, 6)
+    (model[0](rows) + model[1](rows)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def alike_job(rank):
+    theirs, ours = torch.nn.parallel.DistributedDataParallel, wrap
+    for parts in (slice(None), 1):
+        for source, target in ((theirs, ours), (ours, theirs), (ours, ours)):
+            (model, optimizer), (other, other_optimizer) = trained(source, 0), trained(target, 5)
+            if parts == 1:
+                model, other = model[1], other[1]
+                optimizer, other_optimizer = (
+                    torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, other)
+                )
+            values, state = get_state_dict(model, optimizer)
+            assert not [name for name in [*values, *state["state"]] if "module" in name]
+            assert values.keys() == get_state_dict(other, other_optimizer)[0].keys()
+            found = set_state_dict(
+                other, other_optimizer, model_state_dict=values, optim_state_dict=state
+            )
+            assert found == ([], [])
+            assert same_bits(values_of(other), values_of(model))
+    assert all(name.startswith("module.") for name in wrap(net(0)).state_dict())
+
+
+def test_a_state_of_torchs_wrapper_loads_into_ours_and_the_reverse(ranks):
+    ranks(alike_job)
