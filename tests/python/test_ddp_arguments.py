@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,6 +269,11 @@ TORCHS_ATTRIBUTES = (
 
 
 def attributes_job(rank):
+    page = (Path(__file__).parents[2] / "docs/migration/torch-ddp.md").read_text()
+    theirs = DistributedDataParallel(small_net())
+    of_torch = set(dir(theirs)) - set(dir(theirs.module))
+    missing = {n for n in of_torch if n[0] != "_" and not hasattr(wrap(small_net()), n)}
+    assert {name for name in missing if f"`{name}`" not in page} == set()
     for options in ({}, {"find_unused_parameters": True}, {"broadcast_buffers": False}):
         ours, theirs = wrap(small_net(), **options), DistributedDataParallel(small_net(), **options)
         for name in TORCHS_ATTRIBUTES:
