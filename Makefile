@@ -50,8 +50,7 @@ test-slow: build ## Run the tests with trainers, Ray and Optuna, in an environme
 	@tools/setup_integrations.sh $(VENV)
 	@$(VENV)-integrations/bin/python -m pytest -m "slow or not slow" tests/integrations tests/python/test_migration.py
 
-# Without optimisation, and by clang++: it instantiates the templates of a precompiled header once, and g++ again in every
-# file, which takes most of its time.
+# Without optimisation, and by clang++, so that both compilers see the library.
 test-oldest: ## Build and install against the oldest torch that is supported, and run the smoke tests
 	@$(MAKE) setup-clang TORCH=$(OLDEST_TORCH)
 	@BRIMFUL_BUILD=build/oldest-$(notdir $(PYTHON)) CMAKE_ARGS='-DCMAKE_BUILD_TYPE=Quick -DCMAKE_CXX_COMPILER=clang++' \
@@ -104,8 +103,8 @@ stubtest: build
 # is compiled that is not part of a unity file.
 tidy: setup-lint setup
 	@$(BIN)/cmake --preset dev -B build/tidy $(CONFIGURE) -DBRIMFUL_UNITY=OFF --log-level=WARNING
-	@clang-tidy --quiet -p build/tidy \
-	  $(filter-out csrc/memory/moment.cpp,$(wildcard csrc/base/*.cpp csrc/memory/*.cpp)) 2>/dev/null
+	@printf '%s\n' $(filter-out csrc/memory/moment.cpp,$(wildcard csrc/base/*.cpp csrc/memory/*.cpp)) | \
+	  xargs -P $(JOBS) -n 6 clang-tidy --quiet -p build/tidy 2>/dev/null
 
 format: setup-lint ## Rewrite the sources in the project's format
 	@clang-format -i $(CPP)
