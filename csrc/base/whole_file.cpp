@@ -3,13 +3,15 @@
 #include <unistd.h>
 #include <cerrno>
 #include <system_error>
+#include "base/replace_file.h"
 
 namespace brimful {
 namespace {
 
 class File {
  public:
-  File(const std::string& path, int flags) : path_(path), fd_(open(path.c_str(), flags, 0666)) {
+  explicit File(const std::string& path)
+      : path_(path), fd_(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
     check(fd_ >= 0);
   }
   ~File() {
@@ -20,7 +22,7 @@ class File {
   File(const File&) = delete;
   File& operator=(const File&) = delete;
 
-  /// As read(2) and write(2), again where a signal came in between.
+  /// As read(2), again where a signal came in between.
   template <typename Call>
   size_t move(const Call& call) const {
     for (;;) {
@@ -30,12 +32,6 @@ class File {
         return static_cast<size_t>(moved);
       }
     }
-  }
-
-  void close_whole() {
-    const int closed = close(fd_);
-    fd_ = -1;
-    check(closed == 0);
   }
 
  private:
@@ -52,7 +48,7 @@ class File {
 }  // namespace
 
 std::string read_file(const std::string& path) {
-  const File file(path, O_RDONLY | O_CLOEXEC);
+  const File file(path);
   constexpr size_t kPart = size_t{1} << 20;
   std::string text;
   for (;;) {
@@ -67,11 +63,7 @@ std::string read_file(const std::string& path) {
 }
 
 void write_file(const std::string& path, const std::string& text) {
-  File file(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC);
-  for (size_t done = 0; done < text.size();) {
-    done += file.move([&](int fd) { return write(fd, text.data() + done, text.size() - done); });
-  }
-  file.close_whole();
+  replace_file(path, Durable::no, [&](const ByteSink& sink) { sink(text.data(), text.size()); });
 }
 
 }  // namespace brimful

@@ -1,22 +1,13 @@
 #include <brimful/probes/explain.h>
 #include <algorithm>
 #include "bindings/bindings.h"
+#include "bindings/native_read.h"
 
 namespace brimful {
 namespace {
 
 using namespace probes;
 using namespace py::literals;
-
-std::string text_of(PyObject* unicode) {
-  Py_ssize_t size = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(unicode, &size);
-  if (text == nullptr) {
-    PyErr_Clear();
-    return "";
-  }
-  return {text, static_cast<size_t>(size)};
-}
 
 /// The innermost frame of this thread that is neither torch's nor ours, as "train.py:31 in forward".
 std::string python_site(const std::vector<std::string>& not_in) {

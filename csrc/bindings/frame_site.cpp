@@ -77,7 +77,12 @@ std::string utf8_of(PyObject* text) {
     const Py_UCS4 letter = PyUnicode_READ(kind, data, k);
     const auto put = [&](Py_UCS4 bits) { out.push_back(static_cast<char>(bits)); };
     const auto tail = [&](int shift) { put(0x80 | (letter >> shift & 0x3f)); };
-    if (letter < 0x80) {
+    if (letter >= 0xd800 && letter < 0xe000) {  // a byte of a file's name that is no UTF-8
+      constexpr char kDigits[] = "0123456789abcdef";
+      out += "\\x";
+      put(static_cast<Py_UCS4>(kDigits[letter >> 4 & 0xf]));
+      put(static_cast<Py_UCS4>(kDigits[letter & 0xf]));
+    } else if (letter < 0x80) {
       put(letter);
     } else if (letter < 0x800) {
       put(0xc0 | letter >> 6);

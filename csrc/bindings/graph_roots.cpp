@@ -1,33 +1,39 @@
 #include "bindings/graph_roots.h"
 
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
+
+#include "bindings/native_read.h"
+#include "bindings/python_heap.h"
 
 namespace brimful {
 namespace {
 
-/// Walks graphs by Python's own view of their nodes, which alone names what each has saved.
+using Node = torch::autograd::Node;
+
+/// Walks graphs in C++; what a node has saved only Python's view of it names, read without code of the program's.
 class Walk {
  public:
   Walk(const std::unordered_set<const void*>& wanted) : wanted_(wanted) {}
 
-  void from(const GraphRoot& root, const py::object& node) {
-    std::vector<py::object> ahead{node};
+  void from(const GraphRoot& root, const NodePointer& node) {
+    std::vector<NodePointer> ahead{node};
     while (!ahead.empty()) {
-      const py::object at = std::move(ahead.back());
+      const NodePointer at = std::move(ahead.back());
       ahead.pop_back();
-      if (at.is_none() || !seen_.insert(at.ptr()).second) {
+      if (at == nullptr || !seen_.insert(at.get()).second) {
         continue;
       }
       kept_.push_back(at);  // so that no other node gets its address
-      for (const auto& name : saved_names(at)) {
-        look_at(at.attr(name.c_str()), root);
-      }
-      for (const auto& edge : py::tuple(at.attr("next_functions"))) {
-        ahead.push_back(edge[py::int_(0)]);
+      look_at_saved(at, root);
+      for (const auto& edge : at->next_edges()) {
+        ahead.push_back(edge.function);
       }
     }
   }
@@ -35,73 +41,122 @@ class Walk {
   std::unordered_map<const void*, GraphRoot> found;
 
  private:
-  const std::vector<std::string>& saved_names(const py::object& node) {
-    const auto type = py::type::of(node);
-    auto [entry, is_new] = names_.try_emplace(type.ptr());
-    if (is_new) {
-      for (const auto& name : py::list(py::module_::import("builtins").attr("dir")(type))) {
-        auto text = name.cast<std::string>();
-        if (text.starts_with("_raw_saved_")) {
-          entry->second.push_back(std::move(text));
+  void look_at_saved(const NodePointer& node, const GraphRoot& root) {
+    const auto view = steal(torch::autograd::functionToPyObject(node));
+    if (!view) {
+      return;
+    }
+    for (PyObject* const getter : getters_of(Py_TYPE(view.ptr()))) {
+      // Of a graph that backward() has freed, this raises.
+      const auto saved = steal(Py_TYPE(getter)->tp_descr_get(
+          getter, view.ptr(), reinterpret_cast<PyObject*>(Py_TYPE(view.ptr()))));
+      look_at(saved, root);
+    }
+  }
+
+  // torch's own; a class of the program's may have others of the same name.
+  const std::vector<PyObject*>& getters_of(PyTypeObject* type) {
+    auto [entry, is_new] = getters_.try_emplace(type);
+    for (Py_ssize_t k = 0; is_new && k < PyTuple_GET_SIZE(type->tp_mro); ++k) {
+      PyObject* const names =
+          reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, k))->tp_dict;
+      PyObject* name = nullptr;
+      PyObject* value = nullptr;
+      for (Py_ssize_t at = 0; names != nullptr && PyDict_Next(names, &at, &name, &value) != 0;) {
+        if (Py_IS_TYPE(value, &PyGetSetDescr_Type) && text_of(name).starts_with("_raw_saved_")) {
+          entry->second.push_back(value);
         }
       }
     }
     return entry->second;
   }
 
+  static py::object steal(PyObject* object) {
+    if (object == nullptr) {
+      PyErr_Clear();
+    }
+    return py::reinterpret_steal<py::object>(object);
+  }
+
   // One saved tensor, a tuple of them, or what a hook has made of one.
   void look_at(const py::object& saved, const GraphRoot& root) {
-    if (THPVariable_Check(saved.ptr())) {
+    if (!saved) {
+      return;
+    }
+    if (is_tensor(saved.ptr())) {
       const void* const data = storage_of(saved.ptr());
       if (wanted_.contains(data)) {
         found.try_emplace(data, root);
       }
-    } else if (py::isinstance<py::tuple>(saved) || py::isinstance<py::list>(saved)) {
-      for (const auto& item : saved) {
+    } else if (PyTuple_CheckExact(saved.ptr()) || PyList_CheckExact(saved.ptr())) {
+      for (const auto& item : own_items(saved.ptr())) {
         look_at(py::reinterpret_borrow<py::object>(item), root);
       }
-    } else if (!saved.is_none() && py::hasattr(saved, "unpack_hook")) {
-      look_at(saved.attr("data"), root);
+    } else if (static PyTypeObject* const type = type_named("torch._C._autograd", "SavedTensor");
+               type != nullptr && Py_IS_TYPE(saved.ptr(), type)) {
+      look_at(steal(PyObject_GetAttrString(saved.ptr(), "data")), root);
     }
   }
 
   const std::unordered_set<const void*>& wanted_;
-  std::unordered_set<PyObject*> seen_;
-  std::vector<py::object> kept_;
-  std::unordered_map<PyObject*, std::vector<std::string>> names_;  // by type
+  std::unordered_set<Node*> seen_;
+  std::vector<NodePointer> kept_;
+  std::unordered_map<PyTypeObject*, std::vector<PyObject*>> getters_;
 };
 
 struct Graph {
   GraphRoot root;
-  at::Tensor output;
+  NodePointer node;
 };
 
 std::vector<Graph> graphs_of(PyObject* tensor) {
   const auto& variable = THPVariable_Unpack(tensor);
   std::vector<Graph> graphs;
   const auto add = [&](const at::Tensor& output, bool is_gradient) {
-    if (output.defined() && output.grad_fn() != nullptr) {
-      graphs.push_back({{tensor, output.grad_fn()->name(), is_gradient}, output});
+    if (auto node = graph_of(output); node != nullptr) {
+      graphs.push_back({{tensor, node->name(), is_gradient}, std::move(node)});
     }
   };
   add(variable, false);
-  if (variable.defined() && variable.is_leaf()) {
-    add(variable.grad(), true);
+  if (graphs.empty()) {
+    add(gradient_of(tensor), true);
   }
   return graphs;
 }
 
 }  // namespace
 
-const void* storage_of(PyObject* tensor) {
-  const auto& variable = THPVariable_Unpack(tensor);
-  const auto* const impl = variable.unsafeGetTensorImpl();
-  if (!variable.defined() || !impl->has_storage()) {
+NodePointer graph_of(const at::Tensor& tensor) {
+  const auto* const meta =
+      tensor.defined() ? torch::autograd::impl::get_autograd_meta(tensor) : nullptr;
+  if (meta == nullptr) {
     return nullptr;
   }
+  const std::lock_guard lock(meta->mutex_);
+  return meta->grad_fn_;
+}
+
+at::Tensor gradient_of(PyObject* tensor) {
+  const auto& variable = THPVariable_Unpack(tensor);
+  const auto* const meta =
+      variable.defined() ? torch::autograd::impl::get_autograd_meta(variable) : nullptr;
+  return meta == nullptr ? at::Tensor() : meta->grad_;
+}
+
+const void* storage_of(PyObject* tensor) {
+  return storage_of(THPVariable_Unpack(tensor));
+}
+
+// Without asking the tensor, whose class may be the program's.
+const void* storage_of(const at::Tensor& tensor) {
+  const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  if (!tensor.defined() || !storage) {
+    return nullptr;
+  }
+  auto* const impl = storage.unsafeGetStorageImpl();
   const auto device = impl->device_type();
   const bool is_tracked = device == c10::DeviceType::CPU || device == c10::DeviceType::CUDA;
-  return is_tracked ? variable.storage().data() : nullptr;
+  return is_tracked ? impl->_mutable_data_ptr_no_checks().get() : nullptr;
 }
 
 bool has_graph(PyObject* tensor) {
@@ -117,11 +172,11 @@ std::unordered_map<const void*, GraphRoot> find_graph_roots(
   }
   // A graph that is part of another was made before it.
   std::stable_sort(graphs.begin(), graphs.end(), [](const Graph& a, const Graph& b) {
-    return a.output.grad_fn()->sequence_nr() < b.output.grad_fn()->sequence_nr();
+    return a.node->sequence_nr() < b.node->sequence_nr();
   });
   Walk walk(wanted);
   for (const auto& graph : graphs) {
-    walk.from(graph.root, py::cast(graph.output).attr("grad_fn"));
+    walk.from(graph.root, graph.node);
   }
   return std::move(walk.found);
 }

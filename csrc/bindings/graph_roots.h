@@ -1,12 +1,19 @@
 #pragma once
+#include <ATen/core/Tensor.h>
+
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
 
 namespace brimful {
+
+/// Of whatever kind torch's are.
+using NodePointer = std::decay_t<decltype(std::declval<at::Tensor>().grad_fn())>;
 
 /// A tensor of the program whose graph keeps a storage.
 struct GraphRoot {
@@ -16,15 +23,22 @@ struct GraphRoot {
 };
 
 /// For each of the storages that begin at `wanted` and are saved in the graph of one of `tensors`: that tensor, the one
-/// whose graph is the smallest if there are several. Saved tensors that hooks have packed are not unpacked. With the GIL
-/// held.
+/// whose graph is the smallest if there are several. Saved tensors that hooks have packed are not unpacked, and graphs that
+/// backward() has freed have saved none. With the GIL held.
 std::unordered_map<const void*, GraphRoot> find_graph_roots(
     const std::vector<PyObject*>& tensors, const std::unordered_set<const void*>& wanted);
 
 /// Whether a tensor, or its gradient, has a graph.
 bool has_graph(PyObject* tensor);
 
-/// The first byte of a tensor's storage; null if it has none.
+/// The node that made a tensor, as it stands: a view of what was changed in place is not brought up to date.
+NodePointer graph_of(const at::Tensor& tensor);
+
+/// Of a tensor that is no other's result, as `.grad`; undefined if there is none.
+at::Tensor gradient_of(PyObject* tensor);
+
+/// The first byte of a tensor's storage; null if it has none, or it is on a device that is not tracked.
+const void* storage_of(const at::Tensor& tensor);
 const void* storage_of(PyObject* tensor);
 
 }  // namespace brimful

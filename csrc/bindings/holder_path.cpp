@@ -1,8 +1,12 @@
 #include "bindings/holder_path.h"
 
+#include <torch/csrc/autograd/python_variable.h>
+
 #include <array>
 #include <string>
-#include <string_view>
+
+#include "bindings/graph_roots.h"
+#include "bindings/native_read.h"
 
 namespace brimful {
 namespace {
@@ -11,51 +15,43 @@ using probes::Holder;
 using probes::HolderKind;
 
 // What an object may refer to beside its attributes.
-constexpr std::array kInnerNames{"__dict__",  "__closure__", "__defaults__", "__kwdefaults__",
-                                 "__self__",  "__func__",    "__wrapped__",  "__traceback__",
-                                 "__cause__", "__context__", "tb_frame",     "tb_next",
-                                 "gi_frame",  "cr_frame",    "func",         "args",
-                                 "keywords",  "grad",        "_base",        "_backward_hooks"};
+constexpr std::array kInnerNames{"__closure__", "__defaults__", "__kwdefaults__", "__self__",
+                                 "__func__",    "__wrapped__",  "__traceback__",  "__cause__",
+                                 "__context__", "tb_frame",     "tb_next",        "gi_frame",
+                                 "cr_frame",    "func",         "args",           "keywords"};
 
-bool is_attribute(py::handle object, const char* name, PyObject* value) {
-  if (!py::hasattr(object, name)) {
-    return false;
-  }
-  return py::object(object.attr(name)).is(py::handle(value));
+bool is_attribute(PyObject* object, const char* name, PyObject* value) {
+  return own_attribute(object, name).is(py::handle(value));
 }
 
-std::string short_repr(PyObject* object) {
-  constexpr size_t kMost = 40;
-  auto text = py::repr(object).cast<std::string>();
-  return text.size() <= kMost ? text : text.substr(0, kMost) + "...";
-}
-
-std::string slot_of(py::handle object, PyObject* value) {
-  for (const auto& type : py::tuple(py::type::of(object).attr("__mro__"))) {
-    const py::object slots = py::getattr(type, "__slots__", py::tuple());
-    for (const auto& slot :
-         py::isinstance<py::str>(slots) ? py::make_tuple(slots) : py::tuple(slots)) {
-      const auto name = slot.cast<std::string>();
-      if (is_attribute(object, name.c_str(), value)) {
-        return name;
-      }
-    }
+// Its getters would ask __torch_function__ of a class of the program's.
+std::string name_within_tensor(PyObject* object, PyObject* value) {
+  if (reinterpret_cast<THPVariable*>(object)->backward_hooks == value) {
+    return "_backward_hooks";
   }
-  return "";
+  if (!is_tensor(value)) {
+    return "";
+  }
+  const auto& inner = THPVariable_Unpack(value);
+  return inner.defined() && gradient_of(object).is_same(inner) ? "grad" : "_base";
 }
 
 // Of an object whose attributes stand in it, without a dict of their own; or one of its inner names.
-std::string name_within(py::handle object, PyObject* value) {
-  const py::object attributes = py::getattr(object, "__dict__", py::none());
-  if (attributes.ptr() != value && !attributes.is_none()) {
-    for (const auto& item : py::list(attributes.attr("items")())) {
-      if (py::object(item[py::int_(1)]).is(py::handle(value))) {
-        return py::str(py::object(item[py::int_(0)])).cast<std::string>();
-      }
+std::string name_within(PyObject* object, PyObject* value) {
+  const py::object attributes = own_dict(object);
+  if (attributes && attributes.ptr() != value) {
+    if (PyObject* const key = key_of(attributes.ptr(), value); key != nullptr) {
+      return text_of(key);
     }
   }
-  if (auto slot = slot_of(object, value); !slot.empty()) {
+  if (attributes && attributes.ptr() == value) {
+    return "__dict__";
+  }
+  if (auto slot = slot_name(object, value); !slot.empty()) {
     return slot;
+  }
+  if (is_tensor(object)) {
+    return name_within_tensor(object, value);
   }
   for (const char* const name : kInnerNames) {
     if (is_attribute(object, name, value)) {
@@ -78,7 +74,7 @@ class PathWriter {
   void go(PyObject* before, PyObject* parent, PyObject* child) {
     if (PyDict_Check(parent)) {
       through_dict(before, parent, child);
-    } else if (PyList_Check(parent) || PyTuple_Check(parent) || is(parent, "collections.deque")) {
+    } else if (PyList_Check(parent) || PyTuple_Check(parent) || is_deque(parent)) {
       through_sequence(before, parent, child);
     } else if (PyAnySet_Check(parent)) {
       grows(HolderKind::sequence, PySet_GET_SIZE(parent));
@@ -87,7 +83,7 @@ class PathWriter {
       path_ += "." + local_name(parent, child);
     } else if (PyCell_Check(parent)) {
       // named by the function that closes over it
-    } else if (is(parent, "functools._lru_cache_wrapper")) {
+    } else if (is_cache(parent)) {
       through_cache(parent);
     } else {
       through_object(parent, child);
@@ -107,8 +103,9 @@ class PathWriter {
   }
 
  private:
-  static bool is(PyObject* object, std::string_view type) {
-    return Py_TYPE(object)->tp_name == type;
+  static bool is_cache(PyObject* object) {
+    static PyTypeObject* const type = type_named("_functools", "_lru_cache_wrapper");
+    return type != nullptr && PyObject_TypeCheck(object, type) != 0;
   }
 
   // A notebook keeps what cell 12 returns as _12 as well as Out[12].
@@ -133,41 +130,47 @@ class PathWriter {
   void through_dict(PyObject* before, PyObject* dict, PyObject* child) {
     PyObject* const key = key_of(dict, child);
     const bool attributes =
-        before != nullptr && (PyType_Check(before) || is_attribute(before, "__dict__", dict));
+        before != nullptr && (PyType_Check(before) || own_dict(before).is(py::handle(dict)));
     if (key == nullptr) {
       path_ += " (as a key)";
       grows(HolderKind::mapping, PyDict_GET_SIZE(dict));
     } else if ((attributes || modules_) && PyUnicode_Check(key)) {
       modules_ = false;
-      step_into(py::str(key).cast<std::string>());
+      step_into(text_of(key));
     } else {
       if (path_ == "Out" || path_ == "_oh") {
         is_of(HolderKind::notebook);
       }
       grows(HolderKind::mapping, PyDict_GET_SIZE(dict));
-      path_ += "[" + short_repr(key) + "]";
+      path_ += "[" + key_text(key) + "]";
     }
   }
 
+  static py::object maxlen_of(PyObject* deque) {
+    static PyTypeObject* const type = type_named("_collections", "deque");
+    static PyObject* const descriptor = PyDict_GetItemString(type->tp_dict, "maxlen");
+    return py::reinterpret_steal<py::object>(
+        Py_TYPE(descriptor)->tp_descr_get(descriptor, deque, reinterpret_cast<PyObject*>(type)));
+  }
+
   void through_sequence(PyObject* before, PyObject* sequence, PyObject* child) {
-    const auto items = py::reinterpret_borrow<py::sequence>(sequence);
-    const auto length = static_cast<int64_t>(py::len(items));
+    const auto length = static_cast<int64_t>(sequence_length(sequence));
     int64_t index = 0;
-    while (index < length && !py::object(items[static_cast<size_t>(index)]).is(py::handle(child))) {
+    while (index < length && !sequence_item(sequence, index).is(py::handle(child))) {
       ++index;
     }
     if (before != nullptr && PyFunction_Check(before) &&
-        is_attribute(before, "__closure__", sequence)) {
-      const py::object names = py::handle(before).attr("__code__").attr("co_freevars");
-      path_ += "." + py::str(py::object(names[py::int_(index)])).cast<std::string>();
+        PyFunction_GetClosure(before) == sequence) {
+      const auto names = py::reinterpret_steal<py::object>(
+          PyCode_GetFreevars(reinterpret_cast<PyCodeObject*>(PyFunction_GetCode(before))));
+      path_ += index < length ? "." + text_of(sequence_item(names.ptr(), index).ptr()) : "";
       return;
     }
     if (!PyTuple_Check(sequence)) {
       const auto before_length = holder_.length;
       grows(HolderKind::sequence, length);
       if (holder_.length != before_length) {
-        holder_.bounded =
-            is(sequence, "collections.deque") && !py::getattr(items, "maxlen").is_none();
+        holder_.bounded = is_deque(sequence) && !maxlen_of(sequence).is_none();
       }
     }
     path_ += "[" + std::to_string(index) + "]";
@@ -177,9 +180,17 @@ class PathWriter {
     constexpr int64_t kSmall = 16;
     is_of(HolderKind::lru_cache);
     container_ = path_;
-    const py::object most = py::handle(cache).attr("cache_parameters")()["maxsize"];
-    holder_.bounded = !most.is_none() && most.cast<int64_t>() <= kSmall;
-    holder_.length = py::handle(cache).attr("cache_info")().attr("currsize").cast<int64_t>();
+    // Of its own class, whatever the program has put into it: (hits, misses, maxsize, currsize).
+    const auto info = py::reinterpret_steal<py::object>(
+        PyObject_CallMethod(reinterpret_cast<PyObject*>(Py_TYPE(cache)), "cache_info", "O", cache));
+    if (!info || !PyTuple_Check(info.ptr()) || sequence_length(info.ptr()) != 4) {
+      PyErr_Clear();
+      return;
+    }
+    const py::object most = sequence_item(info.ptr(), 2);
+    holder_.bounded = PyLong_Check(most.ptr()) && PyLong_AsLongLong(most.ptr()) <= kSmall;
+    holder_.length = PyLong_AsLongLong(sequence_item(info.ptr(), 3).ptr());
+    PyErr_Clear();
   }
 
   void through_object(PyObject* object, PyObject* child) {
@@ -192,7 +203,7 @@ class PathWriter {
     } else if (name == "tb_frame") {
       is_of(HolderKind::traceback);
     } else if (name != "__dict__") {
-      step_into(name.empty() ? "<" + std::string(Py_TYPE(object)->tp_name) + ">" : name);
+      step_into(name.empty() ? "<" + type_name(object) + ">" : name);
     }
   }
 
@@ -231,7 +242,7 @@ Holder describe_chain(const HolderChain& found) {
     writer.begin(found.root->name);
   } else {
     holder.root = "in a reference cycle";
-    writer.begin(Py_TYPE(chain.front())->tp_name);
+    writer.begin(type_name(chain.front()));
   }
   for (size_t i = 0; i + 1 < chain.size(); ++i) {
     writer.go(i == 0 ? nullptr : chain[i - 1], chain[i], chain[i + 1]);

@@ -1,3 +1,4 @@
+#include <brimful/log.h>
 #include <brimful/probes/leak_finder.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -10,6 +11,7 @@
 #include "bindings/bindings.h"
 #include "bindings/graph_roots.h"
 #include "bindings/holder_path.h"
+#include "bindings/native_read.h"
 
 namespace brimful {
 namespace {
@@ -61,12 +63,29 @@ Targets targets_of(const PythonHeap& heap, const PythonRoots& roots,
   return targets;
 }
 
+// Of a class of the program's it would ask that, so that one is none.
+bool is_scalar(const at::Tensor& tensor) {
+  const auto* const impl = tensor.unsafeGetTensorImpl();
+  return tensor.defined() && !impl->is_python_dispatch() && impl->numel() == 1;
+}
+
+// None where only its class, which may be the program's, can say; nothing on the meta device.
+std::optional<int64_t> own_bytes(const at::Tensor& tensor) {
+  const auto* const impl = tensor.unsafeGetTensorImpl();
+  if (!tensor.defined() || impl->is_python_dispatch()) {
+    return std::nullopt;
+  }
+  return impl->device_type() == c10::DeviceType::Meta
+             ? 0
+             : impl->numel() * static_cast<int64_t>(impl->itemsize());
+}
+
 Holder holder_of(const HolderChain& chain, const at::Tensor& tensor) {
   Holder holder = describe_chain(chain);
   if (holder.kind != HolderKind::unknown) {
-    holder.scalar = tensor.numel() == 1;
-    holder.has_graph = tensor.grad_fn() != nullptr;
-    holder.data = tensor.has_storage() ? tensor.storage().data() : nullptr;
+    holder.scalar = is_scalar(tensor);
+    holder.has_graph = graph_of(tensor) != nullptr;
+    holder.data = storage_of(tensor);
   }
   return holder;
 }
@@ -96,7 +115,7 @@ Holder choose(const void* data, const Targets& targets, const std::vector<Holder
   return best;
 }
 
-std::vector<Holder> find_holders(const std::vector<const void*>& data) {
+std::vector<Holder> search(const std::vector<const void*>& data) {
   const PythonRoots roots;
   const PythonHeap heap(roots);
   std::unordered_set<const void*> wanted(data.begin(), data.end());
@@ -110,10 +129,29 @@ std::vector<Holder> find_holders(const std::vector<const void*>& data) {
   return holders;
 }
 
+// What goes wrong in a search is not the program's to hear of.
+template <typename Fn>
+auto or_nothing(const char* what, const Fn& fn) -> decltype(fn()) {
+  try {
+    return fn();
+  } catch (const py::error_already_set& error) {
+    log(LogLevel::info, std::string(what) + ": " + error_text(error));
+  } catch (const std::exception& error) {
+    log(LogLevel::info, std::string(what) + ": " + error.what());
+  }
+  return {};
+}
+
+std::vector<Holder> find_holders(const std::vector<const void*>& data) {
+  auto found = or_nothing("what holds memory was not found", [&] { return search(data); });
+  found.resize(data.size());
+  return found;
+}
+
 // Of how many sums a tensor is one: the first way through nodes that only add.
 int64_t sum_length(const at::Tensor& tensor) {
   int64_t length = 0;
-  auto node = tensor.grad_fn();
+  auto node = graph_of(tensor);
   while (node != nullptr && node->name().starts_with("AddBackward")) {
     ++length;
     auto next = node->next_edge(0).function;
@@ -126,31 +164,63 @@ int64_t sum_length(const at::Tensor& tensor) {
 }
 
 // Variables of running code, and attributes of what they are.
-std::vector<LeakFinder::Sum> find_sums() {
+std::vector<LeakFinder::Sum> search_sums() {
   std::vector<LeakFinder::Sum> sums;
-  for_each_variable([&](const PythonRoot& root, py::handle value) {
-    if (!is_tensor(value.ptr())) {
-      return;
-    }
-    const auto& tensor = THPVariable_Unpack(value.ptr());
+  for_each_tensor([&](const PythonRoot& root, PyObject* value) {
+    const auto& tensor = THPVariable_Unpack(value);
     if (const auto length = sum_length(tensor); length > 1) {
       Holder holder;
       holder.kind = HolderKind::variable;
       holder.path = holder.container = root.name;
       holder.root = root.scope;
-      holder.node = tensor.grad_fn()->name();
-      holder.scalar = tensor.numel() == 1;
+      holder.node = graph_of(tensor)->name();
+      holder.scalar = is_scalar(tensor);
       holder.has_graph = true;
-      holder.data = storage_of(value.ptr());
+      holder.data = storage_of(value);
       sums.push_back({std::move(holder), length});
     }
   });
   return sums;
 }
 
+std::vector<LeakFinder::Sum> find_sums() {
+  return or_nothing("sums were not looked for", search_sums);
+}
+
 }  // namespace
 
+void bind_native_read(py::module_& m) {
+  m.def(
+      "_own_attribute",
+      [](py::handle object, const char* name) -> py::object {
+        auto found = own_attribute(object.ptr(), name);
+        return found ? found : py::none();
+      },
+      "object"_a.none(true), "name"_a);
+  m.def(
+      "_own_items", [](py::handle container) { return own_items(container.ptr()); }, "container"_a);
+  m.def(
+      "_own_gradient",
+      [](py::handle tensor) -> std::optional<at::Tensor> {
+        const auto gradient = is_tensor(tensor.ptr()) ? gradient_of(tensor.ptr()) : at::Tensor();
+        return gradient.defined() ? std::optional(gradient) : std::nullopt;
+      },
+      "tensor"_a);
+  m.def(
+      "_own_bytes", [](py::handle tensor) { return own_bytes(THPVariable_Unpack(tensor.ptr())); },
+      "tensor"_a);
+  m.def(
+      "_type_name", [](py::handle object) { return type_name(object.ptr()); }, "object"_a);
+  m.def(
+      "_text", [](py::handle name) { return text_of(name.ptr()); }, "name"_a);
+}
+
 void bind_leaks(py::module_& m) {
+  bind_native_read(m);
+  m.def(
+      "_who_holds",
+      [](py::handle tensor) { return find_holders({storage_of(tensor.ptr())}).front(); },
+      "tensor"_a);
   m.def(
       "_find_holders",
       [](const std::vector<uintptr_t>& data) {

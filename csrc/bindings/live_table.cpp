@@ -9,6 +9,7 @@
 #include <vector>
 #include "bindings/bindings.h"
 #include "bindings/device.h"
+#include "bindings/graph_roots.h"
 #include "bindings/labels.h"
 #include "memory/tracker.h"
 
@@ -120,10 +121,9 @@ std::vector<Label> labels_of(const std::vector<std::pair<at::Tensor, std::string
   std::vector<Label> labels;
   for (const auto& [tensor, name] : tensors) {
     const Category category = category_named(name);
-    if (tensor.defined() && tensor.has_storage()) {
-      if (auto label = label_of(tensor.storage(), category)) {
-        labels.push_back(*label);
-      }
+    const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+    if (auto label = storage ? label_of(storage, category) : std::nullopt) {
+      labels.push_back(*label);
     }
   }
   return labels;
@@ -151,7 +151,10 @@ void bind_live_table(py::module_& m) {
       "device"_a);
   m.def(
       "memory_find_block",
-      [](const at::Tensor& tensor) { return find_block(tensor.storage().data(), tensor.device()); },
+      [](const at::Tensor& tensor) {
+        const void* const data = storage_of(tensor);
+        return data == nullptr ? std::nullopt : find_block(data, tensor.device());
+      },
       "tensor"_a);
   m.def(
       "memory_live_by_site", [](py::handle device) { return live_by_site(as_device(device)); },

@@ -3,6 +3,7 @@
 #include <brimful/probes/monitor.h>
 #include <pybind11/functional.h>
 #include "bindings/bindings.h"
+#include "bindings/native_read.h"
 
 namespace brimful {
 namespace {
@@ -25,7 +26,7 @@ AddScalar as_add_scalar(const py::object& writer) {
     try {
       (*method)(tag, value, step);
     } catch (py::error_already_set& error) {
-      throw std::runtime_error(error.what());  // must not leave this scope as a Python object
+      throw std::runtime_error(error_text(error));  // must not leave this scope as a Python object
     }
   };
 }

@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "bindings/native_read.h"
+
 namespace brimful {
 namespace {
 
@@ -45,29 +47,64 @@ int reach(PyObject* object, void* raw) {
   return 0;
 }
 
+py::object code_of(py::handle frame) {
+  return py::reinterpret_steal<py::object>(
+      reinterpret_cast<PyObject*>(PyFrame_GetCode(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
+}
+
+std::string function_of(py::handle frame) {
+  return text_of(reinterpret_cast<PyCodeObject*>(code_of(frame).ptr())->co_name);
+}
+
 // A function's frame; of others the variables are the globals, or a class's.
 bool is_function(py::handle frame) {
-  constexpr int kOptimized = 0x1;  // CO_OPTIMIZED
-  return (frame.attr("f_code").attr("co_flags").cast<int>() & kOptimized) != 0;
+  const auto code = code_of(frame);
+  return (reinterpret_cast<PyCodeObject*>(code.ptr())->co_flags & CO_OPTIMIZED) != 0;
+}
+
+template <typename Fn>
+void for_each_entry(PyObject* dict, const Fn& fn) {
+  PyObject* key = nullptr;
+  PyObject* value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
+    fn(py::handle(key), py::handle(value));
+  }
 }
 
 template <typename Fn>
 void for_each_local(py::handle frame, const Fn& fn) {
-  const py::object locals = frame.attr("f_locals");
-  for (const auto& item : py::list(locals.attr("items")())) {
-    fn(item[py::int_(0)], item[py::int_(1)]);
+  const auto locals = py::reinterpret_steal<py::object>(
+      PyFrame_GetLocals(reinterpret_cast<PyFrameObject*>(frame.ptr())));
+  if (!locals) {
+    PyErr_Clear();
+    return;
+  }
+  if (PyDict_Check(locals.ptr())) {
+    for_each_entry(locals.ptr(), fn);
+  } else if (is_function(
+                 frame)) {  // its proxy, of Python 3.13 on; a class's may be the program's own
+    for (const auto& item : py::list(locals.attr("items")())) {
+      fn(item[py::int_(0)], item[py::int_(1)]);
+    }
   }
   // Before Python 3.13 the frame keeps this copy of its variables: emptied, lest the search itself hold tensors, unless
   // the program holds the copy as well.
   constexpr Py_ssize_t kFrameAndHere = 2;
-  if (PyDict_CheckExact(locals.ptr()) && Py_REFCNT(locals.ptr()) == kFrameAndHere) {
+  if (is_function(frame) && PyDict_CheckExact(locals.ptr()) &&
+      Py_REFCNT(locals.ptr()) == kFrameAndHere) {
     PyDict_Clear(locals.ptr());
   }
 }
 
+// "train", also where the globals are of a class of the program's.
+std::string module_name(py::handle globals) {
+  PyObject* const name = PyDict_GetItemString(globals.ptr(), "__name__");
+  return name != nullptr ? text_of(name) : "?";
+}
+
 std::string folder_of(const char* package) {
   const py::object file = py::module_::import(package).attr("__file__");
-  const auto path = file.cast<std::string>();
+  const auto path = text_of(file.ptr());
   return path.substr(0, path.find_last_of('/') + 1);
 }
 
@@ -80,7 +117,8 @@ void for_each_frame(const Fn& fn) {
   for (const auto& [thread, innermost] : threads) {
     for (py::object frame = py::reinterpret_borrow<py::object>(innermost); !frame.is_none();
          frame = frame.attr("f_back")) {
-      const auto file = frame.attr("f_code").attr("co_filename").cast<std::string>();
+      const auto code = code_of(frame);
+      const auto file = text_of(reinterpret_cast<PyCodeObject*>(code.ptr())->co_filename);
       if (!file.starts_with(torch) && !file.starts_with(own)) {
         fn(frame);
       }
@@ -149,28 +187,26 @@ void PythonRoots::add_frames() {
     if (!is_function(frame)) {
       return;
     }
-    const auto function = frame.attr("f_code").attr("co_name").cast<std::string>();
+    const auto function = function_of(frame);
     for_each_local(frame, [&](py::handle name, py::handle value) {
       locals_.try_emplace(value.ptr(),
-                          PythonRoot{name.cast<std::string>(), "local of " + function + "()"});
+                          PythonRoot{text_of(name.ptr()), "local of " + function + "()"});
       objects_.push_back(py::reinterpret_borrow<py::object>(value));
     });
   });
 }
 
 void PythonRoots::add_modules() {
-  const py::dict modules = py::module_::import("sys").attr("modules");
-  for (const auto& [name, module] : modules) {
+  for_each_entry(PyImport_GetModuleDict(), [&](py::handle name, py::handle module) {
     if (PyModule_Check(module.ptr())) {
       PyObject* const globals = PyModule_GetDict(module.ptr());
-      modules_.emplace(globals, py::str(name).cast<std::string>());
+      modules_.emplace(globals, text_of(name.ptr()));
       objects_.push_back(py::reinterpret_borrow<py::object>(globals));
     }
-  }
+  });
   for_each_frame([&](const py::object& frame) {  // what exec and runpy run is in no module
     const py::object globals = frame.attr("f_globals");
-    const py::object name = globals.attr("get")("__name__", "?");
-    modules_.try_emplace(globals.ptr(), py::str(name).cast<std::string>());
+    modules_.try_emplace(globals.ptr(), module_name(globals));
     objects_.push_back(globals);
   });
 }
@@ -189,38 +225,38 @@ std::optional<PythonRoot> PythonRoots::global(PyObject* parent, PyObject* object
   if (key == nullptr || !PyUnicode_Check(key)) {
     return std::nullopt;
   }
-  return PythonRoot{py::str(key).cast<std::string>(), "global of " + module->second};
+  return PythonRoot{text_of(key), "global of " + module->second};
 }
 
-void for_each_variable(const std::function<void(const PythonRoot& root, py::handle value)>& fn) {
-  const auto with_attributes = [&](const PythonRoot& root, py::handle value) {
-    fn(root, value);
-    const bool plain = !PyType_Check(value.ptr()) && !PyModule_Check(value.ptr()) &&
-                       !PyCallable_Check(value.ptr()) && !is_tensor(value.ptr());
-    PyObject* const attributes = plain ? PyObject_GenericGetDict(value.ptr(), nullptr) : nullptr;
-    if (attributes == nullptr) {
-      PyErr_Clear();
+void for_each_tensor(const std::function<void(const PythonRoot& root, PyObject* tensor)>& fn) {
+  const auto look_at = [&](py::handle name, py::handle value, const auto& scope) {
+    if (is_tensor(value.ptr())) {
+      fn({text_of(name.ptr()), scope()}, value.ptr());
       return;
     }
-    for (const auto& [name, inner] : py::reinterpret_steal<py::dict>(attributes)) {
-      fn({root.name + "." + py::str(name).cast<std::string>(), root.scope}, inner);
+    const bool plain = !PyType_Check(value.ptr()) && !PyModule_Check(value.ptr()) &&
+                       !PyCallable_Check(value.ptr());
+    const auto attributes = plain ? own_dict(value.ptr()) : py::object();
+    if (attributes) {
+      for_each_entry(attributes.ptr(), [&](py::handle inner_name, py::handle inner) {
+        if (is_tensor(inner.ptr())) {
+          fn({text_of(name.ptr()) + "." + text_of(inner_name.ptr()), scope()}, inner.ptr());
+        }
+      });
     }
   };
   std::unordered_set<PyObject*> seen;
   for_each_frame([&](const py::object& frame) {
     if (is_function(frame)) {
-      const auto function = frame.attr("f_code").attr("co_name").cast<std::string>();
-      for_each_local(frame, [&](py::handle name, py::handle value) {
-        with_attributes({name.cast<std::string>(), "local of " + function + "()"}, value);
-      });
+      const auto scope = [&] { return "local of " + function_of(frame) + "()"; };
+      for_each_local(frame,
+                     [&](py::handle name, py::handle value) { look_at(name, value, scope); });
     }
-    const py::dict globals = frame.attr("f_globals");
+    const py::object globals = frame.attr("f_globals");
     if (seen.insert(globals.ptr()).second) {
-      const auto scope =
-          "global of " + py::str(globals.attr("get")("__name__", "?")).cast<std::string>();
-      for (const auto& [name, value] : globals) {
-        with_attributes({py::str(name).cast<std::string>(), scope}, value);
-      }
+      const auto scope = [&] { return "global of " + module_name(globals); };
+      for_each_entry(globals.ptr(),
+                     [&](py::handle name, py::handle value) { look_at(name, value, scope); });
     }
   });
 }
@@ -233,7 +269,7 @@ std::string local_name(py::handle frame, PyObject* value) {
   std::string found;
   for_each_local(frame, [&](py::handle name, py::handle local) {
     if (local.ptr() == value && found.empty()) {
-      found = name.cast<std::string>();
+      found = text_of(name.ptr());
     }
   });
   return found;

@@ -52,9 +52,9 @@ class PythonHeap {
   py::list objects_;
 };
 
-/// Calls `fn` for variables of the frames of all threads, global ones of their modules among them, and for attributes of
-/// objects that are such variables; none of torch's and brimful's own.
-void for_each_variable(const std::function<void(const PythonRoot& root, py::handle value)>& fn);
+/// Calls `fn` for the tensors among the variables of the frames of all threads, global ones of their modules among them, and
+/// among the attributes of objects that are such variables; none of torch's and brimful's own.
+void for_each_tensor(const std::function<void(const PythonRoot& root, PyObject* tensor)>& fn);
 
 /// By its type, so that no proxy is asked.
 bool is_tensor(PyObject* object);

@@ -100,6 +100,7 @@ void bind_recording(py::module_& m) {
         py::call_guard<py::gil_scoped_release>());
   m.def("_save_recording_anywhere", &save_recording_anywhere, "recording"_a, "path"_a,
         py::call_guard<py::gil_scoped_release>());
+  m.def("_write_file", &write_file, "path"_a, "text"_a, py::call_guard<py::gil_scoped_release>());
   m.def("_write_memory_report", &probes::write_report, "recordings"_a, "path"_a,
         py::call_guard<py::gil_scoped_release>());
   m.def(

@@ -2,8 +2,8 @@
 
 #include <exception>
 
+#include "base/replace_file.h"
 #include "launch/meet.h"
-#include "launch/replace_file.h"
 
 namespace brimful::detail {
 namespace {
@@ -23,7 +23,7 @@ void write_on_rank0(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const s
                     const std::function<void(const ByteSink&)>& write) {
   const auto error = error_of([&] {
     if (!group || group->getRank() == 0) {
-      launch::replace_file(path, write);
+      replace_file(path, Durable::yes, write);
     }
   });
   launch::meet(group, "save a checkpoint (path: " + path + ")", error);

@@ -105,14 +105,15 @@ CategoryBytes live_by_category(c10::Device given, const std::vector<Label>& give
 }
 
 std::optional<Label> label_of(const c10::Storage& storage, Category category) {
-  const auto& pointer = storage.data_ptr();
-  if (pointer.get() == nullptr || storage.nbytes() == 0) {
-    return std::nullopt;
+  auto* const impl = storage.unsafeGetStorageImpl();
+  const auto device = impl->device();
+  if (!device.is_cuda() && !device.is_cpu()) {
+    return std::nullopt;  // a fake tensor's has neither an address nor a size to ask for
   }
-  const bool is_ours = storage.device().is_cuda() ||
-                       (storage.device().is_cpu() &&
-                        pointer.get_deleter() == BudgetAllocator::instance().raw_deleter());
-  if (!is_ours) {
+  const auto& pointer = impl->_mutable_data_ptr_no_checks();
+  const bool is_ours =
+      device.is_cuda() || pointer.get_deleter() == BudgetAllocator::instance().raw_deleter();
+  if (!is_ours || pointer.get() == nullptr || storage.nbytes() == 0) {
     return std::nullopt;
   }
   return Label{pointer.get(), static_cast<int64_t>(storage.nbytes()), category};

@@ -5,6 +5,8 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "base/one_line.h"
+
 namespace brimful::memory {
 namespace {
 
@@ -63,10 +65,10 @@ uint32_t site_id(const Site& site) {
 
 std::string to_string(const Site& site) {
   if (site.file.empty()) {
-    return site.function.empty() ? "(unknown)" : site.function;
+    return site.function.empty() ? "(unknown)" : one_line(site.function);
   }
-  const std::string where = site.file + ":" + std::to_string(site.line);
-  return site.function.empty() ? where : where + " (" + site.function + ")";
+  const std::string where = one_line(site.file) + ":" + std::to_string(site.line);
+  return site.function.empty() ? where : where + " (" + one_line(site.function) + ")";
 }
 
 }  // namespace brimful::memory

@@ -42,6 +42,17 @@ std::string key_of(const Holder& holder, uint32_t site) {
   return holder.root + "\n" + holder.container;
 }
 
+// A search that fails is no reason to end the program's loop: then nothing is known of who holds.
+template <typename Fn, typename... Given>
+auto or_nothing(const Fn& fn, const Given&... given) -> decltype(fn(given...)) {
+  try {
+    return fn ? fn(given...) : decltype(fn(given...)){};
+  } catch (const std::exception& error) {
+    log(LogLevel::info, std::string("who holds growing memory was not found: ") + error.what());
+  }
+  return {};
+}
+
 }  // namespace
 
 struct LeakFinder::Suspects {
@@ -81,7 +92,7 @@ std::vector<Leak> LeakFinder::check() {
 std::vector<Leak> LeakFinder::judge_sums(const std::vector<LiveBlock>& blocks) {
   std::vector<Leak> found;
   std::map<std::string, Run> runs;
-  for (const auto& sum : sums_()) {
+  for (const auto& sum : or_nothing(sums_)) {
     const auto key = key_of(sum.holder, memory::kNoSite);
     auto run = runs_[key];
     run = {sum.length, sum.length > run.length ? run.steps + 1 : 0};
@@ -109,7 +120,8 @@ std::vector<Leak> LeakFinder::judge(const Suspects& suspects) {
       data.push_back(sample->data);
     }
   }
-  const auto holders = search_ ? search_(data) : std::vector<Holder>(data.size());
+  auto holders = or_nothing(search_, data);
+  holders.resize(data.size());
   std::unordered_map<const void*, uint32_t> site_of;
   for (const auto& block : suspects.blocks) {
     site_of.emplace(block.data, block.site);

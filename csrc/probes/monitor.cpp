@@ -1,63 +1,18 @@
 #include <brimful/log.h>
 #include <brimful/probes/monitor.h>
 #include <c10/util/Exception.h>
-#include <fcntl.h>
 #include <unistd.h>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
 #include <mutex>
-#include <system_error>
 #include <thread>
+
+#include "base/replace_file.h"
+#include "base/whole_file.h"
 
 namespace brimful::probes {
 namespace {
-
-constexpr mode_t kMode = 0666;  // less the umask
-
-[[noreturn]] void refuse(const char* what, const std::string& path) {
-  throw std::system_error(errno, std::generic_category(),
-                          std::string(what) + " (path: " + path + ")");
-}
-
-/// An open file, closed with its owner.
-class File {
- public:
-  File(const std::string& path, int flags)
-      : path_(path), fd_(open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | flags, kMode)) {
-    if (fd_ < 0) {
-      refuse("cannot open the file", path);
-    }
-  }
-  ~File() { close(fd_); }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-
-  void write(const std::string& text) const {
-    for (size_t done = 0; done < text.size();) {
-      const auto count = ::write(fd_, text.data() + done, text.size() - done);
-      if (count < 0 && errno != EINTR) {
-        refuse("cannot write the file", path_);
-      }
-      done += count < 0 ? 0 : static_cast<size_t>(count);
-    }
-  }
-
- private:
-  std::string path_;
-  int fd_;
-};
-
-/// Readers see the old text or the new one, never a part.
-void replace_text(const std::string& path, const std::string& text) {
-  const auto partial = path + ".partial";
-  File(partial, O_TRUNC).write(text);
-  if (std::rename(partial.c_str(), path.c_str()) != 0) {
-    refuse("cannot put the file in its place", path);
-  }
-}
 
 /// A place that samples go to, until it fails.
 class Sink {
@@ -108,13 +63,13 @@ std::vector<Sink> sinks_of(const MonitorOptions& options) {
   std::vector<Sink> sinks;
   if (!options.json_path.empty()) {
     sinks.emplace_back("JSON lines", [path = options.json_path](const auto& sample, int64_t) {
-      File(path, O_APPEND).write(to_json(sample) + "\n");
+      append_to_file(path, to_json(sample) + "\n");
     });
   }
   if (!options.prometheus_path.empty()) {
     sinks.emplace_back("Prometheus text",
                        [path = options.prometheus_path](const auto& sample, int64_t) {
-                         replace_text(path, to_prometheus(sample));
+                         write_file(path, to_prometheus(sample));
                        });
   }
   if (options.add_scalar) {

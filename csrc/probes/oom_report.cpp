@@ -11,10 +11,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <fstream>
 #include <mutex>
 #include <utility>
 
+#include "base/whole_file.h"
 #include "memory/cuda.h"
 #include "memory/moment.h"
 #include "memory/oom_observer.h"
@@ -110,14 +110,14 @@ void read_beside(OomFacts& facts, c10::Device device) {
 }
 
 void write_report(const std::string& path, const OomFacts& facts) {
-  std::ofstream file(path, std::ios::trunc);
-  file << to_html(facts);
-  file.close();
-  if (!file) {
+  try {
+    write_file(path, to_html(facts));
+  } catch (const std::exception& error) {  // the program has another error to tell of
     static std::once_flag once;
     std::call_once(once, [&] {
-      log(LogLevel::warning, "the out-of-memory report cannot be written (path: " + path +
-                                 "); give track(report=...) or BRIMFUL_OOM_REPORT a file in a "
+      log(LogLevel::warning, std::string("the out-of-memory report cannot be written: ") +
+                                 error.what() +
+                                 "; give track(report=...) or BRIMFUL_OOM_REPORT a file in a "
                                  "folder that exists");
     });
   }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from brimful import _C
 
@@ -21,3 +23,24 @@ def connect_logging() -> None:
     else:
         _C._set_log_level(1)  # info: whether it is shown is logging's decision
     _C._set_log_sink(lambda level, line: logger.log(_LEVELS[level], "%s", line))
+
+
+@contextmanager
+def unheard(what: str) -> Iterator[None]:
+    """Around a probe's own work: what goes wrong in it is logged, and the program goes on. Ctrl-C passes."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):  # a handler of the program's
+            logging.getLogger("brimful").warning("%s failed: %s", what, text_of(error))
+
+
+def text_of(error: BaseException) -> str:
+    """Its text, also where its class cannot say it, as UTF-8 has it."""
+    try:
+        text = str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        text = f"<{_C._type_name(error)}>"
+    return text.encode("utf-8", "backslashreplace").decode()

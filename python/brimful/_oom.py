@@ -5,10 +5,13 @@ Called within the refused allocation: it makes no tensor.
 
 from __future__ import annotations
 
+import contextlib
+
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from brimful import _labels
+from brimful import _C, _labels
 from brimful.sizer import BatchSizer
 
 Program = tuple[list[tuple[str, int, bool]], list[str], bool, list[_labels.Label]]
@@ -17,12 +20,16 @@ Program = tuple[list[tuple[str, int, bool]], list[str], bool, list[_labels.Label
 def program() -> Program:
     """Models that are no part of another (the largest first), optimizers, whether there is a sizer, and labels."""
     models, optimizers, sizers = _labels.instances(nn.Module, Optimizer, BatchSizer)
-    parts = {id(part) for model in models for part in model.children()}
+    parts = {id(part) for model in models for _, part in list(_labels.named_parts(model))[1:]}
     roots = [(model, size_of(model)) for model in models if id(model) not in parts]
     roots.sort(key=lambda root: -root[1])
     return (
-        [(type(model).__name__, size, model.training) for model, size in roots if size],
-        sorted({type(optimizer).__name__ for optimizer in optimizers}),
+        [
+            (_C._type_name(model), size, _C._own_attribute(model, "training") is not False)
+            for model, size in roots
+            if size
+        ],
+        sorted({_C._type_name(optimizer) for optimizer in optimizers}),
         bool(sizers),
         _labels.labels_of((model for model, _ in roots), optimizers),
     )
@@ -30,5 +37,18 @@ def program() -> Program:
 
 def size_of(model: nn.Module) -> int:
     """Bytes of its parameters and buffers."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(tensor.nbytes for tensor in tensors.values() if tensor.device.type != "meta")
+    tensors = {
+        id(tensor): tensor
+        for _, module in _labels.named_parts(model)
+        for kind in ("_parameters", "_buffers")
+        for tensor in _labels.own_tensors(module, kind)
+    }
+    return sum(map(_bytes_of, tensors.values()))
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    size = _C._own_bytes(tensor)
+    if size is None:  # a DTensor, or of a class of the program's
+        with contextlib.suppress(Exception):
+            size = int(tensor.nbytes)
+    return size or 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import weakref
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from brimful import _C, _labels
+from brimful import _C, _labels, _log
 
 _removers: list[Callable[[], None]] = []
 _give_way: Callable[[], None] | None = None
@@ -38,19 +37,27 @@ def start(
         raise TypeError(f"modules must be a torch.nn.Module (type: {type(modules).__name__})")
     _make_way()
     _C.memory_start_tracking()
-    _give_way = give_way
-    _C._set_oom_report_path(report or os.environ.get("BRIMFUL_OOM_REPORT"))
-    _C._read_frames(True)
-    _removers.extend(
-        (
-            torch_optimizer.register_optimizer_step_pre_hook(_C._memory_before_optimizer).remove,
-            torch_optimizer.register_optimizer_step_post_hook(_C._memory_after_optimizer).remove,
+    try:
+        _give_way = give_way
+        _C._set_oom_report_path(report or os.environ.get("BRIMFUL_OOM_REPORT"))
+        _C._read_frames(True)
+        _removers.extend(
+            (
+                torch_optimizer.register_optimizer_step_pre_hook(
+                    _C._memory_before_optimizer
+                ).remove,
+                torch_optimizer.register_optimizer_step_post_hook(
+                    _C._memory_after_optimizer
+                ).remove,
+            )
         )
-    )
-    if modules is not None:
-        _name_modules(modules)
-    if every_module:
-        _name_every_module()
+        if modules is not None:
+            _name_modules(modules)
+        if every_module:
+            _name_every_module()
+    except BaseException:
+        stop()
+        raise
 
 
 def _make_way() -> None:
@@ -71,9 +78,11 @@ def stop() -> None:
 
 def add_oom_note(error: BaseException) -> None:
     """CUDA's errors get the report as a note: torch has made their words before anybody else is told."""
-    if isinstance(error, torch.OutOfMemoryError) and str(error).startswith("CUDA out of memory"):
+    if not isinstance(error, torch.OutOfMemoryError):
+        return
+    with _log.unheard("the note of the out-of-memory error"):
         last = _C.memory_last_oom()
-        if last is not None:
+        if last is not None and _log.text_of(error).startswith("CUDA out of memory"):
             error.add_note(last.short.strip())
 
 
@@ -113,7 +122,8 @@ def _has_group() -> bool:
 
 def _name_modules(root: nn.Module) -> None:
     for name, module in root.named_modules():
-        enter = functools.partial(_enter_module, _C._memory_name(name or type(root).__name__))
+        known = _C._memory_name(_C._text(name) or _C._type_name(root))
+        enter = functools.partial(_enter_module, known)
         _removers.append(module.register_forward_pre_hook(enter).remove)
         _removers.append(module.register_forward_hook(_leave_module, always_call=True).remove)
 
@@ -123,13 +133,10 @@ def _name_every_module() -> None:
     names: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
 
     def name(root: nn.Module) -> None:
-        found = [("", root)]
-        with contextlib.suppress(Exception):  # a program's own named_modules
-            found += root.named_modules()
-        for path, module in found:
+        for path, module in _labels.named_parts(root):
             key = id(module)
             if key not in names:
-                number = _C._memory_name(path or type(module).__name__)
+                number = _C._memory_name(_C._text(path) or _C._type_name(module))
                 forget = functools.partial(names.pop, key)  # with the reference as the default
                 names[key] = weakref.ref(module, forget), number
 

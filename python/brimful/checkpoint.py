@@ -29,10 +29,12 @@ def save_on_rank0(
 ) -> None:
     """``torch.save(state, path)`` on rank 0 only; returns on every rank once the file is whole.
 
-    It is written beside ``path`` (as ``path + ".partial"``), brought to the disk and renamed: at any time ``path``
-    holds the old file or the new one. All ranks call it, in the same order as other saves and loads of the group; they
-    meet through the group's store, without a collective, and wait for rank 0 at most the group's timeout. ``group`` is
-    the default group; without one this process is alone. One thread of a rank at a time.
+    It is written beside ``path`` (under a name of its own that ends in ".partial"), brought to the disk and renamed: at
+    any time ``path`` holds the old file or the new one. Only a regular file is replaced: a symbolic link, a FIFO or a
+    device stays, and the error says so (links to folders are followed). All ranks call it, in the same order as other
+    saves and loads of the group; they meet through the group's store, without a collective, and wait for rank 0 at most
+    the group's timeout. ``group`` is the default group; without one this process is alone. One thread of a rank at a
+    time.
 
     Raises on rank 0 what went wrong there (``OSError`` where the file system refused) and on the others ``RankFailed``
     with rank 0's words; then the old file is as it was. ``RankFailed`` names who is missing where ranks did not come in

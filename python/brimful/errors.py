@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import cast
 
 import torch
 
 from brimful import _C
 from brimful._C import Explanation, OpRecord
+from brimful._log import text_of
 
 __all__ = ["Explanation", "OpRecord", "OpRing", "explain", "op_ring"]
 
@@ -36,16 +38,18 @@ def explain(
     ``is_memory`` (``None``: not known), ``cause``, ``remedy`` and ``evidence``; ``print`` shows all of it. Raises
     ``TypeError`` for anything else.
     """
-    if isinstance(error, str):
-        return _C._explain(_joined(error, stderr), [], free_bytes, workspace_bytes, False)
-    if not isinstance(error, BaseException):
+    stderr = _utf8(stderr)
+    if issubclass(type(error), str):  # not isinstance, which asks a proxy for its __class__
+        error = cast(str, error)
+        return _C._explain(_joined(_utf8(error), stderr), [], free_bytes, workspace_bytes, False)
+    if not issubclass(type(error), BaseException):
         raise TypeError(
-            f"an error is an exception or its text (type: {type(error).__name__}); pass one of them"
+            f"an error is an exception or its text (type: {_C._type_name(error)}); pass one of them"
         )
     found: Explanation | None = None
-    for link in _causes(error):
-        types = [kind.__name__ for kind in type(link).__mro__]
-        text = _joined(_words(link), stderr)
+    for link in _causes(cast(BaseException, error)):
+        types = [_NAME_OF(kind) for kind in _BASES_OF(type(link))]
+        text = _joined(text_of(link), stderr)
         explanation = _C._explain(text, types, free_bytes, workspace_bytes, True)
         if explanation.kind != "other":
             return explanation
@@ -61,14 +65,17 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        link = link.__cause__
+        link = _CAUSE_OF(link)
 
 
-def _words(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # of a class of the program's
-        return ""
+# Of Python itself, past what a class of the program's makes of them.
+_NAME_OF = type.__dict__["__name__"].__get__
+_BASES_OF = type.__dict__["__mro__"].__get__
+_CAUSE_OF = BaseException.__dict__["__cause__"].__get__
+
+
+def _utf8(text: str) -> str:
+    return str.encode(text, "utf-8", "backslashreplace").decode()
 
 
 def _joined(text: str, more: str) -> str:

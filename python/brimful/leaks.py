@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brimful import _C, memory
+from brimful._log import unheard
 
 __all__ = ["LeakFinder", "who_holds"]
 
@@ -54,7 +55,8 @@ class LeakFinder:
 
     def _after_optimizer(self, *_: Any) -> None:
         if not self._by_hand and memory.tracking():  # which the program may have ended
-            self._core.check()
+            with unheard("the leak finder"):
+                self._core.check()
 
     def step(self) -> list[_C.Leak]:
         """End a step; return the leaks that were found now. Raises ``RuntimeError`` where memory is not tracked."""
@@ -67,7 +69,8 @@ class LeakFinder:
         for batch in batches:
             yield batch
             del batch
-            self.step()
+            if memory.tracking():
+                self.step()
 
     @property
     def leaks(self) -> list[_C.Leak]:
@@ -80,6 +83,6 @@ def who_holds(tensor: torch.Tensor) -> _C.Holder:
 
     Takes some tenths of a second. ``kind`` is "unknown" where no Python object holds it.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor must be a torch.Tensor (type: {type(tensor).__name__})")
-    return _C._find_holders([tensor.untyped_storage().data_ptr()])[0]
+    if not issubclass(type(tensor), torch.Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor (type: {_C._type_name(tensor)})")
+    return _C._who_holds(tensor)

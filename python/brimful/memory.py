@@ -216,7 +216,7 @@ def record(
     finally:
         if recording():  # not in a forked child
             made = stop_recording(models=models, optimizers=optimizers)
-            _save_recording_anywhere(made, os.fspath(path))
+            _save_recording_anywhere(made, os.fsencode(path))
 
 
 def load_recording(path: str | os.PathLike[str]) -> Recording:

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -355,7 +354,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def save_timeline(self, path: str | os.PathLike[str]) -> None:
         """Write the last steps (at most 64) as a trace for Perfetto and chrome://tracing, one process a rank."""
-        Path(path).write_text(self.reducer.chrome_trace())
+        _C._write_file(os.fsencode(path), self.reducer.chrome_trace())
 
     @property
     def require_backward_grad_sync(self) -> bool:

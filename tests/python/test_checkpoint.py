@@ -75,12 +75,12 @@ def limit_files(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-# Where rank 0 fails: what is saved, and where to, below a folder that holds old.pt and old.pt.partial/ or folder/in/.
+# Where rank 0 fails: what is saved, and where to, below a folder that holds old.pt and linked.pt or folder/in/.
 POINTS = {
     "no folder": ("no/such.pt", OLD, FileNotFoundError, "No such file"),
-    "open": ("blocked.pt", OLD, IsADirectoryError, "cannot open"),
+    "open": ("linked.pt", OLD, OSError, "this is a symbolic link"),
     "write": ("old.pt", {"weights": torch.zeros(1 << 20)}, OSError, "cannot write"),
-    "rename": ("folder", OLD, OSError, "cannot put"),
+    "rename": ("folder", OLD, OSError, "this is a folder"),
     "pickle": (
         "old.pt",
         {"a": torch.ones(2), "b": Raises(KeyError("planted"))},
@@ -116,8 +116,7 @@ def test_a_save_that_fails_on_rank_0_raises_everywhere_and_keeps_the_old_file(
     ranks, tmp_path, point
 ):
     brimful.save_on_rank0(OLD, tmp_path / "old.pt")
-    brimful.save_on_rank0(OLD, tmp_path / "blocked.pt")
-    (tmp_path / "blocked.pt.partial").mkdir()
+    (tmp_path / "linked.pt").symlink_to("old.pt")
     (tmp_path / "folder" / "in").mkdir(parents=True)
     before = set(tmp_path.rglob("*"))
     name, _, kind, words = POINTS[point]
@@ -129,7 +128,7 @@ def test_a_save_that_fails_on_rank_0_raises_everywhere_and_keeps_the_old_file(
     assert second[1].startswith(f"rank 0 could not save a checkpoint (path: {tmp_path / name}): ")
     assert words in second[1] and second[2:] == (0, -1)
     assert next_0 == next_1 == {"next": 1}
-    assert is_old(tmp_path / "old.pt") and is_old(tmp_path / "blocked.pt")
+    assert is_old(tmp_path / "old.pt") and is_old(tmp_path / "linked.pt")
     assert set(tmp_path.rglob("*")) - before == {tmp_path / "next.pt"}
 
 
