@@ -1,14 +1,21 @@
 #pragma once
+#include <brimful/sizer/row_kind.h>
+
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "bindings/structure.h"
 
 namespace brimful {
 
-/// Splits a batch of Python: tensors in tuples, lists, mappings and dataclasses, PackedSequences, jagged and sparse
-/// tensors; or whatever two functions of the user's take. Needs the GIL.
+/// Shapes and dtypes of one row: batches of one kind need memory by the same law. Needs the GIL.
+RowKind row_kind_of(const py::handle& row);
+
+/// Splits a batch of Python: tensors and NumPy arrays in tuples, lists, mappings and dataclasses, PackedSequences, jagged
+/// and sparse tensors, BlockMasks, and objects of registered types (split_types.h); or whatever two functions of the
+/// user's take. Needs the GIL.
 class Splitter {
  public:
   /// @throws c10::TypeError for a batch_dim of other types, c10::ValueError if one function comes without the other, or
@@ -18,14 +25,17 @@ class Splitter {
                     std::optional<py::function> split_fn = std::nullopt);
 
   /// Rows of a batch, equal in all its tensors.
-  /// @throws c10::ValueError if tensors disagree (both are named), c10::TypeError if there is no tensor
+  /// @throws c10::ValueError if tensors disagree (both are named), c10::TypeError if there is no tensor, or a part that is
+  /// neither cut nor said to be whole (it is named)
   int64_t rows_of(const py::handle& batch) const;
 
-  /// The same; nothing for a batch without a tensor that has rows. Not for functions of the user's.
-  std::optional<int64_t> rows_if_any(const py::handle& batch) const;
+  /// The same; nothing for a batch without a tensor that has rows. Not for functions of the user's. `name`: of the batch,
+  /// in errors.
+  std::optional<int64_t> rows_if_any(const py::handle& batch,
+                                     const std::string& name = "batch") const;
 
-  /// The same structure with rows [begin, end): views of dense tensors. 0-dim tensors and other objects are shared by all
-  /// pieces, a list with as many entries as rows, none of them a tensor, is cut.
+  /// The same structure with rows [begin, end): views of dense tensors. 0-dim tensors, plain objects and what is said
+  /// to be whole are shared by all pieces; a list with as many entries as rows, none of them a tensor, is cut.
   py::object slice(const py::handle& batch, int64_t rows, int64_t begin, int64_t end) const;
 
   /// The tensors in rows [begin, end), for KeptBatch: those of the batch itself where that is all of it.

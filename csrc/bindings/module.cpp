@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_monitor(m);
   brimful::bind_explain(m);
   brimful::bind_batch(m);
+  brimful::bind_split_types(m);
   brimful::bind_reducer(m);
   brimful::bind_foreign(m);
   brimful::bind_sizer(m);

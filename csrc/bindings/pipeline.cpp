@@ -230,7 +230,7 @@ class PythonPipeline {
   static std::vector<pipeline::Keywords> cut_keywords(
       const std::pair<py::dict, std::shared_ptr<Splitter>>& keywords, int64_t rows,
       const std::vector<int64_t>& split) {
-    const auto of_keywords = keywords.second->rows_if_any(keywords.first);
+    const auto of_keywords = keywords.second->rows_if_any(keywords.first, "keywords");
     TORCH_CHECK_VALUE(!of_keywords || *of_keywords == rows,
                       "batch and keywords disagree in size (rows: ", rows, " and ",
                       of_keywords.value_or(0),

@@ -4,6 +4,7 @@
 
 #include "bindings/callbacks.h"
 #include "bindings/form_bytes.h"
+#include "bindings/split_types.h"
 #include "bindings/structure.h"
 
 namespace brimful {
@@ -44,21 +45,30 @@ std::shared_ptr<const pipeline::Form> python_form(pipeline::FormReader& reader) 
       [&] { return std::make_shared<PythonForm>(read_form(reader, placeholder())); });
 }
 
+/// Whether a BlockMask stays open, so that its tensors are parts.
+enum class BlockMasks : uint8_t { open, close };
+
 /// The structure with each leaf replaced.
 template <typename Replace>
-py::object rebuilt(const py::handle& object, const Replace& replace) {
-  auto kind = part_kind(object);
+py::object rebuilt(const py::handle& part, BlockMasks masks, const Replace& replace) {
+  auto kind = part_kind(part);
+  py::object object = py::reinterpret_borrow<py::object>(part);
+  if (kind == Kind::whole) {
+    object = opened_block_mask(part);
+    kind = object.is(part) ? kind : Kind::tuple;
+  }
   kind = kind == Kind::packed ? Kind::tuple : kind;
   if (!has_entries(kind)) {
-    return replace(object);
+    return replace(part);
   }
   const WalkDepth depth;
   const auto before = entries_of(object, kind);
   auto entries = before;
   for (auto& entry : entries) {
-    entry.value = rebuilt(entry.value, replace);
+    entry.value = rebuilt(entry.value, masks, replace);
   }
-  return rebuild(object, kind, before, entries);
+  auto made = rebuild(object, kind, before, entries);
+  return masks == BlockMasks::close ? closed_block_mask(made) : made;
 }
 }  // namespace
 
@@ -72,7 +82,7 @@ pipeline::Value as_value(const py::handle& object) {
     value.tensors.push_back(THPVariable_Unpack(object.ptr()));
     return value;
   }
-  auto skeleton = rebuilt(object, [&](const py::handle& leaf) {
+  auto skeleton = rebuilt(object, BlockMasks::open, [&](const py::handle& leaf) {
     if (!THPVariable_Check(leaf.ptr())) {
       return py::reinterpret_borrow<py::object>(leaf);
     }
@@ -92,7 +102,7 @@ py::object as_object(const pipeline::Value& value) {
   TORCH_CHECK_TYPE(form != nullptr, "a stage of Python got a value of another language (form: ",
                    value.form->describe(), "); pass tensors between such stages");
   size_t next = 0;
-  return rebuilt(form->skeleton(), [&](const py::handle& leaf) -> py::object {
+  return rebuilt(form->skeleton(), BlockMasks::close, [&](const py::handle& leaf) -> py::object {
     return leaf.is(placeholder()) ? py::cast(value.tensors.at(next++))
                                   : py::reinterpret_borrow<py::object>(leaf);
   });

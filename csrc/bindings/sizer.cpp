@@ -77,14 +77,6 @@ std::vector<std::shared_ptr<Participant>> participants_of(
   return all;
 }
 
-/// Shapes and dtypes of one row: batches of one kind need memory by the same law.
-RowKind kind_of(const py::object& row) {
-  RowKind kind;
-  for_each_tensor(row, [&](const at::Tensor& tensor) { kind.add(tensor, std::nullopt); });
-  kind.uneven = kind.uneven || holds(row, Kind::packed);
-  return kind;
-}
-
 using Tensors = std::vector<at::Tensor>;
 
 /// `tensors`: parameters, buffers, and the optimizer's state or None.
@@ -204,7 +196,7 @@ class PythonSizer {
     try {  // what is wrong here must fail the step, not this call: the other ranks wait
       input.rows = splitter_->rows_of(*batch);
       if ((forecast || sizer_.predicts()) && *input.rows > 0) {
-        input.kind = kind_of(splitter_->slice(*batch, *input.rows, 0, 1));
+        input.kind = row_kind_of(splitter_->slice(*batch, *input.rows, 0, 1));
       }
       if (weight_fn_) {
         input.weight = py::float_((*weight_fn_)(*batch)).cast<double>();

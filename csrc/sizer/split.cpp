@@ -85,9 +85,12 @@ void Part<c10::IValue>::count(const c10::IValue& part, Rows& rows) {
       count(entry.value(), rows);
     }
   } else {
-    TORCH_CHECK_TYPE(!has_tensor(part),
-                     "this part of the batch cannot be split (type: ", part.tagKind(),
-                     "); pass tensors, lists, tuples or dicts");
+    const bool may_have_rows = part.isObject() || part.isCapsule() || part.isPyObject();
+    TORCH_CHECK_TYPE(
+        !may_have_rows && !has_tensor(part),
+        "this part of the batch cannot be split (type: ", part.tagKind(),
+        "); pass tensors, lists, tuples or dicts, and Shared{} for what all pieces get "
+        "whole");
   }
 }
 

@@ -625,6 +625,12 @@ class _ModuleEntries:
         parameters: Sequence[Mapping[str, torch.Tensor | None]],
     ) -> None: ...
 
+def _register_split(
+    type: type,
+    rows_of: Callable[[Any], int | None] | None,
+    slice_rows: Callable[[Any, int, int], Any] | None,
+) -> None: ...
+
 class BatchSizer:
     def __init__(
         self,

@@ -38,6 +38,7 @@ from brimful.sizer import NO_DATA, BatchSizer
 
 if TYPE_CHECKING:
     from brimful import gpus, monitor, search
+    from brimful._split_types import register_split
     from brimful._summary import summary
     from brimful.checkpoint import load, save_on_rank0
     from brimful.errors import explain, op_ring
@@ -85,6 +86,7 @@ __all__ = [
     "memory",
     "monitor",
     "op_ring",
+    "register_split",
     "save_on_rank0",
     "search",
     "split_sequential",
@@ -96,6 +98,7 @@ __all__ = [
 
 # Loaded when they are asked for, with these names of theirs.
 _LATER = {
+    "_split_types": ["register_split"],
     "_summary": ["summary"],
     "checkpoint": ["load", "save_on_rank0"],
     "errors": ["explain", "op_ring"],

@@ -324,9 +324,11 @@ class BatchSizer:
         step are copied for a retry, and a retry that needs a copy that there is not raises ``ValueError``. ``batch`` is
         ``NO_DATA``, a tensor, or a structure of tensors with the same first dimension (or see ``batch_dim``): tuples,
         namedtuples, lists, dicts and other mappings, dataclasses. A ``PackedSequence`` and a jagged tensor are split by
-        sequences, a sparse tensor (COO, CSR) by rows. A list of anything else with an entry for each row is cut; all
-        else, such as strings, ``None`` and 0-dim tensors, is in every piece. ``split`` (rows per piece)
-        repeats a recorded ``Outcome.split``. Gradients must be empty before the call.
+        sequences, a sparse tensor (COO, CSR) by rows. NumPy arrays are cut as tensors are, and so is flex
+        attention's ``BlockMask``. A list of anything else with an entry for each row is cut; strings, numbers,
+        ``None``, 0-dim tensors, functions and the like are in every piece; what else there is raises ``TypeError``
+        until ``register_split`` or ``batch_dim`` says how it is cut. ``split`` (rows per piece) repeats a recorded
+        ``Outcome.split``. Gradients must be empty before the call.
 
         ``accumulate`` adds the step's gradients to those that there are, on all ranks alike: for several batches before
         one ``optimizer.step()``. While the step runs there is one copy more of the gradients.

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from models import gradients_of, relative_difference
 from test_pipeline import data
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
+import brimful
 from brimful import Pipeline, Schedule
 
 pytestmark = pytest.mark.usefixtures("no_limit")
@@ -172,3 +174,83 @@ def test_schedules_with_communication_carry_keywords():
     order = Schedule("1f1b", 3, 4).with_communication()
     Pipeline(list(model), schedule=order, loss_fn=F.mse_loss).step(x, y, mask=mask)
     assert relative_difference(gradients_of(model), gradients) < 1e-12
+
+
+class Attends(nn.Module):
+    """Attention under a mask that differs from row to row."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x, block_mask):
+        heads = self.linear(x).unsqueeze(1)
+        if not torch.is_grad_enabled():
+            return flex_attention(heads, heads, heads, block_mask=block_mask).squeeze(1)
+        # Flex attention has no backward on the CPU.
+        dense = create_mask(block_mask.mask_mod, len(x), 1, *block_mask.shape[-2:], device="cpu")
+        return F.scaled_dot_product_attention(heads, heads, heads, dense).squeeze(1)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("blocks", [11, 1])
+def test_a_block_mask_is_cut(blocks):
+    torch.manual_seed(0)
+    lengths = torch.arange(2, 13)
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & (kv < lengths[b]) if blocks > 1 else q >= kv
+
+    mask = create_block_mask(mask_mod, blocks, None, 12, 12, device="cpu", BLOCK_SIZE=4)
+    model = nn.ModuleList([Attends(), Attends()])
+    x, y = torch.randn(2, 11, 12, 8, dtype=torch.float64)
+    output = model[1](model[0](x, mask), mask)
+    loss = F.mse_loss(output, y)
+    loss.backward()
+    gradients = gradients_of(model)
+    model.zero_grad()
+    pipe = Pipeline(list(model), microbatches=4, loss_fn=F.mse_loss)
+    outcome = pipe.step(x, y, block_mask=mask)
+    assert outcome.loss == pytest.approx(loss.item(), rel=1e-12)
+    assert relative_difference(gradients_of(model), gradients) < 1e-12
+    assert torch.allclose(pipe.forward(x, block_mask=mask), output, rtol=1e-12)
+    # A mask in the batch, and one that goes from stage to stage.
+    pair = Pipeline([lambda parts: (model[0](*parts), parts[1]), lambda parts: model[1](*parts)])
+    assert torch.allclose(pair.forward((x, mask)), output, rtol=1e-12)
+
+
+class Rows:
+    """A type of one's own."""
+
+    def __init__(self, scales):
+        self.scales = scales
+
+
+def test_arrays_and_types_of_ones_own_are_cut_and_what_is_unknown_is_refused():
+    linear = nn.Linear(6, 6, dtype=torch.float64)
+
+    def first(x, table, rows):
+        return linear(x) * torch.from_numpy(table) * torch.tensor(rows.scales)[:, None]
+
+    x, y = data()
+    table = masks().numpy()
+    rows = Rows([float(i) for i in range(11)])
+
+    def last(h):
+        return h
+
+    pipe = Pipeline([first, last], microbatches=4, loss_fn=F.mse_loss)
+    with pytest.raises(TypeError, match=r"keywords\['rows'\]: .*Rows.*register_split.*kwargs_dim"):
+        pipe.step(x, y, table=table, rows=rows)
+    with pytest.raises(TypeError, match=r"batch\[1\]: .*Rows"):
+        pipe.step((x, rows), y, table=table, rows=rows)
+    brimful.register_split(
+        Rows, lambda rows: len(rows.scales), lambda rows, a, b: Rows(rows.scales[a:b])
+    )
+    expected = F.mse_loss(first(x, table, rows), y).item()
+    assert pipe.step(x, y, table=table, rows=rows).loss == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(ValueError, match=r"keywords\['rows'\]: 3"):
+        pipe.step(x, y, table=table, rows=Rows([1.0] * 3))
+    whole = Rows([2.0])
+    shared = Pipeline([first, last], microbatches=4, kwargs_dim={"rows": None})
+    assert torch.equal(shared.forward(x, table=table, rows=whole), first(x, table, whole))

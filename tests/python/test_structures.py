@@ -2,13 +2,17 @@
 
 import collections
 import dataclasses
+import datetime
+import enum
 import gc
 import itertools
+import pathlib
 import re
 import types
 import typing
 import weakref
 
+import numpy
 import pytest
 import torch
 from models import same_bits, values_of, wrap
@@ -96,6 +100,10 @@ class Store(collections.abc.MutableMapping):
 
     def __len__(self):
         return len(self.store)
+
+
+class Color(enum.Enum):
+    red = 1
 
 
 class Tagged(torch.Tensor):
@@ -245,14 +253,129 @@ def test_dense_pieces_are_views():
 
 
 def test_what_has_no_rows_is_in_every_piece():
-    config, size, scale = object(), torch.Size([7, 3]), torch.tensor(2.0)
-    whole = {"text": "seven..", "none": None, "n": 7, "config": config, "size": size}
+    size, scale = torch.Size([7, 3]), torch.tensor(2.0)
+    plain = [1 + 2j, b"seven..", torch.float32, torch.device("cpu"), torch.strided, len, Color.red]
+    plain += [numpy.float32(2), numpy.dtype("int8"), slice(7), range(7), pathlib.Path("x"), Pair]
+    plain += [numpy.array(2.0), datetime.date(2026, 1, 1), torch.nn.Linear(7, 7), frozenset({1})]
+    whole = {"text": "seven..", "none": None, "n": 7, "size": size, "plain": tuple(plain)}
     batch = {"x": X, "scale": scale, **whole, "two": ["a", "b"], "set": {1, 2}}
     for piece in split(batch, [4, 3]):
         assert all(piece[key] is value for key, value in whole.items())
         assert piece["scale"] is scale or torch.equal(piece["scale"], scale)
         assert piece["two"] == ["a", "b"]
         assert piece["set"] is batch["set"]
+
+
+class Graphs:
+    """Has rows, but no structure that could be seen."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+
+class Trees(Graphs):
+    pass
+
+
+class Settings:
+    pass
+
+
+brimful.register_split(
+    Graphs,
+    lambda graphs: None if graphs.nodes is None else len(graphs.nodes),
+    lambda graphs, begin, end: type(graphs)(graphs.nodes[begin:end]),
+)
+brimful.register_split(Settings)
+
+
+def test_a_registered_type_is_cut_by_its_functions():
+    graphs, none, settings = Trees(list("abcdefg")), Graphs(None), Settings()
+    batch = (graphs, {"x": X, "none": none}, [settings])
+    first, second = split(batch, [4, 3])
+    assert type(first[0]) is Trees and first[0].nodes == list("abcd")
+    assert second[0].nodes == list("efg") and torch.equal(second[1]["x"], X[4:])
+    assert first[1]["none"] is none and second[2][0] is settings
+    assert _C.Splitter().rows_of(graphs) == ROWS  # alone too
+    assert split((X, [graphs] * ROWS), [4, 3])[1][1][0].nodes == list("efg")
+    with pytest.raises(ValueError, match=r"batch\[0\]: 7, batch\[1\]: 6"):
+        split((X, Graphs([1] * 6)), [4, 3])
+
+
+class Cloud:
+    """Of no registered type."""
+
+
+@pytest.mark.parametrize(
+    "batch, path",
+    [
+        ((X, Cloud()), "batch[1]"),
+        ({"x": X, "cloud": Cloud()}, "batch['cloud']"),
+        ((X, [Cloud(), Cloud()]), "batch[1][0]"),
+        ((X, {Cloud()}), "batch[1]"),
+        ((X, collections.deque("abcdefg")), "batch[1]"),
+        ((X, types.SimpleNamespace(y=Y)), "batch[1]"),
+    ],
+)
+def test_what_is_neither_cut_nor_said_to_be_whole_is_refused(batch, path):
+    with pytest.raises(TypeError, match=re.escape(f"({path}: <class")) as error:
+        _C.Splitter().rows_of(batch)
+    assert "register_split" in str(error.value)
+    if path == "batch[1]":
+        assert split(batch, [4, 3], batch_dim=(0, None))[0][1] is batch[1]
+
+
+def test_a_column_of_anything_is_cut():
+    clouds = [Cloud() for _ in range(ROWS)]
+    first, second = split((clouds, X), [4, 3])
+    assert (first[0], second[0]) == (clouds[:4], clouds[4:])
+
+
+def test_arrays_are_cut_as_tensors_are():
+    array = numpy.arange(ROWS * 2).reshape(ROWS, 2)
+    words = numpy.array(list("abcdefg"), dtype=object)
+    batch = {"x": X, "a": array, "t": (array.T, words)}
+    piece = split(batch, [4, 3], batch_dim={"t": (1, 0)})[1]
+    assert (piece["a"] == array[4:]).all() and (piece["t"][0] == array.T[:, 4:]).all()
+    assert list(piece["t"][1]) == list("efg")
+    assert numpy.shares_memory(piece["a"], array)
+    assert split([array, array], [4, 3])[1][1].shape == (3, 2)  # without any tensor
+    assert split((X, array), [4, 3], batch_dim=(0, None))[1][1] is array
+    with pytest.raises(ValueError, match=r"batch\[0\]: 7, batch\[1\]: 2"):
+        split((X, array.T), [4, 3])
+    with pytest.raises(ValueError, match=r"lacks the dimension .*batch\[1\]: \(7,\)"):
+        split((X, words), [4, 3], batch_dim=(0, 1))
+
+
+def test_a_list_of_an_array_for_each_row_is_cut_by_its_entries():
+    arrays = [numpy.arange(i + 1) for i in range(ROWS)]
+    assert [len(a) for a in split((X, arrays), [4, 3])[1][1]] == [5, 6, 7]
+    with pytest.raises(ValueError, match="may be cut by its entries or by theirs"):
+        split((X, [numpy.zeros(ROWS)] * ROWS), [4, 3])
+
+
+@pytest.mark.parametrize(
+    "arguments, kind, text",
+    [
+        ((3, len, len), TypeError, "for a type"),
+        ((Cloud, len), ValueError, "missing: slice_rows"),
+        ((Cloud, None, len), ValueError, "missing: rows_of"),
+        ((Cloud, 3, len), TypeError, "rows_of: 3"),
+    ],
+)
+def test_a_bad_registration_is_refused(arguments, kind, text):
+    with pytest.raises(kind, match=re.escape(text)):
+        brimful.register_split(*arguments)
+
+
+def test_functions_of_a_type_that_return_no_rows_are_named():
+    class Bad:
+        pass
+
+    for found, kind in (("seven", TypeError), (-1, ValueError)):
+        brimful.register_split(Bad, lambda _, found=found: found, lambda *_: None)
+        with pytest.raises(kind, match=rf"rows_of .*Bad.*{found}"):
+            split((X, Bad()), [4, 3])
 
 
 def test_a_piece_can_be_changed():

@@ -199,6 +199,15 @@ TEST_CASE("A type of the user's is split by the functions beside it", "[sizer]")
   CHECK_THROWS_WITH(rows_of(std::pair(batch.first, rows(4))), Catch::Contains("(rows: 3 and 4)"));
 }
 
+TEST_CASE("What may have rows in an IValue, and is not cut, is refused", "[sizer]") {
+  const auto hidden = c10::IValue::make_capsule(c10::make_intrusive<torch::CustomClassHolder>());
+  const c10::IValue batch(c10::ivalue::Tuple::create(rows(3), hidden));
+  CHECK_THROWS_WITH(rows_of(batch), Catch::Contains("(type: Capsule)"));
+  CHECK_THROWS_AS(rows_of(batch), c10::TypeError);
+  const std::pair said{c10::IValue(rows(3)), Shared{hidden}};
+  CHECK(rows_of(said) == 3);
+}
+
 TEST_CASE("Structures in an IValue are split", "[sizer]") {
   c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
   dict.insert("x", rows(3));
