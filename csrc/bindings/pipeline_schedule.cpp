@@ -3,6 +3,8 @@
 #include <brimful/pipeline/schedule_text.h>
 #include <brimful/pipeline/schedules.h>
 
+#include <algorithm>
+#include <limits>
 #include <map>
 #include <optional>
 #include <string>
@@ -85,14 +87,30 @@ std::vector<double> bubbles_of(const Timeline& timeline) {
   return bubbles;
 }
 
+/// Those beyond an int are clipped to its ends, and refused as too large, or too small.
+int whole_number(const char* name, const py::object& value) {
+  TORCH_CHECK_TYPE(PyIndex_Check(value.ptr()), name, " must be a whole number (", name, ": ",
+                   py::repr(value).cast<std::string>(), "); pass an int");
+  const Py_ssize_t number = PyNumber_AsSsize_t(value.ptr(), nullptr);
+  constexpr Py_ssize_t kMost = std::numeric_limits<int>::max();
+  return static_cast<int>(std::clamp(number, -kMost, kMost));
+}
+
+Schedule named(const py::object& name, const py::object& ranks, const py::object& microbatches,
+               const py::object& stages_per_rank) {
+  TORCH_CHECK_TYPE(PyUnicode_Check(name.ptr()),
+                   "a schedule's name is a string (name: ", py::repr(name).cast<std::string>(),
+                   ")");
+  return make_schedule(name.cast<std::string>(), whole_number("ranks", ranks),
+                       whole_number("stages_per_rank", stages_per_rank),
+                       whole_number("microbatches", microbatches));
+}
+
 void bind_schedule(py::module_& m) {
   py::class_<Schedule>(m, "Schedule",
                        "What each rank of a pipeline does in a step; see brimful.schedule.")
-      .def(py::init([](const std::string& name, int ranks, int microbatches, int stages_per_rank) {
-             return make_schedule(name, ranks, stages_per_rank, microbatches);
-           }),
-           py::arg("name"), py::arg("ranks"), py::arg("microbatches"), py::kw_only(),
-           py::arg("stages_per_rank") = 1)
+      .def(py::init(&named), py::arg("name"), py::arg("ranks"), py::arg("microbatches"),
+           py::kw_only(), py::arg("stages_per_rank") = 1)
       .def_static("from_csv", &from_csv, py::arg("text"), py::arg("name") = "csv")
       .def_static("names", &schedule_names)
       .def("to_csv", &to_csv)

@@ -234,7 +234,7 @@ StepResult Pipeline::State::run_actions(const Call& call, std::exception_ptr ref
   actions.refused = std::move(refused);
   if (call.work.begin && !actions.refused) {
     try {
-      call.work.begin(call.split);
+      call.work.begin({call.split.begin(), call.split.begin() + call.filled()});
     } catch (...) {
       actions.refused = std::current_exception();
     }
@@ -243,6 +243,7 @@ StepResult Pipeline::State::run_actions(const Call& call, std::exception_ptr ref
   for (const auto rows : call.split) {
     begins.push_back(begins.back() + rows);
   }
+  actions.filled = static_cast<int>(call.filled());
   actions.rows = call.rows;
   actions.ref = call.ref;
   actions.input = [&](int i) { return call.work.input(i, begins[i], begins[i + 1]); };
@@ -286,7 +287,7 @@ StepResult Pipeline::State::run(Call& call) {
   });
   StepResult result;
   if (call.runs && has_order) {  // refused or not: the other ranks wait for messages
-    const NormsScope scope(norms, call.trains ? call.microbatches : 0);
+    const NormsScope scope(norms, call.trains ? call.filled() : 0);
     noting(result, [&] {
       result = run_actions(call, refused);
       if (call.trains && !result.failure && !result.peer_failed) {

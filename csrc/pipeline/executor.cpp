@@ -39,9 +39,6 @@ const ExecutorOptions& Executor::options() const {
 int Executor::ranks() const {
   return impl_->all_ranks();
 }
-int Executor::all_stages() const {
-  return impl_->all_stages();
-}
 
 Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
     : stages(std::move(stages_of_model)),
@@ -101,11 +98,13 @@ bool Executor::Impl::is_forked() const {
 }
 
 void Executor::Impl::place_stages(const Schedule& schedule) {
-  const auto count = all_stages();
-  TORCH_CHECK_VALUE(schedule.stages == count && std::ssize(schedule.ranks) == all_ranks(),
+  const bool all_here = !options.peers;
+  TORCH_CHECK_VALUE((!all_here || schedule.stages == std::ssize(stages)) &&
+                        std::ssize(schedule.ranks) == all_ranks(),
                     "the schedule is for another pipeline (", schedule.name,
                     ": stages: ", schedule.stages, ", ranks: ", schedule.ranks.size(),
-                    "; pipeline: stages: ", count, ", ranks: ", all_ranks(), ")");
+                    "; pipeline: stages", all_here ? "" : " of this process", ": ", stages.size(),
+                    ", ranks: ", all_ranks(), ")");
   auto placed = pipeline::rank_of_stage(schedule);
   const auto here =
       std::count_if(placed.begin(), placed.end(), [&](int rank) { return is_here(rank); });
@@ -133,7 +132,7 @@ Channel* Executor::Impl::connect(int from, int to, int number) {
 }
 
 void Executor::Impl::connect() {
-  const auto count = all_stages();
+  const auto count = static_cast<int>(rank_of_stage_.size());
   runs_.clear();
   runs_.resize(count);
   channels_.clear();

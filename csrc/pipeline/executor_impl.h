@@ -24,7 +24,6 @@ class Executor::Impl {
   std::vector<RankProgress> progress() const;
   /// Of all processes.
   int all_ranks() const { return options.peers ? options.peers->size() : ranks(); }
-  int all_stages() const { return static_cast<int>(stages.size()) * all_ranks() / ranks(); }
 
   const std::vector<Stage> stages;
   const ExecutorOptions options;

@@ -46,11 +46,28 @@ void require_work(const PipelineWork& work) {
   }
 }
 
-void require_rows(int64_t rows, int64_t microbatches) {
+void require_rows(int64_t rows) {
   TORCH_CHECK_VALUE(rows > 0, "the batch is empty (rows: 0)");
-  TORCH_CHECK_VALUE(rows >= microbatches,
-                    "there are more microbatches than rows in the batch (microbatches: ",
-                    microbatches, ", rows: ", rows, "); ask for fewer");
+}
+
+/// The last batch of an epoch may have fewer rows than microbatches. There are as many all the same, since what moves
+/// between the ranks must not depend on rows that they may have been given unlike.
+std::vector<int64_t> split_of(const Call& call) {
+  auto split = split_rows(call.rows, call.filled());
+  split.resize(call.microbatches);
+  return split;
+}
+
+/// Without the microbatches that had no rows.
+void drop_empty(const Call& call, Schedule& order, StepResult& result) {
+  const auto is_empty = [&](const Action& action) { return action.microbatch >= call.filled(); };
+  order.microbatches = static_cast<int>(call.filled());
+  for (auto& actions : order.ranks) {
+    std::erase_if(actions, is_empty);
+  }
+  for (auto& times : result.times) {
+    std::erase_if(times, [&](const ActionTime& time) { return is_empty(time.action); });
+  }
 }
 
 int64_t total_bytes(const std::vector<std::pair<c10::Device, int64_t>>& peaks) {
@@ -87,13 +104,16 @@ void Pipeline::State::stand(const Call& call, StepResult result, const PeerVerdi
   const memory::Unlimited unlimited;
   outcome.weight = verdict.weight;
   outcome.loss = outcome.weight > 0 ? verdict.loss_sum / outcome.weight : 0;
-  outcome.microbatches = call.microbatches;
-  outcome.split = call.split;
+  outcome.microbatches = call.filled();
+  outcome.split.assign(call.split.begin(), call.split.begin() + call.filled());
   outcome.retries = call.retries;
   outcome.total_ms = static_cast<double>(result.end_ns - result.begin_ns) / 1e6;
   last_total_ = outcome.weight > 0 ? outcome.weight : last_total_;
   last_result = std::move(result);
   last_schedule = call.order;
+  if (call.filled() < call.microbatches) {
+    drop_empty(call, last_schedule, last_result);
+  }
   outcome.stages = last_notes = notes_of(*executor, last_schedule, last_result);
 }
 
@@ -168,8 +188,8 @@ StepResult Pipeline::State::run_until_it_stands(Call& call, PeerVerdict& verdict
   begin(call);
   while (true) {
     const Peaks peaks(options.devices);
-    call.split = call.refused || call.is_told ? std::vector<int64_t>(call.microbatches)
-                                              : split_rows(call.rows, call.microbatches);
+    call.split =
+        call.refused || call.is_told ? std::vector<int64_t>(call.microbatches) : split_of(call);
     StepResult result;
     try {
       result = run(call);
@@ -210,9 +230,9 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
     capture(call);
     require_work(work);
     TORCH_CHECK_VALUE(work.loss, "a step needs a loss function (loss_fn: none)");
-    require_rows(rows, options.microbatches);
+    require_rows(rows);
     for (const auto& each : norms) {
-      each->norms.require_whole(call.microbatches);
+      each->norms.require_whole(call.filled());
     }
   });
   PeerVerdict verdict;
@@ -234,14 +254,18 @@ Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
   inference.loss = nullptr;
   Call call{rows, inference, StepGroup({}, {})};  // no gradient is this call's to undo
   call.trains = false;
-  call.microbatches = std::min(std::max<int64_t>(rows, 1), microbatches_for(rows));
+  call.microbatches = options.fixed_schedule
+                          ? options.microbatches
+                          : std::min(std::max<int64_t>(rows, 1), microbatches_for(rows));
   refuse_if_thrown(call, [&] {
     require_work(work);
-    require_rows(rows, options.fixed_schedule ? options.microbatches : 1);
+    require_rows(rows);
     capture(call);
   });
   PeerVerdict verdict;
-  return joined(run_until_it_stands(call, verdict).outputs);
+  auto outputs = run_until_it_stands(call, verdict).outputs;
+  outputs.resize(call.filled());
+  return joined(outputs);
 }
 
 Pipeline::Pipeline(std::vector<Stage> stages, PipelineOptions options)

@@ -47,21 +47,34 @@ std::vector<Stage> with_norms(std::vector<Stage> stages, BatchNormPolicy policy,
   return stages;
 }
 
+/// Whether a schedule of the user's gives this process as many stages as it has, and is for as many ranks.
+bool fits(const Schedule& schedule, const PipelineOptions& options, int ranks, int stages) {
+  if (std::ssize(schedule.ranks) != ranks || !options.peers) {
+    return std::ssize(schedule.ranks) == ranks && schedule.stages == stages;
+  }
+  const auto placed = rank_of_stage(schedule);
+  return std::count(placed.begin(), placed.end(), options.peers->rank()) == stages;
+}
+
+/// `stages`: of this process.
 Schedule made_schedule(const PipelineOptions& options, int ranks, int stages,
                        int64_t microbatches) {
-  TORCH_CHECK_VALUE(ranks > 0 && stages % ranks == 0,
-                    "every rank has the same number of stages (stages: ", stages,
-                    ", devices: ", ranks, "); give as many devices as stages, or a divisor");
   if (!options.fixed_schedule && !options.schedule_for) {
-    return make_schedule(options.schedule, ranks, stages / ranks, static_cast<int>(microbatches));
+    const int here = options.peers ? 1 : ranks;
+    TORCH_CHECK_VALUE(
+        here > 0 && stages % here == 0,
+        "every rank has the same number of stages under a built-in schedule (stages: ", stages,
+        ", devices: ", here,
+        "); give as many devices as stages, or a divisor, or a schedule of your own");
+    return make_schedule(options.schedule, ranks, stages / here, static_cast<int>(microbatches));
   }
   auto made = options.fixed_schedule ? *options.fixed_schedule
                                      : options.schedule_for(static_cast<int>(microbatches));
-  TORCH_CHECK_VALUE(
-      made.microbatches == microbatches && made.stages == stages && std::ssize(made.ranks) == ranks,
-      "the schedule is for another pipeline (", made.name, ": ranks: ", made.ranks.size(),
-      ", stages: ", made.stages, ", microbatches: ", made.microbatches, "; wanted: ", ranks, ", ",
-      stages, ", ", microbatches, ")");
+  TORCH_CHECK_VALUE(made.microbatches == microbatches && fits(made, options, ranks, stages),
+                    "the schedule is for another pipeline (", made.name,
+                    ": ranks: ", made.ranks.size(), ", stages: ", made.stages,
+                    ", microbatches: ", made.microbatches, "; wanted: ", ranks, ", ", stages,
+                    options.peers ? " in this process" : "", ", ", microbatches, ")");
   require_valid(
       made, options.peers ? CheckOptions() : CheckOptions{std::nullopt, ChannelKind::by_message});
   return made;
@@ -183,7 +196,8 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
 }
 
 Schedule Pipeline::State::schedule(int64_t microbatches, bool training) const {
-  auto made = made_schedule(options, executor->ranks(), executor->all_stages(), microbatches);
+  auto made = made_schedule(options, executor->ranks(), static_cast<int>(executor->stages().size()),
+                            microbatches);
   if (training) {
     return made;
   }

@@ -57,9 +57,12 @@ struct Call {
   uint32_t mark = 0;  ///< of what the replicas must have alike
   int64_t microbatches = 1;
   int64_t retries = 0;
-  std::vector<int64_t> split{};
+  std::vector<int64_t> split{};  ///< of a short batch the last ones are empty
   Schedule order{};
   std::vector<TriedSplit> tried{};
+
+  /// Microbatches that have rows.
+  int64_t filled() const { return std::min(rows, microbatches); }
 };
 
 struct Pipeline::State {

@@ -144,6 +144,9 @@ void RankRun::perform(StageRun& stage, const Action& action) {
 void RankRun::act(StageRun& stage, const Action& action) {
   const auto microbatch = action.microbatch;
   const auto phase = stage.flights[microbatch].phase;
+  if (microbatch >= work_.filled && is_compute(action.kind)) {
+    return pass_by(stage, action);
+  }
   switch (action.kind) {
     case ActionKind::forward:
       require_turn(phase == Phase::due, action);
@@ -264,6 +267,10 @@ void RankRun::keep_outputs(StageRun& stage, int microbatch, Value output) {
   if (stage.outputs->is_between_processes()) {
     add_stashed(skips_, flight, message, microbatch, stage.device);
   }
+  send_outputs(stage, microbatch, std::move(message));
+}
+
+void RankRun::send_outputs(StageRun& stage, int microbatch, Message message) {
   if (stage.outputs_apart) {
     stage.waiting_outputs[microbatch] = std::move(message);
   } else {
@@ -372,7 +379,7 @@ void RankRun::send_gradients(StageRun& stage, int microbatch, std::vector<at::Te
 void RankRun::backward_weight(StageRun& stage, int microbatch) {
   auto& flight = stage.flights[microbatch];
   if (!flight.weight_work.empty()) {
-    flight.weight_work.run();
+      flight.weight_work.run();
   }
   end_flight(stage, flight);
 }

@@ -100,6 +100,8 @@ class RankRun {
   void backward(StageRun& stage, int microbatch, bool input_only);
   void backward_weight(StageRun& stage, int microbatch);
   void act(StageRun& stage, const Action& action);
+  /// In place of an action of a microbatch without rows.
+  void pass_by(StageRun& stage, const Action& action);
   Message receive(Channel& channel, int microbatch);
   /// What an action uses: received by one of the schedule's own where `apart`, else here.
   Message take(Channel& channel, bool apart, std::optional<Message>& received, int microbatch);
@@ -110,6 +112,7 @@ class RankRun {
   };
   Roots roots_of(StageRun& stage, int microbatch);
   std::vector<at::Tensor> output_gradients(StageRun& stage, int microbatch);
+  static void send_outputs(StageRun& stage, int microbatch, Message message);
   void send_gradients(StageRun& stage, int microbatch, std::vector<at::Tensor> gradients);
 
   const StepWork& work_;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cctype>
 
 #include "pipeline/v_schedules.h"
 
@@ -134,6 +135,26 @@ constexpr std::array<BuiltIn, 9> kBuiltIns{{
     {"dualpipev", 2, [](int p, int, int m) { return dualpipev(p, m); }},
     {"forward_only", 0, &forward_only},
 }};
+
+/// Without capitals, underscores, and the "Schedule" of torch's classes.
+std::string plain_name(std::string_view name) {
+  std::string plain;
+  for (const char letter : name) {
+    if (letter != '_') {
+      plain += static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+    }
+  }
+  constexpr std::string_view kClass = "schedule";
+  return plain.starts_with(kClass) ? plain.substr(kClass.size()) : plain;
+}
+
+/// Whether a built-in one is meant, by its name here or in torch.distributed.pipelining.
+bool is_called(const BuiltIn& built_in, std::string_view name) {
+  const auto plain = plain_name(name);
+  return plain == plain_name(built_in.name) ||
+         (built_in.name == "zb_h1" && plain == "interleavedzerobubble") ||
+         (built_in.name == "zbv" && plain == "zbvzerobubble");
+}
 }  // namespace
 
 Schedule gpipe(int ranks, int microbatches) {
@@ -207,7 +228,7 @@ std::vector<std::string> schedule_names() {
 Schedule make_schedule(std::string_view name, int ranks, int stages_per_rank, int microbatches) {
   std::string names;
   for (const auto& built_in : kBuiltIns) {
-    if (built_in.name == name) {
+    if (is_called(built_in, name)) {
       TORCH_CHECK_VALUE(
           built_in.stages_per_rank == 0 || built_in.stages_per_rank == stages_per_rank,
           "this schedule is defined for ", built_in.stages_per_rank,

@@ -107,4 +107,27 @@ void RankRun::make_up(StageRun& stage, const Action& action) {
   }
 }
 
+void RankRun::pass_by(StageRun& stage, const Action& action) {
+  const auto microbatch = action.microbatch;
+  auto& phase = stage.flights[microbatch].phase;
+  if (action.kind == ActionKind::forward) {
+    if (stage.inputs != nullptr) {
+      take(*stage.inputs, stage.inputs_apart, stage.received[microbatch], microbatch);
+    }
+    if (stage.outputs != nullptr) {
+      send_outputs(stage, microbatch, {});
+    }
+    phase = work_.loss ? Phase::forwarded : Phase::done;
+  } else if (action.kind == ActionKind::backward_weight) {
+    phase = Phase::done;
+  } else {
+    if (stage.output_gradients != nullptr) {
+      take(*stage.output_gradients, stage.outputs_apart, stage.received_gradients[microbatch],
+           microbatch);
+    }
+    send_gradients(stage, microbatch, {});
+    phase = action.kind == ActionKind::backward ? Phase::done : Phase::inputs_done;
+  }
+}
+
 }  // namespace brimful::pipeline

@@ -6,13 +6,14 @@ import contextlib
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from brimful import _C, _torch_ddp
+from brimful import _C, _pipeline_arguments as _arguments, _torch_ddp
 from brimful._modules import batch_norms
+from brimful._stage_names import StageNames
 from brimful.reducer import DistributedDataParallel
 from brimful.sizer import BatchDim, _numpy_state, _scaler_tensors, _set_numpy_state
 
@@ -21,21 +22,25 @@ __all__ = ["Pipeline", "pop", "split_sequential", "stash"]
 Stage = Callable[..., Any]
 
 
-def stash(name: str, tensor: torch.Tensor) -> None:
-    """Within a stage's forward: leave ``tensor`` for a later stage, which gets it by ``pop(name)``.
+def stash(name: str, tensor: torch.Tensor | None) -> None:
+    """Within a stage's forward: leave ``tensor``, or ``None``, for a later stage, which gets it by ``pop(name)``.
 
     It goes past the stages in between, within its microbatch, and its gradient comes back the same way. Raises
-    ``ValueError`` outside a stage, or if ``name`` was stashed in this microbatch already.
+    ``ValueError`` if ``name`` was stashed in this microbatch already; what no stage has popped fails the step when the
+    first microbatch has come through the last stage. ``torch.utils.checkpoint`` may be around it. Outside a pipeline
+    it is left for the same thread's ``pop``, so that the model that is not cut runs as it is.
     """
-    _C._stash(name, tensor)
+    if tensor is not None and not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"stash takes a tensor (name: {name!r}, type: {type(tensor)})")
+    _C._stash(_arguments.text("name", name), tensor)
 
 
-def pop(name: str) -> torch.Tensor:
+def pop(name: str) -> torch.Tensor | None:
     """Within a stage's forward: what an earlier stage has stashed in this microbatch, once, on this stage's device.
 
-    Raises ``ValueError`` outside a stage, or if there is none of that name.
+    Raises ``ValueError`` if there is none of that name, or if a later stage has changed it in place.
     """
-    return _C._pop(name)
+    return _C._pop(_arguments.text("name", name))
 
 
 def split_sequential(
@@ -45,7 +50,12 @@ def split_sequential(
 
     Raises ``ValueError`` unless ``balance`` has positive numbers that add up to the number of layers.
     """
+    if not isinstance(model, torch.nn.Sequential):
+        raise TypeError(
+            f"split_sequential cuts a torch.nn.Sequential (type: {type(model)}); cut another model by hand"
+        )
     layers = list(model.named_children())
+    balance = _arguments.balance(balance)
     if min(balance, default=0) < 1 or sum(balance) != len(layers):
         raise ValueError(
             "balance must be positive numbers that add up to the model's layers "
@@ -70,10 +80,10 @@ def _devices(stages: Sequence[Any], devices: Sequence[Any] | None) -> list[torch
             found.append(torch.device("cpu") if first is None else first.device)
         return found
     chosen = [torch.device(device) for device in devices]
-    if not chosen or len(stages) % len(chosen) != 0:
+    if not chosen or len(chosen) > len(stages):
         raise ValueError(
-            "every device has the same number of stages "
-            f"(stages: {len(stages)}, devices: {len(chosen)}); give as many devices as stages, or a divisor"
+            "every device has a stage at least "
+            f"(stages: {len(stages)}, devices: {len(chosen)}); give as many devices as stages, or fewer"
         )
     return chosen
 
@@ -116,14 +126,6 @@ def _move(stages: Sequence[Any], devices: Sequence[torch.device]) -> None:
     for stage, device in zip(stages, devices, strict=True):
         if isinstance(stage, torch.nn.Module):
             stage.to(device)
-
-
-def _copies_of(tied: Mapping[str, Any] | None) -> list[tuple[str, torch.Tensor]]:
-    return [
-        (name, copy)
-        for name, given in (tied or {}).items()
-        for copy in ([given] if isinstance(given, torch.Tensor) else given)
-    ]
 
 
 def _modules_of(function: Any) -> list[torch.nn.Module]:
@@ -205,7 +207,8 @@ class Pipeline:
     Keywords of ``step(x, target, mask=mask)`` and ``forward(x, mask=mask)`` go to every stage whose forward names them
     (or takes ``**kwargs``), cut to its microbatch and on its device; no gradient goes back to them. They are cut as
     the batch is; ``kwargs_dim={"mask": 1}`` says where one of them has its rows, and ``{"mask": None}`` that all
-    microbatches share it. One that no stage takes raises ``TypeError``.
+    microbatches share it. One that no stage takes raises ``TypeError``, and so does an object that is neither cut
+    (``register_split``) nor said to be whole.
 
     ``schedule`` is one of "gpipe", "1f1b" and "zb_h2" for one stage a device, "zbv" and "dualpipev" for two, and
     "interleaved_1f1b", "looped_bfs", "zb_h1" and "forward_only" (for ``forward`` alone) for any number, a ``Schedule``,
@@ -261,9 +264,12 @@ class Pipeline:
         group: torch.distributed.ProcessGroup | None = None,
         tied: Mapping[str, torch.nn.Parameter | Sequence[torch.nn.Parameter]] | None = None,
     ) -> None:
-        stages = list(stages)
-        if not stages:
-            raise ValueError("a pipeline has at least one stage (stages: 0)")
+        stages = _arguments.stages(stages)
+        schedule = _arguments.schedule(schedule)
+        group = _arguments.group(group)
+        copies = _arguments.copies_of(tied)
+        if microbatches is not None:
+            microbatches = _arguments.whole_number("microbatches", microbatches, 1)
         chosen = _devices(stages, devices) if group is None else [_own_device(stages, devices)]
         count = _microbatches(microbatches, schedule)
         if devices is not None and group is None:
@@ -271,31 +277,34 @@ class Pipeline:
         elif devices is not None:
             _move(stages, chosen * len(stages))
         parts = [_parts(index, stage) for index, stage in enumerate(stages)]
-        if loss_fn is not None and not callable(loss_fn):
-            raise TypeError(f"loss_fn must be callable (type: {type(loss_fn)})")
         self._stages = stages
-        self._loss_fn = loss_fn
+        self._group = group
+        self._loss_fn = _arguments.function("loss_fn", loss_fn)
         taken = [names for *_, names in parts]
         self._takes_any = group is not None or None in taken
         self._keywords = {name for names in taken for name in names or ()}
-        self._kwargs_dim = dict(kwargs_dim or {})
+        self._kwargs_dim = _arguments.mapping("kwargs_dim", kwargs_dim)
         self._require_taken(self._kwargs_dim)
         self._core = _C.Pipeline(
             stages=parts,
             devices=chosen,
             schedule=schedule,
             microbatches=count,
-            max_retries=max_retries,
-            threads_per_rank=threads_per_rank,
-            trace=trace,
-            batch_norm=batch_norm,
+            max_retries=_arguments.whole_number("max_retries", max_retries, 0),
+            threads_per_rank=_arguments.whole_number("threads_per_rank", threads_per_rank, 0),
+            trace=bool(trace),
+            batch_norm=_arguments.text("batch_norm", batch_norm),
             scaler=_scaler_tensors(scaler, chosen[-1]),
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
             before_action=None,
-            splitter=_C.Splitter(batch_dim=batch_dim, size_fn=size_fn, split_fn=split_fn),
+            splitter=_C.Splitter(
+                batch_dim=batch_dim,
+                size_fn=_arguments.function("size_fn", size_fn),
+                split_fn=_arguments.function("split_fn", split_fn),
+            ),
             group=group,
             reducers=_reducers_of(stages),
-            tied=_copies_of(tied),
+            tied=copies,
         )
 
     def _require_taken(self, names: Iterable[str]) -> None:
@@ -319,7 +328,8 @@ class Pipeline:
 
         ``target`` may be ``None``. ``kwargs`` are for the stages that name them. What a stage raises is raised here,
         with a note, or words, that say where, and ``BatchTooLarge`` if no number of microbatches fits; parameters,
-        gradients, buffers and random numbers are then as before. ``ValueError`` for fewer rows than microbatches.
+        gradients, buffers and random numbers are then as before. A batch of fewer rows than microbatches, such as the
+        last one of an epoch, has a row in each of as many as it can fill.
         """
         return self._core.step(batch, target, self._loss_fn, self._cut_by(kwargs))
 
@@ -330,6 +340,55 @@ class Pipeline:
         what is no tensor is that of the first one.
         """
         return self._core.forward(batch, self._cut_by(kwargs))
+
+    def _names(self) -> StageNames:
+        numbers = list(range(len(self._stages)))
+        if self._group is not None:
+            rank = self._group.rank()
+            numbers = [i for i, r in enumerate(self.schedule().rank_of_stage) if r == rank]
+        return StageNames([_own_modules(stage) for stage in self._stages], numbers)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters of the stages, each once, by their names in the model that was cut.
+
+        Stages of ``split_sequential``, or of a model's own parts, keep the model's names; where two stages have the
+        same name, each name has its stage's number in front, as in ``torch.nn.Sequential(*stages)``. Wrappers
+        (``DistributedDataParallel``, ``torch.compile``) add nothing. Of a process of several those of its own stages;
+        those of ``loss_fn`` are not among them.
+        """
+        return self._names().named_parameters()
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Parameters of the stages, each once, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
+        """Parameters and buffers of the stages by the names of ``named_parameters``."""
+        return self._names().state_dict(keep_vars=keep_vars)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Take the values of a ``state_dict`` of this pipeline, or of the model that was cut.
+
+        Returns the names that are missing, and those that no stage has; ``strict`` makes them a ``RuntimeError``. A
+        process of several takes what its own stages have, and passes over the rest.
+        """
+        others = self._group is not None and self._group.size() > 1
+        return self._names().load_state_dict(
+            _arguments.mapping("state", state), strict=strict, others_have_theirs=others
+        )
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Put the stages' modules in training, or not; returns the pipeline."""
+        for stage in self._stages:
+            for module in _own_modules(stage):
+                module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Put the stages' modules in evaluation; returns the pipeline."""
+        return self.train(False)
 
     def trace(self) -> str:
         """The last step as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing: measured beside planned.

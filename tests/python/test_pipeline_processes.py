@@ -194,8 +194,35 @@ def test_gradients_of_earlier_steps_outlive_a_refused_one(ranks):
     assert ranks(refuse_late) == [True, True]
 
 
+def short(here, schedule):
+    """The last batch of an epoch has fewer rows than microbatches."""
+    rank = here.index
+    model = net()
+    pipe = pipeline_of(brimful.split_sequential(model, [2, 2]), rank, schedule)
+    x, y = data()
+    for rows in (11, 3, 11, 1, 2):
+        loss = F.mse_loss(model(x[:rows]), y[:rows])
+        loss.backward()
+        gradients = gradients_of(model)
+        model.zero_grad()
+        outcome = pipe.step(x[:rows], y[:rows])
+        assert outcome.microbatches == min(rows, 4)
+        assert outcome.loss == pytest.approx(loss.item(), rel=1e-12)
+        assert close(model, gradients, rank)
+        model.zero_grad()
+        out = pipe.forward(x[:rows])
+        assert (out is None) == (rank == 0)
+        assert rank == 0 or torch.allclose(out, model(x[:rows]))
+    return True
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_short_last_batch_has_fewer_microbatches_in_processes(ranks, schedule):
+    assert ranks(short, schedule) == [True, True]
+
+
 def refuse(here):
-    """A batch that is too small for the microbatches, on one rank alone."""
+    """A batch that is too small for the microbatches, on one rank alone: the others have more rows."""
     rank = here.index
     model = net()
     _, gradients = expected_gradients(model)
@@ -204,8 +231,7 @@ def refuse(here):
     for refusing in range(2):
         rows = 3 if rank == refusing else len(x)
         began = time.monotonic()
-        wanted = ValueError if rank == refusing else brimful.RankFailed
-        with pytest.raises(wanted, match="more microbatches than rows"):
+        with pytest.raises((ValueError, brimful.RankFailed), match="batches of different sizes"):
             pipe.step(x[:rows], y[:rows])
         assert time.monotonic() - began < 1
         pipe.step(x, y)

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -44,6 +45,8 @@ struct StepWork {
   std::function<at::Tensor(const at::Tensor& share)> seed;
   /// Of a microbatch, for each stage's thread; several may call it at once. Optional.
   std::function<Keywords(int microbatch)> keywords;
+  /// Those behind so many have no rows: nothing of theirs runs, and empty messages take the places of theirs.
+  int filled = std::numeric_limits<int>::max();
   double ref = 1;    ///< what the losses' weights are divided by
   int64_t rows = 0;  ///< of the whole batch, which other processes must have alike
   /// Before and after each action that may give parameters gradients, by the stage's thread. Optional.
@@ -131,7 +134,6 @@ class BRIMFUL_API Executor {
   const ExecutorOptions& options() const;
   /// Of all processes.
   int ranks() const;
-  int all_stages() const;
 
  private:
   class Impl;

@@ -93,7 +93,8 @@ class BRIMFUL_API Pipeline {
   /// process's does. Errors of torch and the standard library keep their type; one that is derived from std::logic_error or
   /// std::runtime_error is nested in one of the nearest standard type (std::rethrow_if_nested() has it back); others come
   /// as they are, and last_failure() says where. BatchTooLarge if no number of microbatches fits;
-  /// c10::ValueError for fewer rows than microbatches, or a stage that uses parameters which it does not name. Parameters,
+  /// c10::ValueError for an empty batch, or a stage that uses parameters which it does not name. A batch of fewer rows
+  /// than microbatches, such as the last one of an epoch, has a row in each of as many as it can fill. Parameters,
   /// gradients, buffers and RNG are then as before the call.
   /// Waits for the devices once, for the loss.
   PipelineOutcome step(int64_t rows, const PipelineWork& work);

@@ -45,7 +45,8 @@ BRIMFUL_API Schedule forward_only(int ranks, int stages_per_rank, int microbatch
 /// "dualpipev", "forward_only".
 BRIMFUL_API std::vector<std::string> schedule_names();
 
-/// One of the above by its name.
+/// One of the above by its name, or by that of torch.distributed.pipelining ("Interleaved1F1B", "InterleavedZeroBubble",
+/// "ZBVZeroBubble", "ScheduleGPipe"); capitals do not matter.
 /// @throws c10::ValueError for an unknown name (it lists the known ones), and where the schedule is not defined for
 ///         `stages_per_rank` (it says for which it is)
 BRIMFUL_API Schedule make_schedule(std::string_view name, int ranks, int stages_per_rank,
