@@ -384,8 +384,12 @@ void bind_pipeline(py::module_& m) {
       .def("__str__", [](PythonPipeline& self) { return self.pipeline().to_string(); });
   m.def("_stage_devices", &devices_of_stages, py::kw_only(), py::arg("parameters"),
         py::arg("devices"), py::arg("schedule"), py::arg("microbatches"));
-  m.def("_stash", &pipeline::stash, py::arg("name"), py::arg("tensor"),
-        py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "_stash",
+      [](const std::string& name, const std::optional<at::Tensor>& tensor) {
+        pipeline::stash(name, tensor.value_or(at::Tensor()));
+      },
+      py::arg("name"), py::arg("tensor").none(true), py::call_guard<py::gil_scoped_release>());
   m.def("_pop", &pipeline::pop, py::arg("name"), py::call_guard<py::gil_scoped_release>());
 }
 

@@ -58,10 +58,10 @@ void require_known_parameters(StageRun& stage, const InFlight& flight) {
   }
   std::vector<at::Tensor> outputs = flight.outputs;
   std::vector<at::Tensor> popped;
-  for (const auto& [name, tensor] : flight.stashed) {
+  for (const auto& [name, tensor] : flight.skips.stashed) {
     outputs.push_back(tensor);
   }
-  for (const auto& [name, tensor] : flight.popped) {
+  for (const auto& [name, tensor] : flight.skips.popped) {
     popped.push_back(tensor);
   }
   const auto& given = stage.stage->parameters;
@@ -220,13 +220,14 @@ void RankRun::forward(StageRun& stage, int microbatch) {
       }
     }
     flight.inputs = input.tensors;
+    std::transform(input.tensors.begin(), input.tensors.end(), input.tensors.begin(), changeable);
   }
-  SkipScope skips(skips_, microbatch, stage.device);
+  const SkipScope skips(skips_, flight.skips, microbatch, stage.device);
   const KeywordScope keywords(work_.keywords, microbatch, stage.device);
   auto output = stage.stage->forward(input);
-  flight.stashed = std::move(skips.stashed);
-  flight.popped = std::move(skips.popped);
+  skips_.end_forward(microbatch);
   if (stage.outputs == nullptr) {
+    skips_.require_empty(microbatch);
     finish_loss(stage, microbatch, output);
   } else {
     keep_outputs(stage, microbatch, std::move(output));
@@ -311,7 +312,7 @@ RankRun::Roots RankRun::roots_of(StageRun& stage, int microbatch) {
   for (size_t i = 0; i < flight.outputs.size(); ++i) {
     add(flight.outputs[i], gradients[i]);
   }
-  for (const auto& [name, tensor] : flight.stashed) {
+  for (const auto& [name, tensor] : flight.skips.stashed) {
     add(tensor, skips_.take_gradient(name, microbatch, stage.device));
   }
   return roots;
@@ -319,6 +320,7 @@ RankRun::Roots RankRun::roots_of(StageRun& stage, int microbatch) {
 
 void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
   auto& flight = stage.flights[microbatch];
+  const SkipScope skips(skips_, flight.skips, microbatch, stage.device);
   const auto roots = roots_of(stage, microbatch);
   std::vector<at::Tensor> leaves;
   std::vector<size_t> places;  // of the first leaves among the inputs
@@ -328,7 +330,7 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
       leaves.push_back(flight.inputs[i]);
     }
   }
-  for (const auto& [name, tensor] : flight.popped) {
+  for (const auto& [name, tensor] : flight.skips.popped) {
     leaves.push_back(tensor);
   }
   std::vector<at::Tensor> of_leaves(leaves.size());
@@ -344,8 +346,9 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
   for (size_t i = 0; i < places.size(); ++i) {
     of_inputs[places[i]] = std::move(of_leaves[i]);
   }
-  for (size_t i = 0; i < flight.popped.size(); ++i) {
-    skips_.put_gradient(flight.popped[i].name, microbatch, std::move(of_leaves[places.size() + i]));
+  for (size_t i = 0; i < flight.skips.popped.size(); ++i) {
+    skips_.put_gradient(flight.skips.popped[i].name, microbatch,
+                        std::move(of_leaves[places.size() + i]));
   }
   for (const auto& name : flight.came) {
     of_inputs.push_back(skips_.take_gradient(name, microbatch, stage.device));
@@ -356,8 +359,7 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
     flight.phase = Phase::inputs_done;
     flight.drop_inputs();
     flight.outputs.clear();
-    flight.stashed.clear();
-    flight.popped.clear();
+    flight.skips.drop_graph();
   } else {
     end_flight(stage, flight);
   }
@@ -379,7 +381,8 @@ void RankRun::send_gradients(StageRun& stage, int microbatch, std::vector<at::Te
 void RankRun::backward_weight(StageRun& stage, int microbatch) {
   auto& flight = stage.flights[microbatch];
   if (!flight.weight_work.empty()) {
-      flight.weight_work.run();
+    const SkipScope skips(skips_, flight.skips, microbatch, stage.device);
+    flight.weight_work.run();
   }
   end_flight(stage, flight);
 }

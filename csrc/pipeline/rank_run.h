@@ -27,8 +27,7 @@ struct InFlight {
   std::vector<at::Tensor> outputs;  ///< with their graph; undefined where no gradient comes back
   std::optional<double> weight;     ///< of the loss, in the last stage
   WeightWork weight_work;
-  std::vector<SkipScope::Named> stashed;
-  std::vector<SkipScope::Named> popped;
+  SkipRecord skips;
   // Between processes, names of what goes past this stage: with its inputs, and with its outputs.
   std::vector<std::string> came;
   std::vector<std::string> went;

@@ -18,12 +18,17 @@ class SkipBoard {
   struct Parcel {
     Message message;
     bool needs_gradient = false;
+    int64_t version = -1;  ///< of the tensor when its stage's forward had ended; -1: not known
   };
   void put(const std::string& name, int microbatch, Parcel parcel);
   /// @throws c10::ValueError if there is none
   Parcel take(const std::string& name, int microbatch);
   /// All that nobody has popped, by name.
   std::vector<std::pair<std::string, Parcel>> take_all(int microbatch);
+  /// Behind the forward of a stage: whoever changes what it has stashed from here on is another stage.
+  void end_forward(int microbatch);
+  /// @throws c10::ValueError if something is left that nobody has popped
+  void require_empty(int microbatch);
   void put_gradient(const std::string& name, int microbatch, at::Tensor gradient);
   /// On `device`; undefined if nobody has popped it.
   at::Tensor take_gradient(const std::string& name, int microbatch, c10::Device device);
@@ -38,14 +43,30 @@ class SkipBoard {
   CopyLanes lanes_;
 };
 
-/// What a stage's forward stashes and pops in a microbatch, while this lives on its thread.
-class SkipScope {
- public:
+/// What a stage has stashed and popped in a microbatch.
+struct SkipRecord {
   struct Named {
     std::string name;
-    at::Tensor tensor;  ///< with its graph
+    at::Tensor tensor;
   };
-  SkipScope(SkipBoard& board, int microbatch, c10::Device device);
+  std::vector<Named> stashed;  ///< with their graph, that a gradient may come back for
+  std::vector<Named> popped;   ///< leaves, that want one
+  /// Stashed where nothing was recorded, within a reentrant checkpoint: the backward makes their graph.
+  std::vector<std::string> unrecorded;
+  std::vector<Named> again;  ///< what a checkpoint that runs once more pops
+
+  /// Of what begins and ends a graph.
+  void drop_graph() {
+    stashed.clear();
+    popped.clear();
+  }
+};
+
+/// Where stash() and pop() go while this lives on a stage's thread, in a forward and in a backward, which may run parts of
+/// the forward once more.
+class SkipScope {
+ public:
+  SkipScope(SkipBoard& board, SkipRecord& record, int microbatch, c10::Device device);
   ~SkipScope();
   SkipScope(const SkipScope&) = delete;
   SkipScope& operator=(const SkipScope&) = delete;
@@ -53,14 +74,20 @@ class SkipScope {
   void stash(const std::string& name, const at::Tensor& tensor);
   at::Tensor pop(const std::string& name);
 
-  std::vector<Named> stashed;  ///< that a gradient may come back for
-  std::vector<Named> popped;   ///< that want one
-
  private:
+  void stash_again(const std::string& name, const at::Tensor& tensor);
+  at::Tensor pop_again(const std::string& name) const;
+
   SkipBoard& board_;
+  SkipRecord& record_;
   int microbatch_;
   c10::Device device_;
+  bool trains_;  ///< gradients are recorded where it begins
   SkipScope* outer_;
 };
+
+/// A tensor of the same values and memory that may be changed in place, as a leaf that needs a gradient may not: the
+/// gradient goes to the leaf. Others are returned as they are.
+at::Tensor changeable(const at::Tensor& leaf);
 
 }  // namespace brimful::pipeline

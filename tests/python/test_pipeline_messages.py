@@ -114,6 +114,7 @@ def begin(linear, x):
     brimful.pipeline.stash("short", hidden.sin())
     brimful.pipeline.stash("mask", hidden.detach() > 0)
     brimful.pipeline.stash("unused", hidden)
+    brimful.pipeline.stash("nothing", None)
     return hidden
 
 
@@ -129,6 +130,8 @@ def past(linear, x):
 
 def end(linear, x):
     popped = brimful.pipeline.pop("long") * brimful.pipeline.pop("mask")
+    brimful.pipeline.pop("unused")
+    assert brimful.pipeline.pop("nothing") is None
     return linear(x + popped + brimful.pipeline.pop("from the middle"))
 
 

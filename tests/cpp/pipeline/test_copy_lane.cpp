@@ -138,7 +138,8 @@ TEST_CASE("What is left for others to fetch is right however late streams are",
     std::atomic<int> left{0};
     auto giver = rank_on(from, [&, from = from] {
       for (int i = 0; i < kMessages; ++i) {
-        SkipScope scope(board, i, from);
+        SkipRecord record;
+        const SkipScope scope(board, record, i, from);
         stash("there", made_on(from, static_cast<float>(i)));
         board.put_gradient("back", i, made_on(from, static_cast<float>(-i)));
         made_on(from, -1);
@@ -149,7 +150,8 @@ TEST_CASE("What is left for others to fetch is right however late streams are",
     auto taker = rank_on(to, [&, to = to] {
       for (int i = 0; i < kMessages; ++i) {
         wait_for(left, i + 1);
-        SkipScope scope(board, i, to);
+        SkipRecord record;
+        const SkipScope scope(board, record, i, to);
         const auto tensor = pop("there");
         wrong += tensor.device() == to ? 0 : 1;
         look(tensor, static_cast<float>(i), wrong);

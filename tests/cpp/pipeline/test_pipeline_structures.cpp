@@ -108,9 +108,14 @@ TEST_CASE("A skip connection goes past the stages in between, and its gradient c
     const auto h = model.layers[0](x);
     pipeline::stash("h", h);
     pipeline::stash("unused", h * 2);
+    pipeline::stash("nothing", at::Tensor());
     return at::Tensor(h * 0.5);
   };
-  const auto tail = [&](const at::Tensor& x) { return model.layers[2](x + pipeline::pop("h")); };
+  const auto tail = [&](const at::Tensor& x) {
+    pipeline::pop("unused");
+    TORCH_CHECK(!pipeline::pop("nothing").defined(), "nothing was stashed");
+    return model.layers[2](x + pipeline::pop("h"));
+  };
   const auto h = model.layers[0](data.x);
   const auto whole = model.layers[2](model.layers[1](h * 0.5) + h);
   require_equal(model,
@@ -120,8 +125,29 @@ TEST_CASE("A skip connection goes past the stages in between, and its gradient c
                 mse(whole, data.y), options_of(schedule));
 }
 
-TEST_CASE("Skips outside a stage, twice, and of unknown names are refused", "[pipeline]") {
-  CHECK_THROWS_WITH(pipeline::pop("h"), Catch::Contains("stage: none"));
+TEST_CASE("Outside a pipeline a skip keeps its graph, and the later stash counts", "[pipeline]") {
+  CHECK_THROWS_WITH(pipeline::pop("h"),
+                    Catch::Contains("no earlier layer") && Catch::Contains("(name: h)"));
+  const auto h = at::ones({2}).requires_grad_() * 2;
+  pipeline::stash("h", at::zeros({3}));  // by a forward that failed
+  pipeline::stash("h", h);
+  CHECK(pipeline::pop("h").is_same(h));
+  CHECK_THROWS_AS(pipeline::pop("h"), c10::ValueError);
+}
+
+TEST_CASE("What a stage changes in place may be what the one before gives", "[pipeline]") {
+  const Watchdog watchdog("in place");
+  const Layers model(2);
+  const Data data;
+  const auto head = [&](const at::Tensor& x) { return at::Tensor(model.layers[0](x) * 1.5); };
+  const auto tail = [&](at::Tensor x) { return model.layers[1](x.relu_()); };
+  require_equal(model,
+                {make_stage(head, model.layers[0].parameters()),
+                 make_stage(tail, model.layers[1].parameters())},
+                mse(model.layers[1]((model.layers[0](data.x) * 1.5).relu()), data.y));
+}
+
+TEST_CASE("Skips twice, of unknown names and that nobody pops are refused", "[pipeline]") {
   const Data data;
   const Layers model(2);
   const auto twice = [&](const at::Tensor& x) {
@@ -140,6 +166,11 @@ TEST_CASE("Skips outside a stage, twice, and of unknown names are refused", "[pi
                   in_three());
   CHECK_THROWS_WITH(second.step(data.x, data.y, mse),
                     Catch::Contains("name: g, there are: h") && Catch::Contains("in stage 1"));
+  Pipeline third({make_stage(stash, model.layers[0].parameters()), make_stage(model.layers[1])},
+                 in_three());
+  CHECK_THROWS_WITH(third.step(data.x, data.y, mse),
+                    Catch::Contains("no stage has popped (name: h)") &&
+                        Catch::Contains("microbatch 0 in stage 1"));
 }
 
 TEST_CASE("What a step that failed has stashed does not disturb the next one", "[pipeline]") {
@@ -300,10 +331,10 @@ TEST_CASE("Bad input is refused with words that say what to do", "[pipeline]") {
     options.schedule_for = [](int) { return pipeline::gpipe(2, 4); };
     CHECK_THROWS_WITH(Pipeline(model.stages(), options), Catch::Contains("microbatches: 4"));
   }
-  SECTION("more microbatches than rows") {
-    options.microbatches = 8;
+  SECTION("an empty batch") {
     Pipeline pipe(model.stages(), options);
-    CHECK_THROWS_WITH(pipe.step(data.x, data.y, mse), Catch::Contains("microbatches: 8, rows: 7"));
+    CHECK_THROWS_WITH(pipe.step(data.x.narrow(0, 0, 0), data.y.narrow(0, 0, 0), mse),
+                      Catch::Contains("the batch is empty"));
   }
   SECTION("a target of another size") {
     Pipeline pipe(model.stages(), options);
