@@ -1,3 +1,4 @@
+#include <brimful/pipeline/balance.h>
 #include <brimful/pipeline/checker.h>
 #include <brimful/pipeline/picture.h>
 #include <brimful/pipeline/schedule_text.h>
@@ -155,6 +156,7 @@ void bind_schedule(py::module_& m) {
 
 void bind_pipeline_schedule(py::module_& m) {
   bind_schedule(m);
+  m.def("_balanced", &balanced, py::arg("costs"), py::arg("stages"));
   py::class_<CheckResult>(m, "ScheduleCheck", "What is wrong with a schedule; see Schedule.check.")
       .def_property_readonly("ok", &CheckResult::ok)
       .def_readonly("problems", &CheckResult::problems)

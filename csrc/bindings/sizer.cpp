@@ -18,7 +18,10 @@ namespace brimful {
 PieceLoss as_piece_loss(const py::object& result, int64_t rows) {
   py::object loss = result;
   double weight = static_cast<double>(rows);
-  if (py::isinstance<py::tuple>(result)) {
+  if (py::isinstance<py::tuple>(result) && py::hasattr(result, "_fields") &&
+      py::hasattr(result, "loss")) {  // a namedtuple, such as AdaptiveLogSoftmaxWithLoss returns
+    loss = result.attr("loss");
+  } else if (py::isinstance<py::tuple>(result)) {
     const auto pair = result.cast<py::tuple>();
     TORCH_CHECK_TYPE(pair.size() == 2, "the loss function returned a tuple (length: ", pair.size(),
                      "); return (mean loss, weight)");

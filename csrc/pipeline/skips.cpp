@@ -13,7 +13,7 @@
 
 namespace brimful::pipeline {
 namespace {
-thread_local SkipScope* current = nullptr;
+thread_local SkipScope* current_scope = nullptr;
 
 bool is_in_backward() {
   return torch::autograd::get_current_graph_task_id() != -1;
@@ -125,12 +125,12 @@ SkipScope::SkipScope(SkipBoard& board, SkipRecord& record, int microbatch, c10::
       microbatch_(microbatch),
       device_(device),
       trains_(at::GradMode::is_enabled()),
-      outer_(current) {
-  current = this;
+      outer_(current_scope) {
+  current_scope = this;
 }
 
 SkipScope::~SkipScope() {
-  current = outer_;
+  current_scope = outer_;
 }
 
 void SkipScope::stash(const std::string& name, const at::Tensor& tensor) {
@@ -221,11 +221,12 @@ at::Tensor SkipScope::pop_again(const std::string& name) const {
 }
 
 void stash(const std::string& name, const at::Tensor& tensor) {
-  current != nullptr ? current->stash(name, tensor) : stash_outside(name, tensor, is_in_backward());
+  current_scope != nullptr ? current_scope->stash(name, tensor)
+                           : stash_outside(name, tensor, is_in_backward());
 }
 
 at::Tensor pop(const std::string& name) {
-  return current != nullptr ? current->pop(name) : pop_outside(name, is_in_backward());
+  return current_scope != nullptr ? current_scope->pop(name) : pop_outside(name, is_in_backward());
 }
 
 }  // namespace brimful::pipeline

@@ -96,9 +96,9 @@ at::Tensor pop_outside(const std::string& name, bool again) {
   auto tensor = std::move(found->second);
   stashed().erase(found);
   // Torch's checkpoints hook into what is saved.
-  if (tensor.defined() && at::GradMode::is_enabled() &&
-      !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) {
-    kept().put(name, tensor.detach().requires_grad_(tensor.requires_grad()));
+  if (at::GradMode::is_enabled() && !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) {
+    kept().put(name, tensor.defined() ? tensor.detach().requires_grad_(tensor.requires_grad())
+                                      : tensor);
   }
   return tensor;
 }

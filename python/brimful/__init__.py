@@ -38,6 +38,7 @@ from brimful.sizer import NO_DATA, BatchSizer
 
 if TYPE_CHECKING:
     from brimful import gpus, monitor, search
+    from brimful._balance import balance
     from brimful._split_types import register_split
     from brimful._summary import summary
     from brimful.checkpoint import load, save_on_rank0
@@ -77,6 +78,7 @@ __all__ = [
     "Schedule",
     "SplitCheck",
     "__version__",
+    "balance",
     "cmake_prefix_path",
     "explain",
     "find_executable_batch_size",
@@ -98,6 +100,7 @@ __all__ = [
 
 # Loaded when they are asked for, with these names of theirs.
 _LATER = {
+    "_balance": ["balance"],
     "_split_types": ["register_split"],
     "_summary": ["summary"],
     "checkpoint": ["load", "save_on_rank0"],

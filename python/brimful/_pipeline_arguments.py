@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def text(name: str, value: Any) -> str:
     return value
 
 
-def function(name: str, value: Any) -> Callable[..., Any] | None:
+def function(name: str, value: Any) -> Any:
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable ({name}: {value!r})")
     return value

@@ -10,7 +10,7 @@ import torch
 from brimful.reducer import DistributedDataParallel
 
 
-def bare(module: torch.nn.Module) -> torch.nn.Module:
+def bare(module: Any) -> torch.nn.Module:
     """Without what was put around it, whose prefix the model's names do not have."""
     while True:
         if isinstance(module, DistributedDataParallel):
@@ -18,7 +18,8 @@ def bare(module: torch.nn.Module) -> torch.nn.Module:
         elif hasattr(module, "_orig_mod"):  # of torch.compile
             module = module._orig_mod
         else:
-            return module
+            found: torch.nn.Module = module
+            return found
 
 
 class StageNames:
@@ -44,9 +45,9 @@ class StageNames:
     def _clash(self) -> bool:
         seen: dict[str, torch.Tensor] = {}
         for prefix, module in self.modules:
-            tensors = [*module.named_parameters(remove_duplicate=False)]
-            tensors += module.named_buffers(remove_duplicate=False)
-            for name, tensor in tensors:
+            parameters = module.named_parameters(remove_duplicate=False)
+            buffers = module.named_buffers(remove_duplicate=False)
+            for name, tensor in [*parameters, *buffers]:
                 if seen.setdefault(prefix + name, tensor) is not tensor:
                     return True
         return False

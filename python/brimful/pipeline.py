@@ -20,6 +20,8 @@ from brimful.sizer import BatchDim, _numpy_state, _scaler_tensors, _set_numpy_st
 __all__ = ["Pipeline", "pop", "split_sequential", "stash"]
 
 Stage = Callable[..., Any]
+#: Name, callable, parameters, buffers, BatchNorms and keywords.
+Parts = tuple[str, Any, list[Any], list[Any], list[Any], list[str] | None]
 
 
 def stash(name: str, tensor: torch.Tensor | None) -> None:
@@ -161,9 +163,7 @@ def _keywords_of(stage: Any) -> list[str] | None:
     return [parameter.name for parameter in parameters[1:] if parameter.kind in named]
 
 
-def _parts(
-    index: int, stage: Any
-) -> tuple[str, Any, list[Any], list[Any], list[Any], list[str] | None]:
+def _parts(index: int, stage: Any) -> Parts:
     if not callable(stage):
         raise TypeError(f"a stage is a module or a function (stage: {index}, type: {type(stage)})")
     whole = isinstance(stage, torch.nn.Module)
@@ -179,6 +179,30 @@ def _parts(
         batch_norms(modules),
         _keywords_of(stage),
     )
+
+
+def _add_loss(parts: list[Parts], loss_fn: Any) -> None:
+    """The last stage has what the loss function trains and changes, and no stage has."""
+    known = {p for _, _, parameters, *_ in parts for p in parameters}
+    known |= {b for _, _, _, buffers, *_ in parts for b in buffers}
+    name, stage, parameters, buffers, norms, keywords = parts[-1]
+    of_loss = [b for module in _own_modules(loss_fn) for b in module.buffers()]
+    parameters = [*parameters, *(p for p in _parameters_of(loss_fn) if p not in known)]
+    buffers = [*buffers, *(b for b in dict.fromkeys(of_loss) if b not in known)]
+    parts[-1] = name, stage, parameters, buffers, norms, keywords
+
+
+def _require_reduced(loss_fn: Any, stages: Sequence[Any]) -> None:
+    """Replicas' losses are trained alike, or not at all."""
+    modules = [m for s in [*stages, loss_fn] for own in _own_modules(s) for m in own.modules()]
+    wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    known = {p for m in wrapped for p in m.parameters()}
+    known |= {p for stage in stages for p in _parameters_of(stage)}
+    if wrapped and any(p.requires_grad and p not in known for p in _parameters_of(loss_fn)):
+        raise ValueError(
+            "the stages have replicas and loss_fn has parameters that no reducer has "
+            f"(type: {type(loss_fn)}); wrap it in brimful.DistributedDataParallel as the stages are"
+        )
 
 
 def _reducers_of(stages: Sequence[Any]) -> list[_C.Reducer]:
@@ -213,7 +237,9 @@ class Pipeline:
     ``schedule`` is one of "gpipe", "1f1b" and "zb_h2" for one stage a device, "zbv" and "dualpipev" for two, and
     "interleaved_1f1b", "looped_bfs", "zb_h1" and "forward_only" (for ``forward`` alone) for any number, a ``Schedule``,
     or a function that makes one of a number of microbatches. ``loss_fn(output, target)`` gets the last stage's output
-    and returns the mean loss of its rows, or ``(mean loss, weight)``.
+    and returns the mean loss of its rows, or ``(mean loss, weight)``. A module that has parameters of its own, such as
+    ``AdaptiveLogSoftmaxWithLoss``, is trained with the last stage, on its device; of a function the parameters are
+    known as those of a stage are.
 
     Threads and queues are C++; the GIL is taken only inside a stage or ``loss_fn`` of Python, so that forwards of
     Python stages take turns, and their backwards run side by side. The caller's grad mode and autocast hold in the
@@ -277,6 +303,16 @@ class Pipeline:
         elif devices is not None:
             _move(stages, chosen * len(stages))
         parts = [_parts(index, stage) for index, stage in enumerate(stages)]
+        reducing = [*stages]
+        if loss_fn is not None and self._has_last(schedule, group, len(stages), count):
+            device = chosen[-1]
+            if devices is not None and group is None:
+                device = _stage_devices(stages, chosen, schedule, count)[-1]
+            if devices is not None:
+                _move(_own_modules(loss_fn), [device] * len(_own_modules(loss_fn)))
+            _add_loss(parts, loss_fn)
+            _require_reduced(loss_fn, stages)
+            reducing.append(loss_fn)
         self._stages = stages
         self._group = group
         self._loss_fn = _arguments.function("loss_fn", loss_fn)
@@ -303,9 +339,20 @@ class Pipeline:
                 split_fn=_arguments.function("split_fn", split_fn),
             ),
             group=group,
-            reducers=_reducers_of(stages),
+            reducers=_reducers_of(reducing),
             tied=copies,
         )
+
+    @staticmethod
+    def _has_last(schedule: Any, group: Any, own: int, microbatches: int) -> bool:
+        """Whether the last stage, and with it the loss, is in this process."""
+        if group is None:
+            return True
+        if isinstance(schedule, str):
+            schedule = _C.Schedule(schedule, group.size(), microbatches, stages_per_rank=own)
+        elif not isinstance(schedule, _C.Schedule):
+            schedule = schedule(microbatches)
+        return bool(schedule.rank_of_stage[-1] == group.rank())
 
     def _require_taken(self, names: Iterable[str]) -> None:
         for name in names:

@@ -81,14 +81,14 @@ def test_a_short_last_batch_has_fewer_microbatches(schedule, per_rank, rows):
     chosen = {"of its own": own, "function": lambda m: brimful.Schedule("1f1b", 2, m)}
     x, y = data(rows)
     cut = []
+    head, *others = split_sequential(model, [2] * count)
 
     def first(x):
         cut.append(len(x))
-        return stages[0](x)
+        return head(x)
 
-    stages = split_sequential(model, [2] * count)
     pipe = Pipeline(
-        [first, *stages[1:]],
+        [first, *others],
         schedule=chosen.get(schedule, schedule),
         devices=["cpu"] * 2,
         microbatches=4,

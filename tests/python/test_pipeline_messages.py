@@ -218,7 +218,7 @@ def refused(here, stepped_before):
     if stepped_before:
         pipe.step(x, x)
     for failing in range(here.size):
-        for batch, target in ((object(), x), (x, x[:3]), (x[:0], x[:0]), ({}, x), (x[:1], x[:1])):
+        for batch, target in ((object(), x), (x, x[:3]), (x[:0], x[:0]), ({}, x)):
             mine = here.index == failing
             error = raised(pipe.step, batch if mine else x, target if mine else x)
             assert isinstance(error, (ValueError, TypeError) if mine else brimful.RankFailed)

@@ -2,14 +2,16 @@
 
 import copy
 import re
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models import relative_difference
+from models import gradients_of, relative_difference
 from test_pipeline import check, data, net, whole
 from torch import nn
 
+import brimful
 from brimful import Pipeline, Schedule, split_sequential
 from brimful.pipeline import pop, stash
 
@@ -62,7 +64,7 @@ def test_functions_and_shared_weights_have_names_too():
     assert {id(p) for p in pipe.parameters()} == {id(a.weight), id(a.bias), id(b.bias)}
     assert len(list(pipe.parameters())) == 3
     state = pipe.state_dict()
-    assert len(state) == 6
+    assert len(state) == 4  # of the one that both have once
     pipe.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
     assert not any(p.any() for p in [*a.parameters(), *b.parameters()])
 
@@ -173,7 +175,7 @@ def test_torchs_names_of_schedules_are_known(name):
 UNEVEN = """
 0F0,1F0,0F1,1F1,0F2,1F2,1B0,0B0,1B1,0B1,1B2,0B2
 2F0,2B0,2F1,2B1,2F2,2B2
-"""
+""".strip()
 
 
 @pytest.mark.parametrize("communicates", [False, True])
@@ -228,6 +230,22 @@ def uneven(here):
         model.zero_grad()
     out = pipe.forward(x)
     assert (out is None) == (rank == 0)
+    model.zero_grad()
+    trained = Words()
+    stages = split_sequential(trained.body, [2, 3, 1])
+    trains = Pipeline(
+        stages[:2] if rank == 0 else stages[2:],
+        group=torch.distributed.group.WORLD,
+        schedule=Schedule.from_csv(UNEVEN),
+        microbatches=3,
+        loss_fn=trained.loss,
+    )
+    loss, gradients = trained.expected(*words())
+    assert trains.step(*words()).loss == pytest.approx(loss, rel=1e-12)
+    found = {name: p.grad for name, p in trained.named_parameters() if p.grad is not None}
+    assert any(name.startswith("loss") for name in found) == (rank == 1)
+    assert relative_difference(found, {name: gradients[name] for name in found}) < 1e-12
+    replicas_with_a_trained_loss(rank)
     missing, _ = pipe.load_state_dict(copy.deepcopy(model.state_dict()))
     assert not missing and list(pipe.state_dict()) == [
         name for name in model.state_dict() if (int(name[0]) < 5) == (rank == 0)
@@ -235,5 +253,163 @@ def uneven(here):
     return True
 
 
+class Words(nn.Module):
+    """Three layers before a loss with parameters and a buffer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = net(3)
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(6, 20, [5, 10], 2.0, dtype=torch.float64)
+
+    def expected(self, x, y):
+        """Loss and gradients of the model in one piece; it has none afterwards."""
+        loss = self.loss(self.body(x), y).loss
+        loss.backward()
+        gradients = gradients_of(self)
+        self.zero_grad()
+        return loss.item(), gradients
+
+
+def words(rows=11):
+    x, _ = data(rows)
+    return x, torch.arange(rows) * 3 % 20
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("given", ["module", "function"])
+def test_a_loss_may_be_trained(schedule, given):
+    model = Words()
+    x, y = words()
+    loss, gradients = model.expected(x, y)
+    loss_fn = model.loss if given == "module" else lambda h, t: model.loss(h, t).loss
+    pipe = Pipeline(
+        split_sequential(model.body, [2, 2, 2]),
+        schedule=schedule,
+        microbatches=4,
+        loss_fn=loss_fn,
+        devices=["cpu"] * 3,
+    )
+    for _ in range(2):
+        assert pipe.step(x, y).loss == pytest.approx(loss, rel=1e-12)
+        assert relative_difference(gradients_of(model), gradients) < 1e-12
+        model.zero_grad()
+    assert len(list(pipe.parameters())) == len(list(model.body.parameters()))
+
+
+def test_a_loss_that_fails_leaves_its_parameters_as_they_were():
+    model = Words()
+    x, y = words()
+    calls = []
+
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model.loss
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, h, t):
+            self.calls += 1
+            calls.append(len(h))
+            if len(calls) == 7:  # backwards of this step are behind it
+                raise RuntimeError("planted")
+            return self.inner(h, t)
+
+    failing = Failing()
+    pipe = Pipeline(split_sequential(model.body, [3, 3]), microbatches=4, loss_fn=failing)
+    pipe.step(x, y)
+    before = {name: gradient.clone() for name, gradient in gradients_of(model).items()}
+    with pytest.raises(RuntimeError, match="planted"):
+        pipe.step(x, y)
+    assert all(torch.equal(g, before[name]) for name, g in gradients_of(model).items())
+    assert failing.calls == 4
+
+
+def replicas_with_a_trained_loss(rank):
+    """Replicas whose loss is not reduced are refused, and those whose loss is are trained."""
+    group = [torch.distributed.new_group([r]) for r in range(2)][rank]
+    model = Words()
+
+    def wrapped(module):
+        return brimful.DistributedDataParallel(module, process_group=group)
+
+    stages = [wrapped(stage) for stage in split_sequential(model.body, [3, 3])]
+    with pytest.raises(ValueError, match="loss_fn has parameters that no reducer has"):
+        Pipeline(stages, loss_fn=model.loss, microbatches=2)
+    loss, gradients = model.expected(*words())
+    pipe = Pipeline(stages, loss_fn=wrapped(model.loss), microbatches=2)
+    assert pipe.step(*words()).loss == pytest.approx(loss, rel=1e-12)
+    assert relative_difference(gradients_of(model), gradients) < 1e-12
+
+
 def test_processes_may_have_different_numbers_of_stages(ranks):
     assert ranks(uneven) == [True, True]
+
+
+class Costly(nn.Module):
+    """Takes time that no other layer takes."""
+
+    def __init__(self, seconds, saves=0):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seconds, self.saves = seconds, saves
+
+    def forward(self, x):
+        end = time.perf_counter() + self.seconds
+        while time.perf_counter() < end:
+            pass
+        x = self.linear(x)
+        for _ in range(self.saves):
+            x = x.exp().tanh()
+        return x
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_layers_are_balanced_by_what_they_take():
+    slow = nn.Sequential(*(Costly(s) for s in (0.02, 0, 0, 0, 0.02, 0)))
+    x = torch.randn(8, 4)
+    before = copy.deepcopy(slow.state_dict())
+    random = torch.get_rng_state()
+    counts = brimful.balance(slow, x, 2)
+    assert counts[0] < 5 and counts[0] + counts[1] == 6  # one of the two in each stage
+    assert brimful.balance(slow, x, 6) == [1] * 6
+    same_state(slow.state_dict(), before)
+    assert all(p.grad is None for p in slow.parameters())
+    assert torch.equal(torch.get_rng_state(), random) and not slow[0]._forward_hooks
+
+    large = nn.Sequential(*(Costly(0, s) for s in (0, 0, 0, 0, 4)), nn.Linear(4, 4))
+    assert brimful.balance(large, torch.randn(4096, 4), 2, by="bytes") == [4, 2]
+    wide = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4096), nn.Linear(4096, 1))
+    assert brimful.balance(wide, x, 2, by="bytes") == [3, 1]
+    pipe = Pipeline(split_sequential(wide, [3, 1]), microbatches=2, loss_fn=F.mse_loss)
+    assert pipe.step(x, torch.zeros(8, 1)).loss >= 0
+
+
+def test_a_model_with_skips_is_balanced():
+    class Saving(nn.Module):
+        def forward(self, x):
+            stash("x", x)
+            return x.tanh()
+
+    class Adding(nn.Module):
+        def forward(self, x):
+            return x + pop("x")
+
+    model = nn.Sequential(Saving(), nn.Linear(4, 4), Adding())
+    for by in ("time", "bytes"):
+        assert sum(brimful.balance(model, torch.randn(8, 4), 2, by=by)) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments, kind, text",
+    [
+        ((nn.Linear(4, 4), None, 1), TypeError, "Linear"),
+        ((net(), data()[0], 5), ValueError, "(n: 5, layers: 4)"),
+        ((net(), data()[0], 2.0), TypeError, "(n: 2.0)"),
+        ((net(), data()[0], 2, "size"), ValueError, "(by: 'size')"),
+    ],
+)
+def test_what_cannot_be_balanced_is_named(arguments, kind, text):
+    model, sample, n, *by = arguments
+    with pytest.raises(kind, match=re.escape(text)):
+        brimful.balance(model, sample, n, **({"by": by[0]} if by else {}))

@@ -1,0 +1,101 @@
+"""Stages of a model that take alike, from what its layers take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from brimful import _C, _pipeline_arguments as _arguments
+from brimful._module_spans import ModuleSpans
+from brimful._summary import LossFn, _collected_between_steps, _Step, _sum_of_outputs, summary
+from brimful._unchanged import Unchanged
+
+__all__ = ["balance"]
+
+_ROUNDS = 5
+_PARAMETER_COPIES = 2  # itself and its gradient
+
+
+class _ModuleTimes(ModuleSpans):
+    """Seconds of a step by child of the model, forward and backward."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        super().__init__(model, device, 0)
+        self.seconds: dict[int, float] = {}
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def begin(self, backward: bool) -> None:
+        self._in_backward, self.stack = backward, []
+        self._since = self._now()
+        self._note_nodes()
+
+    def end(self) -> None:
+        self.moved()
+
+    def moved(self) -> None:
+        now = self._now()
+        if len(self.stack) > 1:
+            child = self.stack[1]
+            self.seconds[child] = self.seconds.get(child, 0.0) + now - self._since
+        self._since = now
+
+
+def _times(model: torch.nn.Sequential, sample: Any, loss_fn: LossFn | None) -> list[float]:
+    step = _Step(model, loss_fn or _sum_of_outputs, None, True, None)
+    places = {module: place for place, module in enumerate(model.modules())}
+    children = [places[child] for _, child in model.named_children()]
+    rounds = []
+    with _collected_between_steps(), Unchanged(model, None, step.device) as unchanged:
+        for _ in range(1 + _ROUNDS):  # the first makes what is made once and for all
+            with _ModuleTimes(model, step.device) as times:
+                step.run(sample, times.part)
+            unchanged.empty_gradients()
+            rounds.append([times.seconds.get(child, 0.0) for child in children])
+    return [statistics.median(layer) for layer in zip(*rounds[1:], strict=True)]
+
+
+def _bytes(model: torch.nn.Sequential, sample: Any, loss_fn: LossFn | None) -> list[float]:
+    rows = {row.name: row for row in summary(model, sample, loss_fn=loss_fn).modules}
+    costs = []
+    for name, child in model.named_children():
+        trained = sum(p.nbytes for p in child.parameters() if p.requires_grad)
+        row = rows[name]
+        standing = row.parameter_bytes + row.buffer_bytes + (_PARAMETER_COPIES - 1) * trained
+        costs.append(float(row.saved_bytes + standing))
+    return costs
+
+
+def balance(
+    model: torch.nn.Sequential,
+    sample: Any,
+    n: int,
+    *,
+    by: str = "time",
+    loss_fn: LossFn | None = None,
+) -> list[int]:
+    """How many layers each of ``n`` stages has, for ``split_sequential``, so that the costliest costs least.
+
+    A few steps are run with ``sample``, a microbatch, as ``brimful.summary`` runs them, and undone. ``by="time"``
+    counts each layer's seconds in forward and backward, the median of five steps; ``by="bytes"`` what it saves for
+    backward, its parameters, their gradients and its buffers. The model is whole on one device meanwhile.
+
+    Raises ``ValueError`` for more stages than layers, ``TypeError`` for a model that is no ``Sequential``, and what the
+    model raises.
+    """
+    if not isinstance(model, torch.nn.Sequential):
+        raise TypeError(f"balance cuts a torch.nn.Sequential (type: {type(model)})")
+    stages = _arguments.whole_number("n", n, 1)
+    layers = len(list(model.named_children()))
+    if stages > layers:
+        raise ValueError(f"every stage has a layer at least (n: {stages}, layers: {layers})")
+    if by not in ("time", "bytes"):
+        raise ValueError(f'layers are counted by "time" or "bytes" (by: {by!r})')
+    costs = (_times if by == "time" else _bytes)(model, sample, loss_fn)
+    return _C._balanced(costs, stages)
