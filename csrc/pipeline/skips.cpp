@@ -36,7 +36,8 @@ auto find_named(Parts& parts, const std::string& name) {
 
 at::Tensor changeable(const at::Tensor& leaf) {
   if (!leaf.defined() || !leaf.requires_grad() || !at::GradMode::is_enabled() ||
-      leaf.layout() != at::kStrided || !leaf.has_storage() || leaf.is_nested()) {
+      leaf.layout() != at::kStrided || !leaf.has_storage() || leaf.is_nested() ||
+      leaf.unsafeGetTensorImpl()->is_python_dispatch()) {
     return leaf;
   }
   auto same = at::_unsafe_view(leaf, leaf.sizes());

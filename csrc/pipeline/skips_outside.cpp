@@ -97,8 +97,8 @@ at::Tensor pop_outside(const std::string& name, bool again) {
   stashed().erase(found);
   // Torch's checkpoints hook into what is saved.
   if (at::GradMode::is_enabled() && !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) {
-    kept().put(name, tensor.defined() ? tensor.detach().requires_grad_(tensor.requires_grad())
-                                      : tensor);
+    kept().put(name,
+               tensor.defined() ? tensor.detach().requires_grad_(tensor.requires_grad()) : tensor);
   }
   return tensor;
 }

@@ -47,12 +47,16 @@ class _ModuleTimes(ModuleSpans):
         self._since = now
 
 
-def _times(model: torch.nn.Sequential, sample: Any, loss_fn: LossFn | None) -> list[float]:
-    step = _Step(model, loss_fn or _sum_of_outputs, None, True, None)
+def _sum(model: torch.nn.Module, sample: Any) -> Any:
+    return _sum_of_outputs(model, (sample,))  # one argument, as a Sequential and a stage take it
+
+
+def _times(model: torch.nn.Sequential, sample: Any, loss_fn: LossFn) -> list[float]:
+    step = _Step(model, loss_fn, None, True, None)
     places = {module: place for place, module in enumerate(model.modules())}
     children = [places[child] for _, child in model.named_children()]
     rounds = []
-    with _collected_between_steps(), Unchanged(model, None, step.device) as unchanged:
+    with _collected_between_steps(), Unchanged(model, sample, None, step.device) as unchanged:
         for _ in range(1 + _ROUNDS):  # the first makes what is made once and for all
             with _ModuleTimes(model, step.device) as times:
                 step.run(sample, times.part)
@@ -61,7 +65,7 @@ def _times(model: torch.nn.Sequential, sample: Any, loss_fn: LossFn | None) -> l
     return [statistics.median(layer) for layer in zip(*rounds[1:], strict=True)]
 
 
-def _bytes(model: torch.nn.Sequential, sample: Any, loss_fn: LossFn | None) -> list[float]:
+def _bytes(model: torch.nn.Sequential, sample: Any, loss_fn: LossFn) -> list[float]:
     rows = {row.name: row for row in summary(model, sample, loss_fn=loss_fn).modules}
     costs = []
     for name, child in model.named_children():
@@ -97,5 +101,5 @@ def balance(
         raise ValueError(f"every stage has a layer at least (n: {stages}, layers: {layers})")
     if by not in ("time", "bytes"):
         raise ValueError(f'layers are counted by "time" or "bytes" (by: {by!r})')
-    costs = (_times if by == "time" else _bytes)(model, sample, loss_fn)
+    costs = (_times if by == "time" else _bytes)(model, sample, loss_fn or _sum)
     return _C._balanced(costs, stages)

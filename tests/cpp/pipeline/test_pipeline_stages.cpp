@@ -190,7 +190,8 @@ TEST_CASE("A fixed schedule that runs out of memory is not repeated, and says so
   CHECK(pipe.step(data.x, data.y, mse).microbatches == 3);
   CHECK(pipe.forward(data.x).tensors[0].size(0) == kRows);
   const auto two = data.x.narrow(0, 0, 2);
-  CHECK_THROWS_WITH(pipe.forward(two), Catch::Contains("microbatches: 3, rows: 2"));
+  CHECK(pipe.forward(two).tensors[0].size(0) == 2);
+  CHECK(pipe.step(two, data.y.narrow(0, 0, 2), mse).microbatches == 2);
   options.microbatches = 4;
   CHECK_THROWS_WITH(Pipeline(model.stages(), options), Catch::Contains("wanted: 2, 2, 4"));
 }
