@@ -1,6 +1,7 @@
 """Checkpoints that rank 0 writes and every rank reads; the meeting of the ranks is done in C++.
 
-For ``torch.distributed.checkpoint`` there are states that it can save and load: ``PerRank`` and ``BucketPlan``.
+For ``torch.distributed.checkpoint`` there are states that it can save and load: ``PerRank`` (which ``save_on_rank0``
+takes too) and ``BucketPlan``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ def save_on_rank0(
 ) -> None:
     """``torch.save(state, path)`` on rank 0 only; returns on every rank once the file is whole.
 
+    A ``PerRank`` in ``state``, or in a dict in it, stands for what every rank has of its own: it is gathered from all
+    ranks, with one collective, and ``PerRank.load_state_dict`` takes the entry that ``load`` gives in its place.
+
     It is written beside ``path`` (under a name of its own that ends in ".partial"), brought to the disk and renamed: at
     any time ``path`` holds the old file or the new one. Only a regular file is replaced: a symbolic link, a FIFO or a
     device stays, and the error says so (links to folders are followed). All ranks call it, in the same order as other
@@ -41,8 +45,10 @@ def save_on_rank0(
     time; then the file is whole, old or new.
     """
 
+    whole = _with_all_ranks(state, _group(group))
+
     def write(file: _C._FileSink) -> None:
-        torch.save(state, cast(IO[bytes], file))  # which uses write and flush
+        torch.save(whole, cast(IO[bytes], file))  # which uses write and flush
 
     _C._save_on_rank0(_group(group), os.fsencode(path), write)
 
@@ -70,11 +76,14 @@ def load(
 
 
 class PerRank:
-    """For ``torch.distributed.checkpoint``: what each rank has of its own, such as how much of its data is consumed.
+    """What each rank has of its own, for ``torch.distributed.checkpoint`` and ``save_on_rank0``.
 
     Takes what has ``state_dict`` and ``load_state_dict``: ``dcp.save({"sizer": PerRank(sizer)}, ...)``. (Of one name
     torch keeps one rank's entry.) It is loaded by as many ranks as saved it: where a rank finds nothing of its own,
-    all raise ``CheckpointException``. ``group`` is the default group; without one this process is rank 0.
+    all raise ``CheckpointException``. ``group`` is the default group; without one this process is rank 0::
+
+        save_on_rank0({"model": model.module.state_dict(), "sizer": PerRank(sizer)}, path)
+        PerRank(sizer).load_state_dict(load(path)["sizer"])  # ValueError where there is nothing of this rank
     """
 
     def __init__(self, stateful: Stateful, group: dist.ProcessGroup | None = None) -> None:
@@ -86,7 +95,38 @@ class PerRank:
         return {self._key: self._stateful.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._key not in state:
+            raise ValueError(
+                f"nothing was saved of this rank (rank: {self._key[4:]}, saved: {', '.join(state) or 'nothing'}); load "
+                "with as many ranks as saved, or leave this entry out"
+            )
         self._stateful.load_state_dict(state[self._key])
+
+
+def _with_all_ranks(state: Any, group: dist.ProcessGroup | None) -> Any:
+    """`state` with every rank's in the place of each PerRank; raises on all ranks where one has none to give."""
+    if type(state) is dict and any(isinstance(value, (PerRank, dict)) for value in state.values()):
+        return {key: _with_all_ranks(value, group) for key, value in state.items()}
+    if not isinstance(state, PerRank):
+        return state
+    own: dict[str, Any] | str
+    error = None
+    try:
+        own = state.state_dict()
+    except Exception as caught:  # the others wait
+        own, error = f"{type(caught).__name__}: {caught}", caught
+    everybodys: list[Any] = [own]
+    if group is not None and group.size() > 1:
+        everybodys = [None] * group.size()
+        dist.all_gather_object(everybodys, own, group=group)
+    if error is not None:
+        raise error
+    failed = [rank for rank, theirs in enumerate(everybodys) if isinstance(theirs, str)]
+    if failed:
+        raise RuntimeError(
+            f"a rank could not give its state for the checkpoint (rank: {failed[0]}): {everybodys[failed[0]]}"
+        )
+    return {key: value for theirs in everybodys for key, value in theirs.items()}
 
 
 class BucketPlan:

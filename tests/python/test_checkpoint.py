@@ -7,10 +7,11 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from models import wrap
+from models import classes, cross_entropy, wrap
 from rank_processes import raised, run_script
 
 import brimful
+from brimful.checkpoint import PerRank
 
 OLD = {"step": 7, "weights": torch.arange(5.0)}
 
@@ -50,6 +51,39 @@ def test_a_process_without_a_group_saves_and_loads_alone(tmp_path):
     assert is_old(tmp_path / "alone.pt")
     assert torch.equal(brimful.load(tmp_path / "alone.pt")["weights"], OLD["weights"])
     assert os.stat(tmp_path / "alone.pt").st_mode & 0o777 == 0o666 & ~current_umask()
+
+
+def sizers_job(rank, path):
+    """Each rank has found another split; a resumed job begins with them."""
+
+    class Broken:
+        def state_dict(self):
+            raise OSError("planted" if rank.index == 1 else "everywhere")
+
+    model = wrap(torch.nn.Linear(6, 3))
+    sizer = brimful.BatchSizer(model, pieces=1 + rank.index)
+    sizer.load_state_dict({**sizer.state_dict(), "piece_rows": 4.0 - rank.index})
+    state = {"model": model.module.state_dict(), "own": {"sizer": PerRank(sizer)}, "step": 3}
+    brimful.save_on_rank0(state, path)
+    loaded = brimful.load(path)
+    resumed = brimful.BatchSizer(wrap(torch.nn.Linear(6, 3)))
+    PerRank(resumed).load_state_dict(loaded["own"]["sizer"])
+    outcome = resumed.step(classes(8), cross_entropy)
+    broken = PerRank(Broken()) if rank.index == 1 else PerRank(sizer)
+    failed = raised(brimful.save_on_rank0, {"own": broken}, path)
+    del loaded["own"]["sizer"][f"rank{rank.index}"]
+    missing = raised(PerRank(resumed).load_state_dict, loaded["own"]["sizer"])
+    return outcome.split, loaded["step"], failed, str(missing)
+
+
+def test_what_each_rank_has_of_its_own_is_saved_on_rank_0_and_loaded_by_its_rank(ranks, tmp_path):
+    results = ranks(sizers_job, tmp_path / "run.pt")
+    assert [split for split, *_ in results] == [[4, 4], [3, 3, 2]]
+    for rank, (_, step, failed, missing) in enumerate(results):
+        assert step == 3
+        assert type(failed) is (OSError if rank == 1 else RuntimeError), failed
+        assert "planted" in str(failed) and (rank == 1 or "(rank: 1)" in str(failed))
+        assert f"(rank: {rank}, saved: rank{1 - rank})" in missing
 
 
 def current_umask():
