@@ -5,6 +5,9 @@
 #include <brimful/sizer/split.h>
 #include <c10/core/WrapDimMinimal.h>
 
+#include <algorithm>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace brimful::detail {
@@ -43,6 +46,23 @@ at::Tensor slice_wrapped(const at::Tensor& tensor, int64_t dim, const Range& ran
   }
 }
 
+bool are_alike(at::TensorList tensors) {
+  return !tensors.empty() && std::all_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
+    return tensor.defined() && tensor.dim() == tensors[0].dim() &&
+           tensor.dtype() == tensors[0].dtype() && tensor.layout() == tensors[0].layout();
+  });
+}
+
+AlikeList list_of(at::TensorList tensors, std::string name) {
+  AlikeList list{std::move(name), static_cast<int64_t>(tensors.size()), {}, false};
+  for (const auto& tensor : tensors) {
+    const auto rows = tensor_rows(tensor, 0);
+    list.uneven = list.uneven || (list.column_rows && list.column_rows != rows);
+    list.column_rows = list.column_rows ? list.column_rows : rows;
+  }
+  return list;
+}
+
 bool has_tensor(const c10::IValue& part) {
   bool found = part.isTensor();
   part.visit([&](const c10::IValue& inner) {
@@ -63,26 +83,42 @@ Rows tensor_rows(const at::Tensor& tensor, int64_t dim) {
   return tensor.size(dim);
 }
 
+void add_list(RowEvidence& found, at::TensorList tensors) {
+  if (are_alike(tensors)) {
+    found.lists.push_back(list_of(tensors, "list number " + std::to_string(found.lists.size())));
+    return;
+  }
+  for (const auto& tensor : tensors) {
+    add_rows(found, tensor_rows(tensor, 0));
+  }
+}
+
+bool are_rows(at::TensorList tensors, int64_t rows) {
+  return are_alike(tensors) && reading_of(list_of(tensors, ""), rows, {}) == Reading::rows;
+}
+
 at::Tensor slice_tensor(const at::Tensor& tensor, int64_t dim, const Range& range) {
   return tensor_rows(tensor, dim)
              ? slice_wrapped(tensor, c10::maybe_wrap_dim(dim, tensor.dim()), range)
              : tensor;
 }
 
-void Part<c10::IValue>::count(const c10::IValue& part, Rows& rows) {
+void Part<c10::IValue>::count(const c10::IValue& part, RowEvidence& found) {
   if (part.isTensor()) {
-    add_rows(rows, tensor_rows(part.toTensor(), 0));
+    add_rows(found, tensor_rows(part.toTensor(), 0));
+  } else if (part.isTensorList()) {
+    add_list(found, part.toTensorVector());
   } else if (part.isList()) {
     for (const auto& item : part.toListRef()) {
-      count(item, rows);
+      count(item, found);
     }
   } else if (part.isTuple()) {
     for (const auto& item : part.toTupleRef().elements()) {
-      count(item, rows);
+      count(item, found);
     }
   } else if (part.isGenericDict()) {
     for (const auto& entry : part.toGenericDict()) {
-      count(entry.value(), rows);
+      count(entry.value(), found);
     }
   } else {
     const bool may_have_rows = part.isObject() || part.isCapsule() || part.isPyObject();
@@ -119,7 +155,9 @@ c10::IValue Part<c10::IValue>::slice(const c10::IValue& part, const Range& range
   }
   const auto whole = part.toList();
   c10::impl::GenericList piece(whole.elementType());
-  if (!has_tensor(part) && static_cast<int64_t>(whole.size()) == range.rows) {
+  const bool tensors = part.isTensorList();
+  if (tensors ? are_rows(part.toTensorVector(), range.rows)
+              : !has_tensor(part) && static_cast<int64_t>(whole.size()) == range.rows) {
     for (int64_t i = range.begin; i < range.end; ++i) {
       piece.push_back(whole.get(i));
     }

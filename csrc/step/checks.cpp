@@ -23,6 +23,8 @@ void require_loss(const PieceLoss& piece) {
   TORCH_CHECK_VALUE(piece.loss.numel() == 1,
                     "the loss is not a scalar (shape: ", piece.loss.sizes(),
                     "); return its mean over the piece");
+  TORCH_CHECK_TYPE(!piece.loss.is_complex(), "the loss is complex (dtype: ", piece.loss.dtype(),
+                   "); return a real one, such as its real part");
   TORCH_CHECK_VALUE(std::isfinite(piece.weight) && piece.weight >= 0,
                     "the weight of a piece must be finite and not negative (weight: ", piece.weight,
                     ")");

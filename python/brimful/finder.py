@@ -36,7 +36,8 @@ def find_executable_batch_size(
     The next size is ``int(0.9 * batch_size)``, or what ``reduce_batch_size_fn()`` returns; a later call begins with the
     size that the last one ended with. Before each try the frames of the last one are gone, garbage is collected and
     cached memory is given back. Raises ``TypeError`` if the caller passes the batch size too, ``RuntimeError`` when the
-    size has reached zero, and what else ``function`` raises.
+    size has reached zero, and what else ``function`` raises. Arguments are passed as they are: what a try has changed
+    in them, such as a tensor in place, stays changed.
 
     Where ``torch.distributed`` is initialised all ranks call the function together, and meet through the store of the
     default group after each try, which must end on all of them within the group's timeout: if memory ran out on one,

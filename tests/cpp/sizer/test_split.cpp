@@ -212,7 +212,8 @@ TEST_CASE("Structures in an IValue are split", "[sizer]") {
   c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
   dict.insert("x", rows(3));
   dict.insert("list", c10::List<at::Tensor>({rows(3), rows(3) * 2}));
-  dict.insert("three", c10::List<at::Tensor>({rows(3), rows(3), rows(3)}));
+  dict.insert("four", c10::List<at::Tensor>({rows(3), rows(3), rows(3), rows(3)}));
+  dict.insert("samples", c10::List<at::Tensor>({rows(5), rows(5), rows(5) + 5}));
   dict.insert("words", c10::List<std::string>({"a", "b", "c"}));
   dict.insert("two", c10::List<int64_t>({1, 2}));
   dict.insert("tuple", c10::ivalue::Tuple::create(rows(3) + 5, "text", c10::IValue()));
@@ -225,7 +226,10 @@ TEST_CASE("Structures in an IValue are split", "[sizer]") {
   CHECK(at::equal(piece.at("x").toTensor(), at::arange(1, 3)));
   CHECK(piece.at("list").isTensorList());
   CHECK(at::equal(piece.at("list").toTensorVector()[1], at::arange(2, 6, 2)));
-  CHECK(piece.at("three").toTensorVector().size() == 3);
+  CHECK(piece.at("four").toTensorVector().size() == 4);
+  CHECK(piece.at("samples").isTensorList());
+  CHECK(piece.at("samples").toTensorVector().size() == 2);
+  CHECK(at::equal(piece.at("samples").toTensorVector()[1], at::arange(5, 10)));
   CHECK(piece.at("words").toListRef()[0].toStringRef() == "b");
   CHECK(piece.at("words").toListRef().size() == 2);
   CHECK(piece.at("two").toIntVector() == std::vector<int64_t>{1, 2});
@@ -243,7 +247,7 @@ TEST_CASE("Structures in an IValue are split", "[sizer]") {
   CHECK(slice_rows(named, 0, 1).toTupleRef().type()->name()->name() == "Pair");
 
   CHECK_THROWS_WITH(rows_of(c10::IValue(c10::List<at::Tensor>({rows(3), rows(2)}))),
-                    Catch::Contains("(rows: 3 and 2)"));
+                    Catch::Contains("list number 0: 2 entries of several sizes"));
   CHECK_THROWS_AS(rows_of(c10::IValue("text")), c10::ValueError);
 }
 
@@ -251,8 +255,32 @@ TEST_CASE("Parts that disagree in size are refused with both sizes", "[sizer]") 
   CHECK_THROWS_AS(rows_of(Example(rows(4), rows(3))), c10::ValueError);
   CHECK_THROWS_WITH(rows_of(Example(rows(4), rows(3))), Catch::Contains("(rows: 4 and 3)"));
   CHECK_THROWS_WITH(rows_of(std::vector<at::Tensor>{rows(2), rows(2), rows(1)}),
-                    Catch::Contains("(rows: 2 and 1)"));
+                    Catch::Contains("(rows: 2, list number 0: 3 entries of several sizes)"));
   CHECK_THROWS_WITH(rows_of(std::pair(rows(2), rows(5))), Catch::Contains("(rows: 2 and 5)"));
+}
+
+TEST_CASE("A vector of samples has a row in each entry", "[sizer]") {
+  const std::vector<at::Tensor> images(7, at::ones({3, 4, 4}));
+  const std::vector<at::Tensor> sequences{rows(2), rows(5), rows(1)};
+  const std::tuple batch{images, rows(7), std::vector<int64_t>(7, 1)};
+  CHECK(rows_of(batch) == 7);
+  CHECK(std::get<0>(slice_rows(batch, 2, 6)).size() == 4);
+  CHECK(std::get<0>(slice_rows(batch, 2, 6))[0].sizes() == at::IntArrayRef{3, 4, 4});
+  CHECK(std::get<0>(slice_rows(std::pair(sequences, rows(3)), 1, 3))[0].size(0) == 5);
+  CHECK(rows_of(std::pair(images, std::vector<int64_t>(7, 1))) == 7);
+
+  const std::vector<at::Tensor> columns(4, rows(9));
+  CHECK(rows_of(columns) == 9);
+  CHECK(slice_rows(columns, 1, 3).size() == 4);
+  CHECK(slice_rows(std::pair(columns, rows(9)), 1, 3).first[3].size(0) == 2);
+  CHECK(rows_of(std::vector<at::Tensor>(2, rows(1))) == 1);
+
+  CHECK_THROWS_AS(rows_of(images), c10::ValueError);
+  CHECK_THROWS_WITH(rows_of(images), Catch::Contains("(list number 0: 7 tensors of 3 rows each"));
+  CHECK_THROWS_WITH(rows_of(std::pair(std::vector<at::Tensor>(4, rows(4)), rows(4))),
+                    Catch::Contains("4 tensors of 4 rows each"));
+  CHECK_THROWS_WITH(rows_of(std::pair(sequences, rows(4))),
+                    Catch::Contains("(rows: 4, list number 0: 3 entries of several sizes)"));
 }
 
 TEST_CASE("What has no rows to split is refused", "[sizer]") {

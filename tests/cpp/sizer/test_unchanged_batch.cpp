@@ -103,6 +103,37 @@ TEST_CASE("A first step that cannot be repeated with its batch says so", "[sizer
   CHECK_THAT(caught.text, Catch::Contains("(tensor: number 0, shape: [8, 4]); change a copy"));
 }
 
+TEST_CASE("The other ranks hear that a step cannot be repeated", "[sizer][faults]") {
+  const Quiet quiet;
+  const Watchdog watchdog("a batch that was changed");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    Trainer trainer(group, std::make_shared<Net>(false, at::kDouble));
+    for (const bool fails : {true, false}) {  // the second one knows what changes
+      const auto batch = batch_of(rank, 0, kRows, at::kDouble);
+      bool out_of_memory = rank == 1;
+      auto work = trainer.work(batch);
+      work.forward = [&, forward = work.forward](int64_t begin, int64_t end) {
+        batch.data.narrow(0, begin, end - begin).div_(4);
+        TORCH_CHECK_WITH(OutOfMemoryError, !std::exchange(out_of_memory, false), "planted");
+        return forward(begin, end);
+      };
+      work.tensors = [&](int64_t, int64_t) { return std::vector<NamedTensor>{{"x", batch.data}}; };
+      const auto caught = catching([&] { trainer.sizer.step(input_of(kRows), work); });
+      const auto expected = !fails      ? Type::nothing
+                            : rank == 1 ? Type::value_error
+                                        : Type::rank_failed;
+      checks.expect(caught.type == expected, caught.text);
+      checks.expect(!fails || caught.text.find("(tensor: x, shape: [8, 4])") != std::string::npos,
+                    caught.text);
+      checks.expect(fails || at::equal(batch.data, batch_of(rank, 0, kRows, at::kDouble).data / 4),
+                    "the batch");
+      trainer.model->update(0);
+    }
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
 TEST_CASE("A mapping that changes its batch is right, or says that it is not", "[sizer][faults]") {
   const Quiet quiet;
   MapOptions options;

@@ -92,11 +92,13 @@ PipelineWork work_of(const Batch& batch, const Named& keywords, int64_t rows) {
   };
   if constexpr (!std::is_same_v<Named, NoKeywords>) {
     for (const auto& [name, value] : keywords) {
-      brimful::detail::Rows of_keyword;
+      brimful::detail::RowEvidence of_keyword;
       brimful::detail::count_part(value, of_keyword);
-      TORCH_CHECK_VALUE(!of_keyword || *of_keyword == rows,
+      TORCH_CHECK_VALUE(!of_keyword.rows || *of_keyword.rows == rows,
                         "batch and keyword disagree in size (keyword: ", name, ", rows: ", rows,
-                        " and ", of_keyword.value_or(0), "); give both the same number");
+                        " and ", of_keyword.rows.value_or(0), "); give both the same number");
+      of_keyword.rows = rows;
+      brimful::detail::decide_rows(of_keyword);
     }
     work.keywords = [&keywords, rows](int, int64_t begin, int64_t end) {
       Keywords piece;

@@ -31,12 +31,14 @@ template <typename T>
 Shared(T) -> Shared<T>;
 
 /// Rows of a batch, equal in all its tensors. A vector of Examples, as a loader without Stack gives, has a row in each
-/// entry.
-/// @throws c10::ValueError if tensors disagree (the sizes are named), or if there is none
+/// entry. So has a vector of alike tensors if the rest of the batch has as many rows as it has entries, and its tensors
+/// have not; else they are columns. Columns in a tuple, pair or array are never taken for rows.
+/// @throws c10::ValueError if tensors disagree (the sizes are named), if there is none, or if a vector could be both
 template <detail::Structure Batch>
 int64_t rows_of(const Batch& batch) {
-  detail::Rows rows;
-  detail::Part<Batch>::count(batch, rows);
+  detail::RowEvidence found;
+  detail::Part<Batch>::count(batch, found);
+  const auto rows = detail::decide_rows(found);
   TORCH_CHECK_VALUE(rows,
                     "the batch holds no tensor that has a dimension to split; pass one, or a "
                     "structure of them");
@@ -85,8 +87,8 @@ std::vector<NamedTensor> tensors_of(const Batch& batch, int64_t begin, int64_t e
 
 template <>
 struct Part<Along> : BuiltIn {
-  static void count(const Along& part, Rows& rows) {
-    add_rows(rows, tensor_rows(part.tensor, part.dim));
+  static void count(const Along& part, RowEvidence& found) {
+    add_rows(found, tensor_rows(part.tensor, part.dim));
   }
   static Along slice(const Along& part, const Range& range) {
     return {slice_tensor(part.tensor, part.dim, range), part.dim};

@@ -13,9 +13,9 @@ namespace brimful::detail {
 
 template <typename T>
 struct Part<std::optional<T>> : BuiltIn {
-  static void count(const std::optional<T>& part, Rows& rows) {
+  static void count(const std::optional<T>& part, RowEvidence& found) {
     if (part) {
-      Part<T>::count(*part, rows);
+      Part<T>::count(*part, found);
     }
   }
   static std::optional<T> slice(const std::optional<T>& part, const Range& range) {
@@ -36,8 +36,8 @@ struct Part<std::optional<T>> : BuiltIn {
 template <typename... T>
 struct Part<std::variant<T...>> : BuiltIn {
   using Variant = std::variant<T...>;
-  static void count(const Variant& part, Rows& rows) {
-    std::visit([&](const auto& held) { count_part(held, rows); }, part);
+  static void count(const Variant& part, RowEvidence& found) {
+    std::visit([&](const auto& held) { count_part(held, found); }, part);
   }
   static Variant slice(const Variant& part, const Range& range) {
     return std::visit([&](const auto& held) { return Variant(slice_part(held, range)); }, part);
@@ -52,9 +52,9 @@ struct Part<std::variant<T...>> : BuiltIn {
 
 template <typename Map>
 struct MapPart : BuiltIn {
-  static void count(const Map& part, Rows& rows) {
+  static void count(const Map& part, RowEvidence& found) {
     for (const auto& [key, item] : part) {
-      count_part(item, rows);
+      count_part(item, found);
     }
   }
   static Map slice(const Map& part, const Range& range) {
@@ -82,8 +82,8 @@ struct Part<std::unordered_map<T...>> : MapPart<std::unordered_map<T...>> {};
 
 template <typename... T>
 struct Part<std::tuple<T...>> : BuiltIn {
-  static void count(const std::tuple<T...>& part, Rows& rows) {
-    std::apply([&](const T&... item) { (Part<T>::count(item, rows), ...); }, part);
+  static void count(const std::tuple<T...>& part, RowEvidence& found) {
+    std::apply([&](const T&... item) { (Part<T>::count(item, found), ...); }, part);
   }
   static std::tuple<T...> slice(const std::tuple<T...>& part, const Range& range) {
     return std::apply(
@@ -99,9 +99,9 @@ struct Part<std::tuple<T...>> : BuiltIn {
 
 template <typename A, typename B>
 struct Part<std::pair<A, B>> : BuiltIn {
-  static void count(const std::pair<A, B>& part, Rows& rows) {
-    Part<A>::count(part.first, rows);
-    Part<B>::count(part.second, rows);
+  static void count(const std::pair<A, B>& part, RowEvidence& found) {
+    Part<A>::count(part.first, found);
+    Part<B>::count(part.second, found);
   }
   static std::pair<A, B> slice(const std::pair<A, B>& part, const Range& range) {
     return {slice_part(part.first, range), slice_part(part.second, range)};

@@ -33,9 +33,9 @@ concept TensorExample = requires(const T& part) {
 
 template <Example T>
 struct Part<T> : BuiltIn {
-  static void count(const T& part, Rows& rows) {
-    count_part(part.data, rows);
-    count_part(part.target, rows);
+  static void count(const T& part, RowEvidence& found) {
+    count_part(part.data, found);
+    count_part(part.target, found);
   }
   static T slice(const T& part, const Range& range) {
     return T{slice_part(part.data, range), slice_part(part.target, range)};
@@ -52,7 +52,7 @@ struct Part<T> : BuiltIn {
 
 template <TensorExample T>
 struct Part<T> : BuiltIn {
-  static void count(const T& part, Rows& rows) { count_part(part.data, rows); }
+  static void count(const T& part, RowEvidence& found) { count_part(part.data, found); }
   static T slice(const T& part, const Range& range) { return T{slice_part(part.data, range)}; }
   static void describe(const T& part, RowKind& kind) { describe_part(part.data, kind); }
   static void visit(const T& part, const Visit& visit) { visit_part(part.data, visit); }
@@ -61,27 +61,37 @@ struct Part<T> : BuiltIn {
 template <typename T>
 struct Part<std::vector<T>> : BuiltIn {
   static constexpr bool kSamples = Example<T> || TensorExample<T>;
-  static void count(const std::vector<T>& part, Rows& rows) {
+  static void count(const std::vector<T>& part, RowEvidence& found) {
     if constexpr (kSamples) {
-      add_rows(rows, static_cast<int64_t>(part.size()));
+      add_rows(found, static_cast<int64_t>(part.size()));
+    } else if constexpr (std::is_same_v<T, at::Tensor>) {
+      add_list(found, part);
+    } else if constexpr (std::is_arithmetic_v<T>) {  // such as labels
+      found.lists.push_back({"numbers", static_cast<int64_t>(part.size()), {}, false});
     } else {
       for (const T& item : part) {
-        Part<T>::count(item, rows);
+        Part<T>::count(item, found);
       }
     }
   }
   static std::vector<T> slice(const std::vector<T>& part, const Range& range) {
     if constexpr (kSamples || Scalar<T>) {
-      return static_cast<int64_t>(part.size()) == range.rows
-                 ? std::vector<T>(part.begin() + range.begin, part.begin() + range.end)
-                 : part;
+      return static_cast<int64_t>(part.size()) == range.rows ? entries(part, range) : part;
     } else {
+      if constexpr (std::is_same_v<T, at::Tensor>) {
+        if (are_rows(part, range.rows)) {
+          return entries(part, range);
+        }
+      }
       std::vector<T> piece;
       for (const T& item : part) {
         piece.push_back(Part<T>::slice(item, range));
       }
       return piece;
     }
+  }
+  static std::vector<T> entries(const std::vector<T>& part, const Range& range) {
+    return {part.begin() + range.begin, part.begin() + range.end};
   }
   static void describe(const std::vector<T>& part, RowKind& kind) {
     if constexpr (kSamples) {

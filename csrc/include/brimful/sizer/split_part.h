@@ -2,6 +2,7 @@
 // How each kind of a batch's parts is split; included by split.h.
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
+#include <brimful/sizer/row_evidence.h>
 #include <brimful/sizer/row_kind.h>
 
 #include <concepts>
@@ -18,8 +19,6 @@ struct IValue;
 
 namespace brimful::detail {
 
-using Rows = std::optional<int64_t>;
-
 struct Range {
   int64_t rows = 0;  ///< of the whole batch
   int64_t begin = 0;
@@ -33,12 +32,17 @@ BRIMFUL_API Rows tensor_rows(const at::Tensor& tensor, int64_t dim);
 /// @throws c10::TypeError for sparse layouts that have no rows of their own
 BRIMFUL_API at::Tensor slice_tensor(const at::Tensor& tensor, int64_t dim, const Range& range);
 
-inline void add_rows(Rows& rows, Rows more) {
-  TORCH_CHECK_VALUE(!rows || !more || *rows == *more,
-                    "tensors of the batch disagree in size (rows: ", rows.value_or(0), " and ",
-                    more.value_or(0), "); give all the same number");
-  rows = rows ? rows : more;
+inline void add_rows(RowEvidence& found, Rows more) {
+  TORCH_CHECK_VALUE(!found.rows || !more || *found.rows == *more,
+                    "tensors of the batch disagree in size (rows: ", found.rows.value_or(0),
+                    " and ", more.value_or(0), "); give all the same number");
+  found.rows = found.rows ? found.rows : more;
 }
+
+/// Tensors that are alike may be columns or rows: the whole batch tells.
+BRIMFUL_API void add_list(RowEvidence& found, at::TensorList tensors);
+/// In a batch of so many rows.
+BRIMFUL_API bool are_rows(at::TensorList tensors, int64_t rows);
 
 struct BuiltIn {};
 
@@ -47,7 +51,7 @@ using Visit = std::function<void(const at::Tensor&)>;
 
 template <typename T>
 struct SharedPart : BuiltIn {
-  static void count(const T& /*part*/, Rows& /*rows*/) {}
+  static void count(const T& /*part*/, RowEvidence& /*found*/) {}
   static T slice(const T& part, const Range& /*range*/) { return part; }
   static void describe(const T& /*part*/, RowKind& /*kind*/) {}
   static void visit(const T& /*part*/, const Visit& /*visit*/) {}
@@ -56,7 +60,7 @@ struct SharedPart : BuiltIn {
 /// A type of the user's, with functions beside it.
 template <typename T>
 struct Part {
-  static void count(const T& part, Rows& rows) { add_rows(rows, rows_of(part)); }
+  static void count(const T& part, RowEvidence& found) { add_rows(found, rows_of(part)); }
   static T slice(const T& part, const Range& range) {
     return slice_rows(part, range.begin, range.end);
   }
@@ -83,7 +87,9 @@ struct Part<T> : SharedPart<T> {};
 
 template <>
 struct Part<at::Tensor> : BuiltIn {
-  static void count(const at::Tensor& part, Rows& rows) { add_rows(rows, tensor_rows(part, 0)); }
+  static void count(const at::Tensor& part, RowEvidence& found) {
+    add_rows(found, tensor_rows(part, 0));
+  }
   static at::Tensor slice(const at::Tensor& part, const Range& range) {
     return slice_tensor(part, 0, range);
   }
@@ -94,7 +100,7 @@ struct Part<at::Tensor> : BuiltIn {
 /// Tensors, lists, tuples and dicts in it are walked; its strings, numbers and None are shared.
 template <>
 struct BRIMFUL_API Part<c10::IValue> : BuiltIn {
-  static void count(const c10::IValue& part, Rows& rows);
+  static void count(const c10::IValue& part, RowEvidence& found);
   static c10::IValue slice(const c10::IValue& part, const Range& range);
   static void describe(const c10::IValue& part, RowKind& kind);
   static void visit(const c10::IValue& part, const Visit& visit);
@@ -105,8 +111,8 @@ auto slice_part(const T& part, const Range& range) {
   return Part<T>::slice(part, range);
 }
 template <typename T>
-void count_part(const T& part, Rows& rows) {
-  Part<T>::count(part, rows);
+void count_part(const T& part, RowEvidence& found) {
+  Part<T>::count(part, found);
 }
 template <typename T>
 void describe_part(const T& part, RowKind& kind) {
