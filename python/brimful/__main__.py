@@ -30,14 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=f"commands (with --help for each):\n{commands}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    choice = parser.add_mutually_exclusive_group(required=True)
+    choice = parser.add_mutually_exclusive_group()
     choice.add_argument("command", nargs="?", choices=list(_COMMANDS), help=argparse.SUPPRESS)
     choice.add_argument("--version", action="version", version=brimful.__version__)
     choice.add_argument(
         "--cmake-dir", action="store_true", help="print the folder to add to CMAKE_PREFIX_PATH"
     )
-    parser.parse_args(arguments)
-    print(brimful.cmake_prefix_path)
+    given = parser.parse_args(arguments)
+    if given.cmake_dir:
+        print(brimful.cmake_prefix_path)
+    else:
+        parser.print_help()
     return 0
 
 

@@ -27,6 +27,17 @@ def default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
+def member_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group, which new_group() has made something else of on a rank that is not in it."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"this rank is not in the group (rank: {dist.get_rank()}); call it on the group's ranks alone"
+        )
+    raise TypeError(f"a process group is needed (type: {type(group)})")
+
+
 def group_of(group: dist.ProcessGroup | None, device_mesh: Any = None) -> dist.ProcessGroup:
     """The process group that is meant."""
     if device_mesh is not None:
@@ -42,7 +53,7 @@ def group_of(group: dist.ProcessGroup | None, device_mesh: Any = None) -> dist.P
             )
         return device_mesh.get_group(mesh_dim=0)  # type: ignore[no-any-return]
     if group is not None:
-        return group
+        return member_of(group)
     world = default_group()
     if world is None:
         raise ValueError(

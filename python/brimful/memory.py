@@ -8,6 +8,7 @@ machine raises ``ValueError``.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -107,6 +108,15 @@ def set_limit(device: str | torch.device, bytes: int | Literal["auto"] | None) -
     processes have come or gone. Raises ``ValueError`` if ``bytes`` is negative or another word, and
     ``NotImplementedError`` where the system states no bound.
     """
+    if not (bytes is None or isinstance(bytes, str)):
+        try:
+            bytes = operator.index(bytes)
+        except TypeError:
+            raise TypeError(
+                f"a limit is a whole number of bytes, 'auto' or None (bytes: {bytes!r}); write int(...) around it"
+            ) from None
+        if bytes >= 1 << 63:
+            raise ValueError(f"a limit has 63 bits at most (bytes: {bytes}); None removes it")
     memory_set_limit(device, bytes)
 
 

@@ -8,23 +8,40 @@ import logging
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
 import torch
 
 from brimful import _C, _tracking, memory
+from brimful._log import unheard
 from brimful.errors import explain, record_in_background
 from brimful.leaks import LeakFinder
 
 _LARGEST = 3
+_NO_PROGRAM = 2  # the status that Python has then
+
+
+class _NoProgram(Exception):
+    """There is nothing to run."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a program as ``python`` would, and report when it ends; returns its exit status."""
     options = _parse(arguments)
-    code, module = _load(options.program, options.is_module)
-    sys.argv = [module.__file__ or options.program, *options.arguments]
+    try:
+        code, module = _load(options.program, options.is_module)
+    except _NoProgram as missing:
+        print(f"brimful run: {missing}", file=sys.stderr)
+        return _NO_PROGRAM
+    except Exception as error:  # a syntax error, or one of a package on the way to the module
+        own = _outside(error.__traceback__)
+        sys.excepthook(type(error), BaseException.with_traceback(error, own), own)
+        return 1
+    sys.argv = [str(module.__file__) if options.is_module else options.program, *options.arguments]
     sys.modules["__main__"] = module
     _mark_warnings()
     if options.op_ring:
@@ -42,11 +59,15 @@ def main(arguments: Sequence[str]) -> int:
             page.is_of_an_error = True
             own = _own_part(error, code)
             _tracking.add_oom_note(error)
-            sys.excepthook(type(error), error.with_traceback(own), own)
-            _tell(str(explain(error)))
+            sys.excepthook(type(error), BaseException.with_traceback(error, own), own)
+            with unheard("the explanation of the error"):
+                _tell(str(explain(error)))
             return 1
+        except BaseException as error:  # Ctrl-C, sys.exit: Python ends by them
+            raise BaseException.with_traceback(error, _own_part(error, code)) from error.__cause__
         finally:
-            _tell(_report(finder))
+            with unheard("the report of the memory"):
+                _tell(_report(finder))
             recording.end()
             page.settle()
             memory.stop_tracking()
@@ -140,28 +161,60 @@ class _Recording:
 
     def end(self) -> None:
         if self._is_on and self._path and memory.recording():  # not in a forked child
-            written = _C._save_recording_anywhere(memory.stop_recording(), self._path)
+            written = _C._save_recording_anywhere(memory.stop_recording(), os.fsencode(self._path))
             _tell(f"what memory did: brimful report {shlex.quote(written)}")
         self._is_on = False
 
 
 def _load(program: str, is_module: bool) -> tuple[CodeType, ModuleType]:
     module = ModuleType("__main__")
-    if not is_module:
-        with open(program, "rb") as file:
-            code = compile(file.read(), program, "exec")
-        module.__file__ = program
-        sys.path[0] = os.path.dirname(os.path.abspath(program))
-        return code, module
+    if is_module:
+        return _load_module(program, module)
+    path = os.path.abspath(program)  # as Python does
+    if os.path.isdir(path):
+        sys.path[0] = path
+        path = os.path.join(path, "__main__.py")
+    else:
+        sys.path[0] = os.path.dirname(path)
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        raise _NoProgram(f"the program cannot be read (path: {path}): {error.strerror}") from None
+    module.__file__ = path
+    module.__loader__ = SourceFileLoader("__main__", path)
+    return compile(source, path, "exec", dont_inherit=True), module
+
+
+def _load_module(program: str, module: ModuleType) -> tuple[CodeType, ModuleType]:
     sys.path[0] = os.getcwd()
-    spec = importlib.util.find_spec(program)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{program}.__main__")
+    try:
+        spec = importlib.util.find_spec(program)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{program}.__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{program}.".startswith(f"{error.name}."):
+            raise  # of what the package imports
+        spec = None
+    except ValueError:  # a name such as "..x"
+        spec = None
     found = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec else None
     if spec is None or found is None:
-        raise SystemExit(f"brimful run: there is no such module (name: {program})")
+        raise _NoProgram(f"there is no such module (name: {program})")
     module.__file__, module.__spec__, module.__package__ = spec.origin, spec, spec.parent
+    module.__loader__ = spec.loader
     return found, module
+
+
+def _outside(trace: TracebackType | None) -> TracebackType | None:
+    """Without the frames of this file and of the import system, with which it begins."""
+    while trace is not None and (
+        trace.tb_frame.f_code.co_filename == __file__
+        or trace.tb_frame.f_code.co_filename.startswith("<frozen importlib")
+        or trace.tb_frame.f_globals.get("__name__") == "importlib.util"
+    ):
+        trace = trace.tb_next
+    return trace
 
 
 def _own_part(error: BaseException, code: CodeType) -> TracebackType | None:
@@ -177,10 +230,12 @@ def _report(finder: LeakFinder) -> str:
     parts = sorted(peak.by_category.items(), key=lambda part: -part[1])
     words = ", ".join(f"{name} {_C._format_bytes(size)}" for name, size in parts if size > 0)
     lines = [f"peak {_C._format_bytes(peak.bytes)} (step {peak.step}, {peak.phase}): {words}"]
-    lines += [
-        f"  {_C._format_bytes(use.bytes)} of {use.category}: {use.site}"
-        for use in peak.by_site[:_LARGEST]
-    ]
+    by_line: dict[str, Counter[str]] = {}  # of whatever module and category
+    for use in peak.by_site:
+        by_line.setdefault(str(use.site), Counter())[use.category] += use.bytes
+    for site, kinds in sorted(by_line.items(), key=lambda part: -part[1].total())[:_LARGEST]:
+        words = ", ".join(name for name, _ in kinds.most_common())
+        lines.append(f"  {_C._format_bytes(kinds.total())} of {words}: {site}")
     modules = {name: sum(use.values()) for name, use in peak.by_module.items() if name}
     lines += [
         f"  {_C._format_bytes(size)} in module {name}"
@@ -197,8 +252,9 @@ def _marked(text: str) -> str:
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(_marked(text) + "\n")  # at once: other ranks write there too
-    sys.stderr.flush()
+    with suppress(Exception):  # what the program has made of stderr
+        sys.stderr.write(_marked(text) + "\n")  # at once: other ranks write there too
+        sys.stderr.flush()
 
 
 def _mark_warnings() -> None:

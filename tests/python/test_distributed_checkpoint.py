@@ -145,6 +145,9 @@ def test_what_is_no_plan_is_a_value_error(state):
 def elastic_job(rank, path):
     alone = dist.new_group([0])
     model = net(0)
+    if rank.index == 1:
+        with pytest.raises(ValueError, match=r"this rank is not in the group \(rank: 1\)"):
+            brimful.DistributedDataParallel(net(0), process_group=alone)
     sizer = brimful.BatchSizer(model)
     if rank.index == 0:
         dcp.save({"sizer": PerRank(sizer)}, checkpoint_id=path, process_group=alone)

@@ -240,3 +240,13 @@ def test_cuda_stats_limit_and_peak():
     finally:
         memory.set_limit("cuda", None)
     assert torch.empty(1 << 30, dtype=torch.uint8, device="cuda").numel() == 1 << 30
+
+
+@pytest.mark.parametrize("bytes", [1.5, 2e9, float("inf"), float("nan"), object(), [1]])
+def test_a_limit_that_is_no_whole_number_is_refused_in_plain_words(bytes):
+    with pytest.raises(TypeError, match=r"a limit is a whole number of bytes.*\(bytes: ") as caught:
+        memory.set_limit("cpu", bytes)
+    assert "incompatible" not in str(caught.value)
+    with pytest.raises(ValueError, match="63 bits"):
+        memory.set_limit("cpu", 1 << 63)
+    assert memory.stats("cpu").limit_bytes is None
