@@ -20,7 +20,8 @@ def module_rows(model: nn.Module) -> list[_C.ModuleRow]:
     owned: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         row = _C.ModuleRow()
-        row.name, row.type = name, type(module).__name__
+        is_script = isinstance(module, torch.jit.ScriptModule)
+        row.name, row.type = name, module.original_name if is_script else type(module).__name__
         row.depth = name.count(".") + 1 if name else 0
         parameters = list(module.parameters())
         row.trainable = sum(p.numel() for p in parameters if p.requires_grad)
@@ -49,6 +50,8 @@ class _Running(AbstractContextManager[Any]):
 
     def __enter__(self) -> Any:
         for module in self._modules:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks: what it runs counts to the module around it
             self._hooks.append(module.register_forward_pre_hook(self._enter, prepend=True))
             # Called for what raises, too: checkpoints leave their second forward in the middle.
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))

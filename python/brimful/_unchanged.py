@@ -39,7 +39,7 @@ class Unchanged:
         self._tensors: Tensors = [(t, t.detach().clone()) for t in changing]
         self._kept_batch = _C._KeptBatch(self._batch)
         self._kept_optimizer = self._optimizer and _OptimizerState(self._optimizer)
-        self._modes = [(m, m.training, dict(m._buffers)) for m in self._model.modules()]
+        self._modes = [(m, m.training, dict(m._buffers.items())) for m in self._model.modules()]
         self._random = random.getstate(), _numpy_state(), torch.get_rng_state()
         cuda = self._device.type == "cuda"
         self._cuda_random = torch.cuda.get_rng_state(self._device) if cuda else None
@@ -76,8 +76,12 @@ class Unchanged:
             parameter.grad = gradient
         for module, mode, buffers in self._modes:
             module.training = mode
-            module._buffers.clear()  # a forward may put new tensors in
-            module._buffers.update(buffers)
+            if isinstance(module, torch.jit.ScriptModule):  # keeps them in C++
+                for name, buffer in buffers.items():
+                    setattr(module, name, buffer)
+            else:
+                module._buffers.clear()  # a forward may put new tensors in
+                module._buffers.update(buffers)
         python, numpy, cpu = self._random
         random.setstate(python)
         _set_numpy_state(numpy)

@@ -507,3 +507,30 @@ def test_batches_in_tuples_and_dicts():
         for batch in ((one, two), {"input1": one, "input2": two})
     ]
     assert found[0] == found[1]
+
+
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_scripted_module_is_measured_as_a_whole_and_left_as_it_was(inner):
+    """Hooks are "not supported on ScriptModules", and its dicts are no dicts."""
+    script = torch.jit.script(Counts())
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), script) if inner else script
+    before = [value.clone() for value in model.state_dict().values()]
+    found = brimful.summary(model, torch.ones(6, 8))
+    assert found.peak_bytes > 0 and found.backward_peak_bytes > 0
+    assert [row.type for row in found.modules][-2:] == ["Counts", "Linear"]
+    assert [row.trainable for row in found.modules][-2:] == [36, 36]
+    assert found.modules[0].calls == int(inner)
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert str(found)
