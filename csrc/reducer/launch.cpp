@@ -5,6 +5,7 @@
 #include <brimful/memory/stats.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "reducer/group_calls.h"
@@ -256,6 +257,10 @@ void Reducer::complete(Part part) {
   auto& s = *s_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   const memory::Unlimited unlimited;
+  std::optional<memory::UnlimitedEverywhere> also_the_groups_threads;
+  if (s.hook) {  // its later collectives allocate there, where a refusal could only break the group
+    also_the_groups_threads.emplace();
+  }
   const int64_t end = part == Part::early ? s.last() : s.last() + 1;
   if (part == Part::last) {
     s.record.work_ms = static_cast<float>(s.watch.now_ms());
@@ -275,6 +280,10 @@ void Reducer::drain(Part part) {
   auto& s = *s_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   const memory::Unlimited unlimited;
+  std::optional<memory::UnlimitedEverywhere> also_the_groups_threads;
+  if (s.hook) {
+    also_the_groups_threads.emplace();
+  }
   const at::NoGradGuard no_grad;
   const int64_t end = part == Part::early ? s.last() : s.last() + 1;
   if (part == Part::last && s.next <= s.last()) {

@@ -126,6 +126,23 @@ def draining_job(rank, kind):
             assert error.rank == failing
         step(loop)
         require_same_gradients(rank, model)
+    one_row = classes(1, seed=rank.index)
+
+    def without_memory(model, piece):
+        loss = cross_entropy(model, piece)
+        brimful.memory.set_limit("cpu", brimful.memory.stats("cpu").used_bytes)
+        return loss + torch.ones(100_000).sum()
+
+    for failing in range(rank.size):  # no split is left: the rank drains under its limit
+        model.zero_grad()
+        try:
+            loss = without_memory if rank.index == failing else cross_entropy
+            error = raised(sizer.step, one_row, loss)
+        finally:
+            brimful.memory.set_limit("cpu", None)
+        assert isinstance(error, (torch.OutOfMemoryError, brimful.RankOutOfMemory)), repr(error)
+        step("sizer")
+        require_same_gradients(rank, model)
     return model.reducer.buckets
 
 
