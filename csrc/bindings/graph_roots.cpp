@@ -1,7 +1,9 @@
 #include "bindings/graph_roots.h"
 
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -32,6 +34,7 @@ class Walk {
       }
       kept_.push_back(at);  // so that no other node gets its address
       look_at_saved(at, root);
+      look_at_leaf(at, root);
       for (const auto& edge : at->next_edges()) {
         ahead.push_back(edge.function);
       }
@@ -51,6 +54,35 @@ class Walk {
       const auto saved = steal(Py_TYPE(getter)->tp_descr_get(
           getter, view.ptr(), reinterpret_cast<PyObject*>(Py_TYPE(view.ptr()))));
       look_at(saved, root);
+    }
+    look_at_context(view.ptr(), root);
+  }
+
+  // A function of the program's keeps what it likes in its context.
+  void look_at_context(PyObject* view, const GraphRoot& root) {
+    PyObject** const context =
+        PyObject_TypeCheck(view, &THPFunctionType) != 0 ? _PyObject_GetDictPtr(view) : nullptr;
+    if (context == nullptr || *context == nullptr || PyDict_CheckExact(*context) == 0) {
+      return;
+    }
+    PyObject* name = nullptr;
+    PyObject* value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(*context, &at, &name, &value) != 0;) {
+      if (is_tensor(value)) {
+        look_at(py::reinterpret_borrow<py::object>(value), root);
+      }
+    }
+  }
+
+  void look_at_leaf(const NodePointer& node, const GraphRoot& root) {
+    if (const auto* const leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get())) {
+      const auto& variable = leaf->variable;
+      look_at_storage(storage_of(variable), root);
+      const auto* const meta =
+          variable.defined() ? torch::autograd::impl::get_autograd_meta(variable) : nullptr;
+      if (meta != nullptr) {
+        look_at_storage(storage_of(meta->grad_), root);
+      }
     }
   }
 
@@ -78,16 +110,20 @@ class Walk {
     return py::reinterpret_steal<py::object>(object);
   }
 
+  void look_at_storage(const void* data, const GraphRoot& root) {
+    if (wanted_.contains(data)) {
+      found.try_emplace(data, root);
+    }
+  }
+
   // One saved tensor, a tuple of them, or what a hook has made of one.
   void look_at(const py::object& saved, const GraphRoot& root) {
     if (!saved) {
       return;
     }
     if (is_tensor(saved.ptr())) {
-      const void* const data = storage_of(saved.ptr());
-      if (wanted_.contains(data)) {
-        found.try_emplace(data, root);
-      }
+      look_at_storage(storage_of(saved.ptr()), root);
+      look_at_storage(gradient_storage_of(saved.ptr()), root);
     } else if (PyTuple_CheckExact(saved.ptr()) || PyList_CheckExact(saved.ptr())) {
       for (const auto& item : own_items(saved.ptr())) {
         look_at(py::reinterpret_borrow<py::object>(item), root);
@@ -145,6 +181,10 @@ at::Tensor gradient_of(PyObject* tensor) {
 
 const void* storage_of(PyObject* tensor) {
   return storage_of(THPVariable_Unpack(tensor));
+}
+
+const void* gradient_storage_of(PyObject* tensor) {
+  return storage_of(gradient_of(tensor));
 }
 
 // Without asking the tensor, whose class may be the program's.

@@ -22,9 +22,9 @@ struct GraphRoot {
   bool is_gradient = false;    // the graph is that of its .grad
 };
 
-/// For each of the storages that begin at `wanted` and are saved in the graph of one of `tensors`: that tensor, the one
-/// whose graph is the smallest if there are several. Saved tensors that hooks have packed are not unpacked, and graphs that
-/// backward() has freed have saved none. With the GIL held.
+/// For each of the storages that begin at `wanted` and are saved in the graph of one of `tensors`, or are a leaf's there, a
+/// leaf's gradient's or in a function's context: that tensor, the one whose graph is the smallest if there are several. Saved
+/// tensors that hooks have packed are not unpacked, and graphs that backward() has freed have saved none. With the GIL held.
 std::unordered_map<const void*, GraphRoot> find_graph_roots(
     const std::vector<PyObject*>& tensors, const std::unordered_set<const void*>& wanted);
 
@@ -40,5 +40,7 @@ at::Tensor gradient_of(PyObject* tensor);
 /// The first byte of a tensor's storage; null if it has none, or it is on a device that is not tracked.
 const void* storage_of(const at::Tensor& tensor);
 const void* storage_of(PyObject* tensor);
+/// The same of its gradient, which need not be an object of Python's.
+const void* gradient_storage_of(PyObject* tensor);
 
 }  // namespace brimful

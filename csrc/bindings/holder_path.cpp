@@ -2,8 +2,10 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
+#include <string_view>
 
 #include "bindings/graph_roots.h"
 #include "bindings/native_read.h"
@@ -61,6 +63,10 @@ std::string name_within(PyObject* object, PyObject* value) {
   return "";
 }
 
+bool is_numpy(PyObject* object) {
+  return std::string_view(Py_TYPE(object)->tp_name) == "numpy.ndarray";
+}
+
 /// Builds the path, a step at a time.
 class PathWriter {
  public:
@@ -83,6 +89,8 @@ class PathWriter {
       path_ += "." + local_name(parent, child);
     } else if (PyCell_Check(parent)) {
       // named by the function that closes over it
+    } else if (is_numpy(parent)) {
+      holder_.numpy = true;  // on a tensor, or on an array that is
     } else if (is_cache(parent)) {
       through_cache(parent);
     } else {
@@ -228,6 +236,30 @@ class PathWriter {
   bool modules_ = false;
 };
 
+/// An optimizer's state has one entry for each parameter that it steps, and is full when all have been stepped.
+bool is_state_of_parameters(const std::vector<PyObject*>& chain) {
+  auto* const optimizers = type_named("torch.optim", "Optimizer");
+  for (PyObject* const object : chain) {
+    if (optimizers == nullptr || PyType_IsSubtype(Py_TYPE(object), optimizers) == 0) {
+      continue;
+    }
+    const py::object state = own_attribute(object, "state");
+    const py::object groups = own_attribute(object, "param_groups");
+    if (!state || !groups || !PyDict_Check(state.ptr()) ||
+        std::find(chain.begin(), chain.end(), state.ptr()) == chain.end()) {
+      return false;
+    }
+    Py_ssize_t parameters = 0;
+    for (const auto& group : own_items(groups.ptr())) {
+      PyObject* const own =
+          PyDict_Check(group.ptr()) ? PyDict_GetItemString(group.ptr(), "params") : nullptr;
+      parameters += own != nullptr && PyList_Check(own) ? PyList_GET_SIZE(own) : 0;
+    }
+    return PyDict_GET_SIZE(state.ptr()) <= parameters;
+  }
+  return false;
+}
+
 }  // namespace
 
 Holder describe_chain(const HolderChain& found) {
@@ -250,6 +282,8 @@ Holder describe_chain(const HolderChain& found) {
   writer.finish();
   if (!found.root) {
     holder.kind = HolderKind::cycle;
+  } else if (is_state_of_parameters(chain)) {
+    holder.bounded = true;
   }
   return holder;
 }

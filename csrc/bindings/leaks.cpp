@@ -23,6 +23,7 @@ using namespace py::literals;
 struct Targets {
   std::vector<PyObject*> objects;
   std::unordered_map<const void*, std::vector<size_t>> direct;  // places among the objects
+  std::unordered_map<const void*, size_t> by_gradient;          // whose gradient it is
   std::unordered_map<const void*, size_t> by_graph;
   std::unordered_map<const void*, GraphRoot> roots;
 };
@@ -51,6 +52,9 @@ Targets targets_of(const PythonHeap& heap, const PythonRoots& roots,
   for (PyObject* const tensor : tensors) {
     if (const void* const data = storage_of(tensor); wanted.contains(data)) {
       targets.direct[data].push_back(add(tensor));
+    }
+    if (const void* const data = gradient_storage_of(tensor); wanted.contains(data)) {
+      targets.by_gradient[data] = add(tensor);
     }
   }
   targets.roots = find_graph_roots(held_outputs(tensors, heap, roots), wanted);
@@ -107,6 +111,18 @@ Holder choose(const void* data, const Targets& targets, const std::vector<Holder
   if (const auto direct = targets.direct.find(data); direct != targets.direct.end()) {
     for (const size_t place : direct->second) {
       consider(place, nullptr);
+    }
+  }
+  if (const auto leaf = targets.by_gradient.find(data); leaf != targets.by_gradient.end()) {
+    const auto& tensor = THPVariable_Unpack(targets.objects[leaf->second]);
+    Holder holder = holder_of(chains[leaf->second], tensor);
+    const bool has_graph = graph_of(gradient_of(targets.objects[leaf->second])) != nullptr;
+    if (best.kind == HolderKind::unknown && holder.kind != HolderKind::unknown && !has_graph) {
+      // One for each tensor: it cannot pile up where the tensors do not.
+      holder.bounded |= graph_of(tensor) == nullptr && !targets.direct.contains(storage_of(tensor));
+      holder.path += ".grad";
+      holder.has_graph = false;
+      best = std::move(holder);
     }
   }
   if (const auto graph = targets.by_graph.find(data); graph != targets.by_graph.end()) {
@@ -244,6 +260,7 @@ void bind_leaks(py::module_& m) {
       .def_readonly("steps", &Leak::steps)
       .def_readonly("bytes", &Leak::bytes)
       .def_readonly("bytes_per_step", &Leak::bytes_per_step)
+      .def_readonly("filling", &Leak::filling)
       .def_property_readonly("advice", [](const Leak& leak) { return advice(leak); })
       .def("__str__", [](const Leak& leak) { return to_string(leak); })
       .def("__repr__", [](const Leak& leak) { return "<Leak: " + to_string(leak) + ">"; });

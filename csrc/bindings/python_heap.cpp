@@ -133,6 +133,7 @@ PythonHeap::PythonHeap(const PythonRoots& roots)
   if (py::module_::import("gc").attr("get_freeze_count")().cast<int64_t>() > 0) {
     add_frozen(roots.objects());
   }
+  arrays_.look(objects_, roots.objects());
 }
 
 void PythonHeap::add_frozen(const std::vector<py::object>& roots) {
@@ -174,6 +175,7 @@ std::unordered_map<PyObject*, std::vector<PyObject*>> PythonHeap::referrers(
     state.owner = PyList_GET_ITEM(objects_.ptr(), i);
     traverse(state.owner, &visit, &state);
   }
+  arrays_.add_referrers(wanted, found);
   return found;
 }
 

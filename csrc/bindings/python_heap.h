@@ -6,6 +6,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "bindings/array_bases.h"
 #include "bindings/bindings.h"
 
 namespace brimful {
@@ -50,6 +51,7 @@ class PythonHeap {
   void add_frozen(const std::vector<py::object>& roots);
 
   py::list objects_;
+  ArrayBases arrays_;
 };
 
 /// Calls `fn` for the tensors among the variables of the frames of all threads, global ones of their modules among them, and

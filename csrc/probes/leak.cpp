@@ -106,6 +106,9 @@ std::string advice(const Leak& leak) {
     more = "; nothing here calls backward(): run it under torch.no_grad()";
   } else if (leak.retained && has_graph && !holder.node.empty() && leak.bytes > 0) {
     more = "; call backward() without retain_graph=True, which keeps what the graph has saved";
+  } else if (holder.numpy) {
+    more =
+        "; a NumPy array shares its tensor's memory: keep array.copy() of the part that is needed";
   }
   return advice_on_holder(holder) + more;
 }
@@ -127,6 +130,7 @@ std::string to_string(const Leak& leak) {
   if (leak.bytes_per_step > 0) {
     out << ", " << format_bytes(leak.bytes_per_step) << " a step";
   }
+  out << (leak.filling ? ", and may still be filling (a cache that stops is no leak)" : "");
   out << "; " << advice(leak);
   return out.str();
 }

@@ -27,7 +27,7 @@ class LeakFinder:
         print(*finder.leaks, sep="\\n")
 
     A step ends at ``step()``; without any, after each ``optimizer.step()``. A line leaks when each of the last
-    ``steps`` steps, one after the other, has left tensors of it alive; the first ``warm_up`` steps do not count, nor
+    ``steps`` steps, one after the other or at even intervals, has left tensors of it alive; the first ``warm_up`` steps do not count, nor
     does what is in a container that stops growing by itself (``deque(maxlen=...)``, a small ``lru_cache``). Then, once
     for each, the program's variables, containers and graphs are searched for what holds them (some tenths of a second),
     and a warning goes to the logger ``brimful``. Inside, memory is tracked (``brimful.memory.start_tracking``).

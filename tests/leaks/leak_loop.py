@@ -1,7 +1,8 @@
 """The loop of each program of this folder, and what a finder is to say of it.
 
-A program under ``planted`` marks the line of its leak with ``# holder: NAME``, and states each clause of the remedy as
-``# advice: WORDS``; one under ``clean`` has none.
+A program may state how many ``# steps: N`` it has. One under ``planted`` marks the line of its leak with ``# holder: NAME``, and states each clause of the remedy as
+``# advice: WORDS``; one under ``clean`` has none. A cache that ``# fills: NAME`` and then stops may be told as such
+meanwhile, and no more when it has stopped.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ def steps() -> Iterator[int]:
     yield from finder.watch(range(count))
 
 
+def steps_of(program: Path) -> int:
+    stated = re.search(r"^# steps: (\d+)", program.read_text(), re.M)
+    return int(stated[1]) if stated else CLEAN_STEPS if program in CLEAN else PLANTED_STEPS
+
+
 def run(program: Path) -> list[brimful.Leak]:
     """Returns the leaks that are found in a program. This folder must be on sys.path."""
     with brimful.LeakFinder() as finder:
-        _running.append((finder, CLEAN_STEPS if program in CLEAN else PLANTED_STEPS))
+        _running.append((finder, steps_of(program)))
         try:
             runpy.run_path(str(program), run_name="__main__")
         finally:

@@ -1,9 +1,12 @@
 """Planted leaks are found with their line and holder, within ten steps; clean loops raise no alarm."""
 
 import gc
+import re
 import sys
+import types
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -36,8 +39,83 @@ def test_a_leak_on_a_gpu_is_found_with_its_line_and_its_holder(name):
 
 
 @pytest.mark.parametrize("program", leak_loop.CLEAN, ids=lambda path: path.stem)
-def test_a_clean_loop_raises_no_alarm(program):
-    assert [str(leak) for leak in leak_loop.run(program)] == []
+def test_a_clean_loop_raises_no_alarm(program, caplog):
+    fills = re.search(r"^# fills: (\w+)", program.read_text(), re.M)
+    with caplog.at_level("INFO", logger="brimful"):
+        assert [str(leak) for leak in leak_loop.run(program)] == []
+    told = [line for line in caplog.messages if "memory grows" in line]
+    assert len(told) == (1 if fills else 0), told
+    assert all(f"`{fills[1]}[" in line and "may still be filling" in line for line in told)
+
+
+@pytest.mark.parametrize("kind", ["dict", "numpy"])
+def test_a_cache_that_never_stops_is_a_leak_in_the_end(kind):
+    kept = {}
+    found = []
+    with brimful.LeakFinder() as finder:
+        for number in range(32):
+            value = torch.randn(64, 64)
+            kept[number] = value.numpy() if kind == "numpy" else value
+            found += finder.step()
+    assert [leak.filling for leak in found] == [True, False]
+    assert [leak.steps for leak in found] == [5, 25]
+    (leak,) = finder.leaks
+    assert (leak.filling, leak.holder.container) == (False, "kept")
+    assert "filling" not in str(leak) and "filling" in str(found[0])
+
+
+class Rows(numpy.ndarray):
+    """A subclass of the program's."""
+
+
+def of_base(array):
+    return array[1:][:, 1:]
+
+
+@pytest.mark.parametrize("frozen_too", [False, True])
+@pytest.mark.parametrize(
+    ("wrap", "path"),
+    [
+        (lambda array: array, "held"),
+        (lambda array: [array], "held[0]"),
+        (lambda array: {"a": array}, "held['a']"),
+        (lambda array: {"a": (array, 1)}, "held['a'][0]"),
+        (lambda array: {"a": {1: (1, of_base(array))}}, "held['a'][1][1]"),
+        (lambda array: [memoryview(of_base(array))], "held[0]"),
+        (lambda array: [array.view(Rows)], "held[0]"),
+    ],
+)
+def test_an_array_of_numpys_holds_its_tensor(wrap, path, frozen_too):
+    tensor = torch.randn(4, 4)
+    data = tensor.untyped_storage().data_ptr()
+    held = wrap(tensor.numpy())
+    del tensor
+    gc.collect()  # lets the collector forget dicts and tuples of arrays
+    if frozen_too:
+        gc.freeze()
+    try:
+        (holder,) = brimful._C._find_holders([data])
+    finally:
+        gc.unfreeze()
+    assert holder.path.startswith(path)
+    assert holder.root == "local of test_an_array_of_numpys_holds_its_tensor()"
+    del held
+
+
+@pytest.mark.parametrize("other", [None, object(), types.SimpleNamespace(ndarray=3)])
+def test_a_numpy_of_another_kind_is_left_alone(monkeypatch, other):
+    monkeypatch.setitem(sys.modules, "numpy", other)
+    tensor = torch.zeros(3)
+    assert brimful.who_holds(tensor).path == "tensor"
+
+
+def test_a_gradient_that_is_no_object_is_found_by_its_leaf():
+    weight = torch.randn(8, 8, requires_grad=True)
+    weight.square().sum().backward()
+    data = weight.grad.data_ptr()
+    gc.collect()
+    (holder,) = brimful._C._find_holders([data])
+    assert holder.path == "weight.grad"
 
 
 def test_bad_options_are_refused():

@@ -45,6 +45,47 @@ TEST_CASE("Warm-up, gaps, and what stopped are no growth", "[probes]") {
   CHECK(growing({}, 100).empty());
 }
 
+TEST_CASE("A line grows by every second, fifth or tenth step as well", "[probes]") {
+  const auto every = [](int64_t period, int64_t count) {
+    std::vector<LiveBlock> blocks;
+    for (int64_t i = 0; i < count; ++i) {
+      blocks = blocks + one_a_step(1, 10 + i * period, 10 + i * period);
+    }
+    return blocks;
+  };
+  for (const int64_t period : {2, 5, 10}) {
+    CAPTURE(period);
+    const int64_t newest = 10 + 4 * period;
+    CHECK(growing(every(period, 4), newest + 2).empty());
+    for (const int64_t since : {int64_t{0}, period - 1}) {
+      const auto found = growing(every(period, 5), newest + 2 + since);
+      REQUIRE(found.size() == 1);
+      CHECK(found[0].period == period);
+      CHECK(found[0].steps == 5);
+      CHECK(found[0].first_step == 10);
+      CHECK(found[0].bytes == 40);
+    }
+    CHECK(growing(every(period, 5), newest + 2 + period).empty());  // the next is overdue
+    CHECK(growing(every(period, 5), newest + 1).empty());           // which may rightly be held
+  }
+  // The last part of an epoch is shorter: 5, 5, 3.
+  const auto uneven = one_a_step(1, 5, 5) + one_a_step(1, 10, 10) + one_a_step(1, 13, 13) +
+                      one_a_step(1, 18, 18) + one_a_step(1, 23, 23);
+  CHECK(growing(uneven, 25).size() == 1);
+  CHECK(growing(uneven + one_a_step(1, 33, 33), 35).empty());  // twice as long as another
+}
+
+TEST_CASE("What fills ever more slowly is known by its halves", "[probes]") {
+  auto blocks = one_a_step(1, 2, 9);
+  CHECK_FALSE(growing(blocks, 11).at(0).slowing);
+  blocks = one_a_step(1, 2, 6) + one_a_step(1, 12, 12) + one_a_step(1, 20, 24);
+  const auto found = growing(blocks, 26);
+  REQUIRE(found.size() == 1);
+  CHECK(found[0].steps == 5);
+  CHECK(found[0].all_steps == 11);
+  CHECK(found[0].slowing);
+}
+
 TEST_CASE("The line with the most bytes comes first", "[probes]") {
   const auto found = growing(one_a_step(1, 2, 9) + one_a_step(2, 2, 9, 16), 9);
   REQUIRE(found.size() == 2);

@@ -110,6 +110,92 @@ TEST_CASE("What stops growing by itself is no leak", "[probes]") {
   CHECK(finder.leaks().empty());
 }
 
+TEST_CASE("A window of the newest tensors is no leak", "[probes]") {
+  const Tracking on;
+  std::vector<at::Tensor> kept;
+  LeakFinder finder({}, [&](const std::vector<const void*>& data) {
+    return std::vector<Holder>(data.size(), named(HolderKind::sequence));
+  });
+  for (int i = 0; i < 30; ++i) {
+    if (kept.size() == 6) {
+      kept.erase(kept.begin());
+    }
+    step(kept, finder);
+    CHECK(finder.leaks().empty());
+  }
+  for (int i = 0; i < 12; ++i) {  // it is no window any more
+    step(kept, finder);
+  }
+  CHECK(finder.leaks().size() == 1);
+}
+
+TEST_CASE("What may be a cache is told as one that fills, until it is full or surely a leak",
+          "[probes]") {
+  const Tracking on;
+  std::vector<at::Tensor> kept;
+  Holder holder = named(HolderKind::mapping);
+  LeakFinder finder({}, [&](const std::vector<const void*>& data) {
+    return std::vector<Holder>(data.size(), holder);
+  });
+  std::vector<probes::Leak> told;
+  const auto run = [&](int steps, bool fills) {
+    for (int i = 0; i < steps; ++i) {
+      if (fills) {
+        const memory::SiteScope here("masks");
+        kept.push_back(at::empty({16}));
+      }
+      memory::mark_step();
+      const auto found = finder.check();
+      told.insert(told.end(), found.begin(), found.end());
+    }
+  };
+  SECTION("it goes on") {
+    run(20, true);
+    REQUIRE(told.size() == 1);
+    CHECK(told[0].filling);
+    CHECK_THAT(to_string(told[0]), Catch::Contains("may still be filling"));
+    CHECK(finder.leaks().size() == 1);
+    run(10, true);
+    REQUIRE(told.size() == 2);
+    CHECK_FALSE(told[1].filling);
+    CHECK(told[1].steps == 25);
+    REQUIRE(finder.leaks().size() == 1);
+    CHECK_FALSE(finder.leaks()[0].filling);
+    run(30, true);
+    CHECK(told.size() == 2);
+  }
+  SECTION("it is full") {
+    run(20, true);
+    run(10, false);
+    CHECK(told.size() == 1);
+    CHECK(finder.leaks().empty());
+  }
+  SECTION("a graph is kept, which no cache is for") {
+    holder.has_graph = true;
+    run(12, true);
+    REQUIRE(told.size() == 1);
+    CHECK_FALSE(told[0].filling);
+  }
+}
+
+TEST_CASE("A sum that grows by every fifth step is a leak too", "[probes]") {
+  const Tracking on;
+  int64_t length = 0;
+  LeakFinder finder({}, nullptr, [&] {
+    return std::vector<LeakFinder::Sum>{{named(HolderKind::variable), length}};
+  });
+  for (int i = 0; i < 35; ++i) {
+    length += i % 5 == 0 ? 1 : 0;
+    CHECK(finder.leaks().size() == (i <= 30 ? 0U : 1U));
+    finder.check();
+  }
+  for (int i = 0; i < 100; ++i) {  // once more for each epoch
+    length = i % 6;
+    finder.check();
+  }
+  CHECK(finder.leaks().size() == 1);
+}
+
 TEST_CASE("A sum that grows by each step is a leak, although it holds no bytes", "[probes]") {
   const Tracking on;
   int64_t length = 0;

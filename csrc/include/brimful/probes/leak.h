@@ -40,6 +40,7 @@ struct Holder {
   bool scalar = false;         ///< the tensor on the path has one element
   bool has_graph = false;      ///< the tensor on the path has a graph behind it
   bool is_gradient = false;    ///< the path ends in a gradient that has a graph itself
+  bool numpy = false;          ///< through a NumPy array that shares the tensor's memory
   const void* data = nullptr;  ///< the first byte of the storage of the path's tensor
 };
 
@@ -52,13 +53,17 @@ struct GrowthOptions {
 struct Growth {
   uint32_t site = 0;
   int64_t first_step = 0;  ///< of those that left something behind, in one run up to the last
-  int64_t steps = 0;
+  int64_t steps = 0;       ///< of the run that left something behind
+  int64_t period = 1;      ///< the most steps from one of them to the next
+  int64_t all_steps = 0;   ///< those before the run as well
+  bool slowing = false;  ///< the later half of all took half as long again as the first, or longer
   int64_t blocks = 0;
   int64_t bytes = 0;
 };
 
-/// The lines of which each of the last `steps` complete steps has left blocks behind, the largest first. The step under
-/// way (`step`) and the one before, whose loss or output may rightly still be held, do not count.
+/// The lines that have left blocks behind in `steps` complete steps, the largest first: in each of the last, or at
+/// intervals of which none is twice as long as another. The step under way (`step`) and the one before, whose loss or
+/// output may rightly still be held, do not count.
 /// @throws c10::ValueError unless options.steps >= 2 and options.warm_up >= 0
 BRIMFUL_API std::vector<Growth> growing(const std::vector<memory::LiveBlock>& blocks, int64_t step,
                                         const GrowthOptions& options = {});
@@ -73,6 +78,8 @@ struct Leak {
   int64_t bytes_per_step = 0;
   bool evaluation = false;  ///< there is no gradient: the loop does not train
   bool retained = false;    ///< a backward() has kept its graph: retain_graph=True
+  bool filling =
+      false;  ///< no graph is kept, and not for long: a cache that is not full looks the same
 };
 
 /// What to change in the program, in one clause: "use total += loss.item()".

@@ -31,14 +31,22 @@ class BRIMFUL_API LeakFinder {
   explicit LeakFinder(GrowthOptions options = {}, Search search = nullptr, Sums sums = nullptr);
 
   /// Between two steps: looks for lines that grow and have not been judged, and returns the leaks that are new. What is
-  /// in a container that stops growing by itself is none; what has no holder is one after twice as many steps.
+  /// in a container that stops growing by itself is none, nor is a line that lets go of what it held (a window of the last
+  /// tensors); what has no holder is one after twice as many steps. What keeps no graph may be a cache that fills: it is
+  /// `filling` until five times as many steps have left something at the same rate, and returned again then.
   /// @throws c10::Error if tracking is off
   std::vector<Leak> check();
+  /// Those of `check` that grow still, or are sure.
   const std::vector<Leak>& leaks() const { return leaks_; }
 
  private:
   struct Suspects;
+  bool lets_go(const Growth& growth, int64_t last) const;
+  bool is_ripe(const Growth& growth) const;
+  bool is_sure(const Holder& holder, const Growth& growth) const;
+  void forget_full(const std::vector<Growth>& growths);
   std::vector<Leak> judge(const Suspects& suspects);
+  std::vector<Leak> settle(std::map<std::string, Leak> by_holder);
   std::vector<Leak> judge_sums(const std::vector<memory::LiveBlock>& blocks);
 
   GrowthOptions options_;
@@ -46,11 +54,24 @@ class BRIMFUL_API LeakFinder {
   Sums sums_;
   struct Run {
     int64_t length = 0;
-    int64_t steps = 0;  // in which it grew, one after the other
+    int64_t steps = 0;  // in which it grew, at even intervals
+    int64_t grown = 0;  // the newest of them
+    int64_t least = 0;  // interval
+    int64_t most = 0;
   };
+  static Run next_run(Run run, int64_t length, int64_t check);
+  int64_t checks_ = 0;
   std::map<std::string, Run> runs_;
-  std::set<uint32_t> judged_;        // sites
-  std::set<std::string> announced_;  // holders
+  struct Seen {
+    int64_t steps = 0;    // that have left something
+    int64_t last = -1;    // the newest step that was looked at
+    int64_t let_go = -1;  // the newest at which one of them was gone
+  };
+  std::map<uint32_t, Seen> seen_;            // by site
+  std::set<uint32_t> judged_;                // sites
+  std::map<uint32_t, std::string> filling_;  // holders, by site
+  std::set<std::string> announced_;          // holders
+  std::set<std::string> hinted_;             // holders that may be filling
   std::vector<Leak> leaks_;
 };
 
