@@ -26,6 +26,7 @@ OomProgram as_program(const py::tuple& found) {
   }
   program.optimizers = found[1].cast<std::vector<std::string>>();
   program.uses_sizer = found[2].cast<bool>();
+  program.building = found[4].cast<bool>();
   program.labels = labels_of(found[3].cast<std::vector<std::pair<at::Tensor, std::string>>>());
   return program;
 }

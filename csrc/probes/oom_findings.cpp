@@ -47,6 +47,13 @@ std::string cheaper_batches(const OomFacts& facts) {
              : "split the batch (brimful.BatchSizer does it by itself where memory runs out)";
 }
 
+constexpr const char* kUseSdpa =
+    "compute attention with torch.nn.functional.scaled_dot_product_attention, whose flash kernels "
+    "keep "
+    "no scores (nn.MultiheadAttention: need_weights=False), or shorten the sequences, whose square "
+    "the "
+    "scores need; fewer rows help no further than one row";
+
 class Findings {
  public:
   explicit Findings(const OomFacts& facts) : facts_(facts) {}
@@ -56,6 +63,7 @@ class Findings {
     work();
     single_request();
     standing();
+    data();
     beside();
     std::stable_sort(found_.begin(), found_.end(),
                      [](const Scored& a, const Scored& b) { return a.score > b.score; });
@@ -111,7 +119,9 @@ class Findings {
   }
 
   void work() {
-    const int64_t bytes = at(facts_, Category::activations) + request_in(facts_, Phase::forward);
+    const int64_t flow = facts_.flow_bytes + (facts_.request_flows ? facts_.request_bytes : 0);
+    const int64_t bytes =
+        at(facts_, Category::activations) + request_in(facts_, Phase::forward) + flow;
     const std::string most =
         format_bytes(bytes) + ", most of them at " + top_place(facts_, Phase::forward);
     if (evaluates()) {
@@ -123,12 +133,17 @@ class Findings {
           "earlier steps fitted, and this one's batch and activations need " +
               format_bytes(bytes + request) + ", most of them at " +
               (request > bytes ? facts_.place : top_place(facts_, Phase::forward)),
-          "bound the batch's size or the sequences' length, or " + cheaper_batches(facts_));
+          facts_.attention
+              ? kUseSdpa
+              : "bound the batch's size or the sequences' length, or " + cheaper_batches(facts_));
     } else {
-      add(OomCause::activations, bytes, false, "activations hold " + most,
-          cheaper_batches(facts_) +
-              ", checkpoint activations (torch.utils.checkpoint), or compute in bfloat16 "
-              "(torch.autocast)");
+      add(OomCause::activations, bytes, false,
+          (flow > 0 ? "activations and their gradients hold " : "activations hold ") + most,
+          facts_.attention
+              ? kUseSdpa
+              : cheaper_batches(facts_) +
+                    ", checkpoint activations (torch.utils.checkpoint), or compute in bfloat16 "
+                    "(torch.autocast)");
     }
   }
 
@@ -145,8 +160,9 @@ class Findings {
       add(OomCause::temporary, bytes, true,
           "one operator asks for " + format_bytes(bytes) + ", more than all the rest (" +
               facts_.place + ")",
-          "compute that line in chunks, or in a form without so large a result (broadcasts, "
-          "cdist, one_hot, attention written out)");
+          facts_.attention ? kUseSdpa
+                           : "compute that line in chunks, or in a form without so large a result "
+                             "(broadcasts, cdist, one_hot, attention written out)");
     }
   }
 
@@ -156,10 +172,16 @@ class Findings {
     const auto& program = facts_.program;
     const std::string optimizer =
         program && program->optimizers.size() == 1 ? program->optimizers.front() : "the optimizer";
+    const bool keeps_history =
+        program && std::ranges::find(program->optimizers, "LBFGS") != program->optimizers.end();
     add(OomCause::optimizer_state, state, facts_.phase == Phase::optimizer,
         "the state of " + optimizer + " needs " + format_bytes(state),
-        "use an optimizer with less state (SGD, Adafactor, 8-bit Adam), foreach=False, or shard it "
-        "over ranks (ZeroRedundancyOptimizer)");
+        keeps_history
+            ? "lower LBFGS's history_size: each entry takes twice the parameters' bytes, up "
+              "to history_size (100 by default) of them"
+            : "use an optimizer with less state (SGD, Adafactor, 8-bit Adam), foreach=False, or "
+              "shard it "
+              "over ranks (ZeroRedundancyOptimizer)");
     const int64_t kept = facts_.phase == Phase::forward ? facts_.kept_gradient_bytes : 0;
     add(OomCause::gradients_kept, kept, kept >= short_of(facts_),
         "gradients of the step before still live in this forward: " + format_bytes(kept),
@@ -167,9 +189,27 @@ class Findings {
     models();
   }
 
-  bool is_building() const {
+  bool is_before_forward() const {
     return !facts_.earlier_forward && facts_.phase == Phase::other &&
            at(facts_, Category::activations) == 0;
+  }
+  /// Where the program's language does not say it, what is asked for before a forward is the model's.
+  bool is_building() const {
+    return is_before_forward() && (!facts_.program || facts_.program->building);
+  }
+
+  int64_t data_bytes() const {
+    return facts_.data_bytes + (is_before_forward() && !is_building() ? facts_.request_bytes : 0);
+  }
+
+  void data() {
+    const bool asks = facts_.request_bytes > facts_.data_bytes || facts_.data_place.empty();
+    add(OomCause::data, data_bytes(), false,
+        "tensors of the first step or before it, of no model (data, inputs, results), hold " +
+            format_bytes(data_bytes()) + ", most of them at " +
+            (asks && data_bytes() > facts_.data_bytes ? facts_.place : facts_.data_place),
+        "leave data on disk or on another device and load a batch at a time (a DataLoader, "
+        "numpy.memmap), keep it in a smaller dtype, or delete what is not used again");
   }
 
   /// Of all models but the largest.
@@ -190,7 +230,9 @@ class Findings {
     const int64_t others = other_model_bytes();
     const int64_t model = at(facts_, Category::parameters) + at(facts_, Category::buffers) +
                           facts_.step_gradient_bytes - others +
-                          (building ? facts_.request_bytes : request_in(facts_, Phase::backward));
+                          (building               ? facts_.request_bytes
+                           : facts_.request_flows ? 0
+                                                  : request_in(facts_, Phase::backward));
     if (others > 0) {
       const auto& models = facts_.program->models;
       const bool enough = others >= short_of(facts_) && is_part(others, kSignPart);
@@ -203,7 +245,7 @@ class Findings {
         found_.back().score = std::max(others, model);
       }
     }
-    add(OomCause::model, model, building,
+    add(OomCause::model, model, building && model >= data_bytes(),
         "the model by itself needs " + format_bytes(model) + " for parameters and gradients",
         "raise the limit (brimful.memory.set_limit), or use a smaller model, bfloat16 parameters, "
         "or shards (FSDP)");
@@ -236,7 +278,8 @@ const char* name_of(OomCause cause) {
   constexpr std::array kNames{
       "activations", "large_batch",    "no_grad",         "temporary",
       "growth",      "gradients_kept", "optimizer_state", "embedding_gradient",
-      "model",       "other_model",    "fragmentation",   "others"};
+      "model",       "other_model",    "fragmentation",   "others",
+      "data"};
   return kNames[static_cast<size_t>(cause)];
 }
 

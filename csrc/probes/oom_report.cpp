@@ -19,6 +19,7 @@
 #include "memory/moment.h"
 #include "memory/oom_observer.h"
 #include "memory/others.h"
+#include "probes/attention_line.h"
 #include "probes/oom_blocks.h"
 #include "probes/oom_program.h"
 
@@ -54,6 +55,7 @@ void read_moment(OomFacts& facts) {
   facts.step = moment.step;
   facts.phase = moment.phase;
   facts.place = place_of(moment.site);
+  facts.attention = is_attention(memory::site(moment.site));
   facts.grad_enabled = c10::GradMode::is_enabled();
   if (const auto node = torch::autograd::get_current_node()) {
     facts.node = node->name();
@@ -128,13 +130,13 @@ std::string observe(c10::Device device, int64_t request_bytes, bool retried) {
   facts.request_bytes = request_bytes;
   read_moment(facts);
   read_device(facts, device);
-  read_blocks(facts, memory::live_blocks(device));
   if (!retried) {
     if (const auto reader = watch().reader.load(std::memory_order_acquire)) {
       facts.program = reader();
     }
     read_beside(facts, device);
   }
+  read_blocks(facts, memory::live_blocks(device));
   facts.by_category = memory::live_by_category(
       device, facts.program ? facts.program->labels : std::vector<memory::Label>{});
   const auto text = short_text(facts);

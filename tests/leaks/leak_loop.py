@@ -1,8 +1,8 @@
 """The loop of each program of this folder, and what a finder is to say of it.
 
-A program may state how many ``# steps: N`` it has. One under ``planted`` marks the line of its leak with ``# holder: NAME``, and states each clause of the remedy as
-``# advice: WORDS``; one under ``clean`` has none. A cache that ``# fills: NAME`` and then stops may be told as such
-meanwhile, and no more when it has stopped.
+A program may state how many ``# steps: N`` it has. One under ``planted`` marks the line of its leak with
+``# holder: NAME``, and states each clause of the remedy as ``# advice: WORDS``; one under ``clean`` has none. A cache
+that ``# fills: NAME`` and then stops may be told as such meanwhile, and no more when it has stopped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Runs the programs of this folder until their memory runs out, and knows what a report is to say of it.
 
 A program marks the line that is to blame with ``# cause: NAME``, or ``# cause: NAME, here`` if the line is to be named.
+It may state words of the cause's text (``# says: WORDS``), of its advice (``# advice: WORDS``), words that are nowhere
+in the advice (``# not: WORDS``), and the ``# phase: NAME`` of the refusal.
 """
 
 from __future__ import annotations
@@ -45,5 +47,18 @@ def is_right(program: Path, report: brimful.memory.OomReport) -> bool:
     for number, line in enumerate(program.read_text().splitlines(), 1):
         if found := re.search(r"# cause: (\w+)(, here)?", line):
             place = f"{program.name}:{number}"
-            return first.cause == found[1] and (not found[2] or place in first.words)
+            named = first.cause == found[1] and (not found[2] or place in first.words)
+            return named and has_what_is_stated(program.read_text(), report)
     raise AssertionError(f"{program.name} names no cause")
+
+
+def has_what_is_stated(text: str, report: brimful.memory.OomReport) -> bool:
+    first = report.findings[0]
+    expected = {
+        "says": lambda words: words in first.words,
+        "advice": lambda words: words in first.advice,
+        "not": lambda words: words not in first.advice,
+        "phase": lambda words: words == report.phase,
+    }
+    stated = re.findall(r"^# (says|advice|not|phase): (.+)$", text, re.M)
+    return all(expected[kind](words) for kind, words in stated)

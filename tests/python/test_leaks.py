@@ -73,33 +73,32 @@ def of_base(array):
 
 
 @pytest.mark.parametrize("frozen_too", [False, True])
-@pytest.mark.parametrize(
-    ("wrap", "path"),
-    [
-        (lambda array: array, "held"),
-        (lambda array: [array], "held[0]"),
-        (lambda array: {"a": array}, "held['a']"),
-        (lambda array: {"a": (array, 1)}, "held['a'][0]"),
-        (lambda array: {"a": {1: (1, of_base(array))}}, "held['a'][1][1]"),
-        (lambda array: [memoryview(of_base(array))], "held[0]"),
-        (lambda array: [array.view(Rows)], "held[0]"),
-    ],
-)
-def test_an_array_of_numpys_holds_its_tensor(wrap, path, frozen_too):
-    tensor = torch.randn(4, 4)
-    data = tensor.untyped_storage().data_ptr()
-    held = wrap(tensor.numpy())
-    del tensor
+def test_an_array_of_numpys_holds_its_tensor(frozen_too):
+    ways = {
+        "[0]": lambda array: array,
+        "[1][0]": lambda array: [array],
+        "[2]['a']": lambda array: {"a": array},
+        "[3]['a'][0]": lambda array: {"a": (array, 1)},
+        "[4]['a'][1][1]": lambda array: {"a": {1: (1, of_base(array))}},
+        "[5][0]": lambda array: [memoryview(of_base(array))],
+        "[6][0]": lambda array: [array.view(Rows)],
+    }
+    tensors = [torch.randn(4, 4) for _ in range(len(ways) + 1)]
+    data = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    alone = of_base(tensors.pop().numpy())
+    held = [wrap(tensors.pop(0).numpy()) for wrap in ways.values()]
     gc.collect()  # lets the collector forget dicts and tuples of arrays
     if frozen_too:
         gc.freeze()
     try:
-        (holder,) = brimful._C._find_holders([data])
+        *holders, of_alone = brimful._C._find_holders(data)
     finally:
         gc.unfreeze()
-    assert holder.path.startswith(path)
-    assert holder.root == "local of test_an_array_of_numpys_holds_its_tensor()"
-    del held
+    for holder, way in zip(holders, ways, strict=True):
+        assert holder.path.startswith(f"held{way}")
+        assert holder.root == "local of test_an_array_of_numpys_holds_its_tensor()"
+    assert of_alone.path == "alone"
+    del held, alone
 
 
 @pytest.mark.parametrize("other", [None, object(), types.SimpleNamespace(ndarray=3)])

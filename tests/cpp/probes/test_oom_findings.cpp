@@ -1,8 +1,13 @@
 #include <brimful/probes/oom_report.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <filesystem>
+#include <fstream>
 #include <string>
 
+#include "probes/attention_line.h"
 #include "probes/oom_blocks.h"
 #include "support/catch.h"
 
@@ -148,6 +153,123 @@ TEST_CASE("what stands is told apart: state, a model, another model", "[oom_repo
   facts.limit_bytes = 60 * kMiB;  // without it the rest would not fit either
   CHECK(first(facts).cause == OomCause::model);
   CHECK(first(facts).bytes == 55 * kMiB);
+}
+
+TEST_CASE("gradients of activations are activations', not the model's", "[oom_report]") {
+  auto facts = facts_in(Phase::backward);
+  of(facts, Category::parameters) = 20 * kMiB;
+  of(facts, Category::activations) = 20 * kMiB;
+  facts.flow_bytes = 30 * kMiB;
+  facts.request_flows = true;
+  CHECK(first(facts).cause == OomCause::activations);
+  CHECK(first(facts).bytes == 60 * kMiB);
+  CHECK_THAT(first(facts).words, Catch::Contains("activations and their gradients hold 60.0 MiB"));
+  const auto found = findings(facts);
+  CHECK(found.back().cause == OomCause::model);
+  CHECK(found.back().bytes == 20 * kMiB);
+}
+
+TEST_CASE("blocks of a backward are parameters' gradients by label or size, up to the parameters",
+          "[oom_report]") {
+  auto facts = facts_in(Phase::backward);
+  facts.request_bytes = 12 * kMiB;
+  std::array<char, 6> places{};
+  facts.program.emplace();
+  facts.program->labels = {{&places[0], 4 * kMiB, Category::parameters},
+                           {&places[1], 6 * kMiB, Category::parameters},
+                           {&places[2], 4 * kMiB, Category::gradients}};
+  std::vector<brimful::memory::LiveBlock> blocks(6);
+  const std::array<int64_t, 6> sizes{4, 6, 4, 6, 6, 7};
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    blocks[i].data = &places[i];
+    blocks[i].bytes = sizes[i] * kMiB;
+    blocks[i].phase = i < 2 ? Phase::other : Phase::backward;
+  }
+  read_blocks(facts, blocks);
+  CHECK(facts.step_gradient_bytes == 10 * kMiB);  // of two that have a parameter's size, one is
+  CHECK(facts.flow_bytes == 13 * kMiB);
+  CHECK(facts.request_flows);
+  CHECK(facts.data_bytes == 0);  // parameters are none
+  blocks.resize(3);
+  facts.request_bytes = 6 * kMiB;
+  read_blocks(facts, blocks);
+  CHECK_FALSE(facts.request_flows);
+  facts.request_bytes = 4 * kMiB + 100;  // as CUDA rounds
+  read_blocks(facts, blocks);
+  CHECK_FALSE(facts.request_flows);
+}
+
+TEST_CASE("data of the first step is named with its line", "[oom_report]") {
+  auto facts = facts_in(Phase::other);
+  facts.program.emplace();
+  brimful::memory::LiveBlock block;
+  block.data = &facts;
+  block.bytes = 45 * kMiB;
+  block.site = brimful::memory::site_id({"train.py", 3, "load"});
+  facts.step = 3;
+  facts.earlier_forward = true;
+  read_blocks(facts, {block});
+  CHECK(first(facts).cause == OomCause::data);
+  CHECK_THAT(first(facts).words, Catch::Contains("45.0 MiB, most of them at train.py:3 (load)"));
+  auto of_a_step = facts_in(Phase::other);
+  of_a_step.program.emplace();
+  block.step = 2;
+  read_blocks(of_a_step, {block});
+  CHECK(of_a_step.data_bytes == 0);
+  // Before a forward a request is the model's while one is being made, else data.
+  auto asked = facts_in(Phase::other);
+  asked.request_bytes = 40 * kMiB;
+  CHECK(first(asked).cause == OomCause::model);
+  asked.program.emplace();
+  CHECK(first(asked).cause == OomCause::data);
+  asked.program->building = true;
+  CHECK(first(asked).cause == OomCause::model);
+}
+
+TEST_CASE("attention is known by its line's words or its function's name", "[oom_report]") {
+  const auto folder = std::filesystem::temp_directory_path();
+  const auto path = folder / ("brimful_attention_" + std::to_string(::getpid()) + ".py");
+  const std::vector<std::pair<const char*, bool>> lines{
+      {"weights = (q @ k.transpose(-2, -1) / 8).softmax(-1)", true},
+      {"scores = scores.masked_fill(mask, -inf)", true},
+      {"x = self.attn(x, x, x)[0]", true},
+      {"w = torch.matmul(query, key_states.transpose(2, 3))", true},
+      {"y = x @ self.weight.T", false},
+      {"y = x @ block.transpose(0, 1)", false},
+      {"p = logits.log_softmax(-1)", false},
+      {"score = metric(x)", false},
+      {"", false}};
+  {
+    std::ofstream file(path);
+    for (const auto& [line, expected] : lines) {
+      file << line << "\n";
+    }
+  }
+  for (size_t i = 0; i < lines.size(); ++i) {
+    CAPTURE(lines[i].first);
+    CHECK(is_attention({path.string(), static_cast<int>(i) + 1, "f"}) == lines[i].second);
+  }
+  CHECK_FALSE(is_attention({path.string(), 100, "f"}));
+  CHECK_FALSE(is_attention({path.string(), -1, "f"}));
+  CHECK_FALSE(is_attention({"/nowhere/train.py", 1, "f"}));
+  CHECK_FALSE(is_attention({folder.string(), 1, "f"}));
+  CHECK_FALSE(is_attention({}));
+  CHECK(is_attention({"", 0, "SelfAttention.forward"}));
+  std::filesystem::remove(path);
+}
+
+TEST_CASE("attention is advised to keep no scores, and LBFGS to keep less", "[oom_report]") {
+  auto facts = forward_with_activations();
+  facts.attention = true;
+  CHECK_THAT(first(facts).advice, Catch::Contains("scaled_dot_product_attention"));
+  CHECK_THAT(first(facts).advice, !Catch::Contains("BatchSizer"));
+  facts = facts_in(Phase::optimizer);
+  of(facts, Category::optimizer_state) = 50 * kMiB;
+  facts.program.emplace();
+  facts.program->optimizers = {"LBFGS"};
+  CHECK_THAT(first(facts).advice, Catch::Contains("history_size"));
+  facts.program->optimizers = {"Adam"};
+  CHECK_THAT(first(facts).advice, !Catch::Contains("history_size"));
 }
 
 TEST_CASE("other processes count on a device that is shared, and small parts nowhere",

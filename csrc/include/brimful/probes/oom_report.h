@@ -24,6 +24,8 @@ struct OomProgram {
   std::vector<OomModel> models;
   std::vector<std::string> optimizers;  ///< names of their classes
   bool uses_sizer = false;
+  bool building =
+      false;  ///< a model is being made, or moved, by the thread whose request was refused
   std::vector<memory::Label> labels;
 };
 
@@ -61,8 +63,14 @@ struct OomFacts {
   bool grad_enabled = false;
   bool earlier_forward = false;  ///< a forward of an earlier step fitted
   memory::CategoryBytes by_category{};
-  int64_t kept_gradient_bytes = 0;             ///< taken by the backward of an earlier step
-  int64_t step_gradient_bytes = 0;             ///< taken by this step's
+  int64_t kept_gradient_bytes = 0;  ///< taken by the backward of an earlier step
+  int64_t step_gradient_bytes = 0;  ///< taken by this step's, of parameters where these are known
+  int64_t flow_bytes = 0;           ///< gradients of activations in this step's backward
+  bool request_flows = false;       ///< the request is for one of them
+  int64_t data_bytes = 0;  ///< made in the first step or before it, of no model and no graph
+  std::string data_place;  ///< that has the most of it
+  bool attention =
+      false;  ///< the request, or most of the activations, is of attention that is written out
   std::vector<OomSite> sites;                  ///< the most bytes first, at most 12
   std::vector<OomGrowth> growing;              ///< the same
   std::optional<Fragmentation> fragmentation;  ///< CUDA's
@@ -88,6 +96,7 @@ enum class OomCause : uint8_t {
   other_model,  ///< another one in this process
   fragmentation,
   others,  ///< other processes
+  data,    ///< tensors of the first step or before it, of no model
 };
 BRIMFUL_API const char* name_of(OomCause cause);
 
