@@ -26,10 +26,8 @@ endif()
 # Warnings and sanitizers for a target of ours. torch's headers are SYSTEM and stay silent.
 function(brimful_own_target target)
   target_compile_options(${target} PRIVATE -Wall -Wextra $<$<BOOL:${BRIMFUL_WERROR}>:-Werror>)
-  # g++ instantiates the templates of a precompiled header again in every file that it compiles: 3 s, most of the time of
-  # a small one. Names in anonymous namespaces so have to differ within a target.
   if(BRIMFUL_UNITY)
-    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 12)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
     # It takes a source for a header where a unity file includes it.
     target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
   endif()
@@ -39,6 +37,26 @@ function(brimful_own_target target)
       -Wno-maybe-uninitialized)
     target_link_options(${target} PRIVATE -fsanitize=${BRIMFUL_SANITIZE})
   endif()
+endfunction()
+
+# Which sources are compiled as one: twelve of a folder, in the order of the list. g++ instantiates the templates of a
+# precompiled header again in every file that it compiles: 3 s, most of the time of a small one. Names in anonymous
+# namespaces have to differ within a group. Groups do not depend on the configuration, so that what compiles in one
+# compiles in all; a source without a group is compiled by itself.
+function(brimful_unity_groups)
+  set(folder "")
+  foreach(source IN LISTS ARGN)
+    cmake_path(GET source PARENT_PATH parent)
+    if(NOT parent STREQUAL folder)
+      set(folder "${parent}")
+      string(MAKE_C_IDENTIFIER "${folder}" group)
+      get_property(count GLOBAL PROPERTY brimful_unity_${group})
+    endif()
+    math(EXPR index "0${count} / 12")
+    math(EXPR count "0${count} + 1")
+    set_property(GLOBAL PROPERTY brimful_unity_${group} ${count})
+    set_source_files_properties("${source}" PROPERTIES UNITY_GROUP "${group}_${index}")
+  endforeach()
 endfunction()
 
 # nlohmann_json serves one source file and is in no public header.

@@ -117,7 +117,7 @@ LiveBlock as_live_block(const Block& block) {
   return {block.data, block.bytes, block.step, block.birth, block.site, block.module, block.phase};
 }
 
-std::vector<Block> live_of(c10::Device device) {
+std::vector<Block> blocks_in_use_of(c10::Device device) {
   auto& table = blocks_of(checked(device));
   const std::lock_guard lock(table.mutex());
   return table.live();
@@ -236,7 +236,7 @@ void mark_step_unless_by_hand() {
 }
 
 std::vector<LiveBlock> live_blocks(c10::Device device) {
-  const auto live = live_of(device);
+  const auto live = blocks_in_use_of(device);
   std::vector<LiveBlock> blocks;
   blocks.reserve(live.size());
   std::transform(live.begin(), live.end(), std::back_inserter(blocks), &as_live_block);
@@ -254,7 +254,7 @@ std::vector<LiveBlock> live_blocks_everywhere() {
 }
 
 std::optional<LiveBlock> find_block(const void* data, c10::Device device) {
-  for (const Block& block : live_of(device)) {
+  for (const Block& block : blocks_in_use_of(device)) {
     if (block.data == data) {
       return as_live_block(block);
     }
@@ -264,7 +264,7 @@ std::optional<LiveBlock> find_block(const void* data, c10::Device device) {
 
 std::vector<SiteUse> live_by_site(c10::Device device) {
   std::map<std::pair<uint32_t, Phase>, SiteUse> uses;
-  for (const Block& block : live_of(device)) {
+  for (const Block& block : blocks_in_use_of(device)) {
     SiteUse& use = uses[{block.site, block.phase}];
     use.site = block.site;
     use.phase = block.phase;

@@ -10,7 +10,7 @@ constexpr std::array<std::string_view, 6> kShortages{"MemoryError",      "_Array
                                                      "OutOfMemoryError", "BatchTooLarge",
                                                      "RankFailed",       "RankOutOfMemory"};
 // OSError and its kinds are not here: a worker that the kernel killed shows as any of them.
-constexpr std::array<std::string_view, 18> kMistakes{
+constexpr std::array<std::string_view, 18> kMistakeNames{
     "TypeError",          "ValueError",          "KeyError",       "IndexError",
     "LookupError",        "AttributeError",      "NameError",      "UnboundLocalError",
     "ImportError",        "ModuleNotFoundError", "SyntaxError",    "NotImplementedError",
@@ -67,7 +67,7 @@ std::vector<std::string> types_in(const std::string& text) {
     const auto name = class_before(without_rank(line));
     if (is_one_of(kShortages, name)) {
       types.insert(types.begin(), name == kShortages[1] ? "MemoryError" : std::string(name));
-    } else if (is_one_of(kMistakes, name)) {
+    } else if (is_one_of(kMistakeNames, name)) {
       mistake = name;
     } else if (name.ends_with("Error") || name.ends_with("Exception")) {
       mistake.clear();  // the last one is the error
@@ -81,7 +81,7 @@ std::vector<std::string> types_in(const std::string& text) {
 
 bool is_mistake_by_type(const ErrorText& error) {
   return std::any_of(error.types.begin(), error.types.end(),
-                     [](const std::string& type) { return is_one_of(kMistakes, type); });
+                     [](const std::string& type) { return is_one_of(kMistakeNames, type); });
 }
 
 std::string said_by(const std::string& text) {

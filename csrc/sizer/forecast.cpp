@@ -12,7 +12,7 @@
 
 namespace brimful {
 namespace {
-constexpr int64_t kLeastRows = 2;  // of the first traced size; BatchNorm refuses one row
+constexpr int64_t kFirstTracedRows = 2;  // of the first traced size; BatchNorm refuses one row
 constexpr int64_t kCheckedRows = 16;
 constexpr double kGoodEnough = 0.01;  // of the peak: else a larger size is traced
 constexpr int64_t kStepSlackBytes =
@@ -90,12 +90,12 @@ Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
                : model->largest_rows(room - with_margin(0), kCheckedRows) * 4 / 5;
   };
   try {
-    trace(kLeastRows);  // what is allocated once and for all
+    trace(kFirstTracedRows);  // what is allocated once and for all
     traced = {};
-    trace(kLeastRows);
-    trace(kLeastRows + 1);
+    trace(kFirstTracedRows);
+    trace(kFirstTracedRows + 1);
     int64_t rows = model ? checked_rows() : 0;
-    while (model && rows > kLeastRows + 1 && rows <= *input.rows &&
+    while (model && rows > kFirstTracedRows + 1 && rows <= *input.rows &&
            with_margin(model->peak_bytes(rows)) <= room_of(memory::stats(options_.device))) {
       const auto told = static_cast<double>(model->peak_bytes(rows));
       trace(rows);
@@ -117,7 +117,7 @@ Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
 
 std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork& work) {
   const auto rows = *input.rows;
-  if (rows <= kLeastRows || !options_.device.is_cpu() || input.kind.uneven) {
+  if (rows <= kFirstTracedRows || !options_.device.is_cpu() || input.kind.uneven) {
     return std::nullopt;
   }
   Plan plan;

@@ -9,9 +9,9 @@
 namespace brimful {
 namespace {
 // Of an allocation's size: alignment to a cache line or so is no other law of growth.
-constexpr double kToleranceBytes = 64;
+constexpr double kPeakToleranceBytes = 64;
 constexpr double kTolerance = 0.001;
-constexpr double kPagesBytes = 2 * 4096;  // parts are rounded by themselves
+constexpr double kPartPagesBytes = 2 * 4096;  // parts are rounded by themselves
 constexpr double kPeakTolerance = 0.005;  // where the sequence is another one
 
 bool is_same_sequence(const memory::Trace& one, const memory::Trace& other) {
@@ -77,7 +77,7 @@ PeakModel::Event PeakModel::event_of(const std::vector<double>& bytes) const {
   Event event{bytes[0] - of_row * rows_[0], of_row, {}};
   const double off = std::abs(event.constant + of_row * most - bytes.back());
   const bool is_everywhere = std::find(bytes.begin(), bytes.end(), 0) == bytes.end();
-  if (is_everywhere && off <= std::max(kToleranceBytes, kTolerance * std::abs(bytes.back()))) {
+  if (is_everywhere && off <= std::max(kPeakToleranceBytes, kTolerance * std::abs(bytes.back()))) {
     return event;
   }
   event.traced = bytes;
@@ -96,7 +96,7 @@ double PeakModel::bytes_of(const Event& event, double rows) const {
     return event.constant + event.per_row * rows;
   }
   const auto padded = [](double bytes) {
-    return bytes < 0 ? bytes - kPagesBytes : bytes > 0 ? bytes + kPagesBytes : 0;
+    return bytes < 0 ? bytes - kPartPagesBytes : bytes > 0 ? bytes + kPartPagesBytes : 0;
   };
   if (rows >= rows_.back()) {
     return padded(event.traced.back() + event.per_row * (rows - rows_.back()));
