@@ -17,6 +17,7 @@ MODULES = {
     "zb_tables": ("pipeline.zb_tables",),
     "matmul": ("pipeline.matmul_share",),
     "split": ("pipeline.split_live", "pipeline.split_time"),
+    "turns": ("pipeline.turns", "pipeline.turns_checkpoint"),
 }
 
 

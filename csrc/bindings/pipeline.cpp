@@ -12,6 +12,7 @@
 #include "base/format.h"
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
+#include "bindings/pipeline_threads.h"
 #include "bindings/pipeline_value.h"
 #include "bindings/sizer_parts.h"
 #include "pipeline/peers.h"
@@ -24,24 +25,6 @@ using pipeline::PipelineOutcome;
 using pipeline::Stage;
 using pipeline::StageNote;
 using pipeline::Value;
-
-/// A stage's thread keeps its Python state: making one for every call would cost more than the call.
-class PythonThread {
- public:
-  PythonThread() : ensured_(PyGILState_Ensure()), state_(PyEval_SaveThread()) {}
-  ~PythonThread() {
-    if (Py_IsInitialized() != 0) {
-      PyEval_RestoreThread(state_);
-      PyGILState_Release(ensured_);
-    }
-  }
-  PythonThread(const PythonThread&) = delete;
-  PythonThread& operator=(const PythonThread&) = delete;
-
- private:
-  PyGILState_STATE ensured_;
-  PyThreadState* state_;
-};
 
 /// An object that threads without the GIL may let go of.
 std::shared_ptr<py::object> shared(py::object object) {
@@ -117,7 +100,7 @@ class PythonPipeline {
         peers_(options.peers) {
     options.scaler = scaler_.get();
     options.translate = translated;
-    options.thread_scope = [] { return std::make_shared<PythonThread>(); };
+    options.thread_scope = [threads = threads_] { return std::make_shared<PythonThread>(threads); };
     const py::gil_scoped_release no_gil;  // the threads start with it
     pipeline_ = std::make_unique<Pipeline>(std::move(stages), std::move(options));
   }
@@ -146,6 +129,7 @@ class PythonPipeline {
                        "step needs a loss function (loss_fn: None); give one to Pipeline");
     });
     set_inputs(work, batch, rows, keywords);
+    add_tensors(work, target, "target");
     work.begin = [&, slice_inputs = work.begin](const std::vector<int64_t>& split) {
       slice_inputs(split);
       call_python([&] {
@@ -208,9 +192,25 @@ class PythonPipeline {
     }
   }
 
+  /// For a step that is repeated; what is wrong with the part, cutting it says.
+  static void add_tensors(pipeline::PipelineWork& work, const py::handle& part,
+                          const std::string& name) {
+    if (!work.refused) {
+      refusing(work, [&] {
+        for (auto& named : named_tensors(part, name)) {
+          work.reused.push_back(std::move(named));
+        }
+      });
+    }
+  }
+
   void set_inputs(pipeline::PipelineWork& work, const py::object& batch, int64_t rows,
                   const KeywordBatch& keywords) const {
     const auto cut = std::make_shared<Cut>();
+    add_tensors(work, batch, "batch");
+    if (keywords) {
+      add_tensors(work, keywords->first, "keywords");
+    }
     work.begin = [this, cut, &batch, &keywords, rows](const std::vector<int64_t>& split) {
       call_python([&] {
         cut->inputs.clear();
@@ -262,6 +262,7 @@ class PythonPipeline {
   std::unique_ptr<GradScaler> scaler_;
   std::shared_ptr<Splitter> splitter_;
   std::shared_ptr<pipeline::Peers> peers_;
+  const std::shared_ptr<PythonThreads> threads_ = std::make_shared<PythonThreads>();
   std::unique_ptr<Pipeline> pipeline_;
 };
 

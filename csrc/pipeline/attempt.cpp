@@ -311,8 +311,9 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
   own.replica = call.group.rank();
   own.rows = call.rows;
   own.may_split = may_split_;
+  own.has_more = !result.caller_gradients.empty();
   if (!result.failure) {
-    own.kind = result.peer_failed ? Kind::told : Kind::ok;
+    own.kind = result.peer_failed ? Kind::told : result.drew_together ? Kind::retry : Kind::ok;
     return own;
   }
   const auto& failure = *result.failure;

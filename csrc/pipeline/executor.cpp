@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "pipeline/caller_state.h"
+#include "pipeline/draw_watch.h"
 #include "pipeline/executor_impl.h"
 
 namespace brimful::pipeline {
@@ -44,7 +45,8 @@ Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
     : stages(std::move(stages_of_model)),
       options(std::move(wanted)),
       bells_(ranks()),
-      places_(ranks()) {
+      places_(ranks()),
+      turns_(options.devices, cancelled_) {
   TORCH_CHECK_VALUE(!stages.empty(), "a pipeline has at least one stage (stages: 0)");
   TORCH_CHECK_VALUE(
       !options.devices.empty() && options.devices.size() <= stages.size(),
@@ -194,6 +196,7 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
     }
   }
   begin_job(job);
+  turns_.begin(schedule.stages);
   cancelled_.store(false, std::memory_order_relaxed);
   ended_.store(false, std::memory_order_relaxed);
   running_.store(ranks(), std::memory_order_relaxed);
@@ -215,14 +218,19 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
 void Executor::Impl::finish(const Schedule& schedule, StepResult& result) {
   result.cancelled = ended_.exchange(false, std::memory_order_acq_rel);
   std::string left;
-  for (const auto& run : runs_) {
+  for (auto& run : runs_) {
     result.peak_live.push_back(run.peak_live);
     result.peak_live_bytes.push_back(run.peak_live_bytes);
     result.split_notes.push_back(run.split_note);
+    std::move(run.caller_gradients.begin(), run.caller_gradients.end(),
+              std::back_inserter(result.caller_gradients));
+    run.caller_gradients.clear();
     left = left.empty() && run.stage != nullptr ? run.left_undone() : left;
   }
   const bool is_cancelled = cancelled_.load(std::memory_order_relaxed);
+  result.drew_together = turns_.end(!is_cancelled && left.empty());
   if (is_cancelled || !left.empty()) {  // what was under way pins memory
+    result.caller_gradients.clear();
     for (auto& run : runs_) {
       run.drop();
     }
@@ -271,7 +279,8 @@ void Executor::Impl::run_rank(int rank) {
   }
   const CallerState state(*job_.caller, job_.autocast, job_.keep_casts);
   const EvidenceScope evidence;
-  RankRun run(*job_.work, skips_, *job_.result, options.trace, places_[rank].waits);
+  const DrawWatch watch(turns_.watches());
+  RankRun run(*job_.work, skips_, *job_.result, options.trace, places_[rank].waits, turns_, rank);
   run_actions(first_rank() + rank, run);
   if (cancelled_.load(std::memory_order_acquire)) {
     drop_stages(first_rank() + rank);

@@ -12,6 +12,7 @@
 #include "pipeline/local_channel.h"
 #include "pipeline/peers.h"
 #include "pipeline/rank_run.h"
+#include "pipeline/turns.h"
 
 namespace brimful::pipeline {
 
@@ -85,6 +86,7 @@ class Executor::Impl {
   std::vector<Place> places_;     ///< by rank
   std::mutex failure_mutex_;
   SkipBoard skips_;
+  Turns turns_;
   std::vector<int> rank_of_stage_;
   std::vector<StageRun> runs_;  ///< by stage; empty ones for those of other processes
   std::vector<std::unique_ptr<Channel>> channels_;  ///< that end or begin here

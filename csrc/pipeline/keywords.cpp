@@ -9,8 +9,8 @@ thread_local const KeywordScope* current = nullptr;
 }  // namespace
 
 KeywordScope::KeywordScope(const std::function<Keywords(int microbatch)>& keywords, int microbatch,
-                           c10::Device device)
-    : device_(device), outer_(current) {
+                           c10::Device device, std::vector<CallerLeaf>* leaves)
+    : device_(device), leaves_(leaves), outer_(current) {
   if (keywords) {
     keywords_ = keywords(microbatch);
   }
@@ -39,7 +39,7 @@ Value KeywordScope::get(const std::string& name) const {
   auto value = *found;
   for (auto& tensor : value.tensors) {
     if (tensor.defined()) {
-      tensor = tensor.detach().to(device_, /*non_blocking=*/!device_.is_cpu());
+      tensor = leaf_of(tensor.requires_grad() ? tensor : tensor.detach(), device_, leaves_);
     }
   }
   return value;

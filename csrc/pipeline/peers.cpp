@@ -28,6 +28,7 @@ struct Wire {
   int64_t setup = 0;
   int64_t links = 0;
   int64_t lost_link = 0;
+  int64_t has_more = 0;
   int64_t may_split = 1;
   double loss_sum = 0;
   double weight = 0;
@@ -40,6 +41,7 @@ PeerVerdict worse(PeerVerdict first, PeerVerdict second) {
   const bool may_split = first.may_split && second.may_split;
   const int64_t links = std::max(first.links, second.links);
   const bool lost_link = first.lost_link || second.lost_link;
+  const bool has_more = first.has_more || second.has_more;
   const int64_t ties = first.ties + second.ties;
   const bool refine = first.refine || second.refine;
   const bool other_rows = first.rows != second.rows;
@@ -59,6 +61,7 @@ PeerVerdict worse(PeerVerdict first, PeerVerdict second) {
   worst.ties = ties;
   worst.links = links;
   worst.lost_link = lost_link;
+  worst.has_more = has_more;
   return worst;
 }
 }  // namespace
@@ -81,6 +84,7 @@ void Peers::send(int peer, const PeerVerdict& verdict, int tag) {
   wire.setup = verdict.setup;
   wire.links = verdict.links;
   wire.lost_link = verdict.lost_link ? 1 : 0;
+  wire.has_more = verdict.has_more ? 1 : 0;
   wire.may_split = verdict.may_split ? 1 : 0;
   wire.loss_sum = verdict.loss_sum;
   wire.weight = verdict.weight;
@@ -106,6 +110,7 @@ PeerVerdict Peers::receive(int peer, int tag) {
   verdict.setup = wire.setup;
   verdict.links = wire.links;
   verdict.lost_link = wire.lost_link != 0;
+  verdict.has_more = wire.has_more != 0;
   verdict.may_split = wire.may_split != 0;
   verdict.loss_sum = wire.loss_sum;
   verdict.weight = wire.weight;

@@ -27,6 +27,7 @@ struct PeerVerdict {
   int64_t setup = 0;       ///< a number of what else they must have alike; 0: not asked for
   int64_t links = 0;       ///< new ones' name: the largest of all ranks; 0: no rank wants any
   bool lost_link = false;  ///< those there are will not deliver all that was sent
+  bool has_more = false;   ///< a rank has more to do once the step stands, in which it may fail
   bool may_split = true;   ///< no rank's BatchNorms refuse to
   double loss_sum = 0;
   double weight = 0;

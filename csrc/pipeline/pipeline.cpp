@@ -122,11 +122,22 @@ void Pipeline::State::capture(Call& call) {
   call.captured = true;
 }
 
+// In the first call it is not known yet what stages change.
+void Pipeline::State::keep(const PipelineWork& work) {
+  const bool first = !std::exchange(has_stepped_, true);
+  batch.begin(work.reused, first ? KeptBatch::Copies::all : KeptBatch::Copies::known);
+}
+
 void Pipeline::State::undo(Call& call) {
   tied.drop_room();
   call.group.discard();
   if (call.captured) {
     transaction.restore();
+    try {
+      batch.restore();
+    } catch (const c10::ValueError&) {
+      call.lost = std::current_exception();
+    }
   }
 }
 
@@ -171,6 +182,11 @@ void Pipeline::State::refine(Call& call, const StepResult& result, const PeerVer
     last_failure->error = nullptr;
     where = " in the " + pipeline::describe(*result.failure);
   }
+  if (result.drew_together) {
+    log(LogLevel::info,
+        "the step is repeated as it was: its stages draw random numbers, and take turns from now");
+    return;
+  }
   if (!verdict.refine) {
     log(LogLevel::info, "the step is repeated as it was: it failed" + where + " of replica " +
                             std::to_string(verdict.replica));
@@ -208,6 +224,11 @@ StepResult Pipeline::State::run_until_it_stands(Call& call, PeerVerdict& verdict
     if (verdict.kind > PeerVerdict::Kind::retry) {
       raise(call, result, verdict);
     }
+    refuse_if_thrown(call, [&] {
+      if (call.lost) {
+        std::rethrow_exception(call.lost);
+      }
+    });
     refine(call, result, verdict);
     ++call.retries;
     if (options.peers && options.peers->wants_links()) {
@@ -224,10 +245,12 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   Call call{rows, work, group_of_step()};
   call.microbatches = microbatches_for(rows);
   KeptGradients kept;
-  const KeptGradients::Scope give_back(kept);
+  const KeptGradients::Scope gradients_back(kept);
+  const KeptBatch::Scope lets_go(batch);
   refuse_if_thrown(call, [&] {
     kept.take(trained_of(executor->stages()));  // first: what is refused is undone as a step is
     capture(call);
+    keep(work);
     require_work(work);
     TORCH_CHECK_VALUE(work.loss, "a step needs a loss function (loss_fn: none)");
     require_rows(rows);
@@ -237,7 +260,7 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   });
   PeerVerdict verdict;
   auto result = run_until_it_stands(call, verdict);
-  settle(call, verdict);
+  settle(call, verdict, result);
   kept.add();
   PipelineOutcome outcome;
   stand(call, std::move(result), verdict, outcome);
@@ -249,6 +272,7 @@ Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
   const OneCall::Entered entered(calls, "forward");
   const Doing in_call(doing);
   const at::NoGradGuard no_grad;
+  const KeptBatch::Scope lets_go(batch);
   last_failure.reset();
   auto inference = work;
   inference.loss = nullptr;
@@ -261,6 +285,7 @@ Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
     require_work(work);
     require_rows(rows);
     capture(call);
+    keep(work);
   });
   PeerVerdict verdict;
   auto outputs = run_until_it_stands(call, verdict).outputs;

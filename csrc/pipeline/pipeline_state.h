@@ -1,6 +1,7 @@
 #pragma once
 #include <brimful/pipeline/pipeline.h>
 #include <brimful/sizer/batch_norm.h>
+#include <brimful/step/kept_batch.h>
 #include <brimful/step/step.h>
 
 #include <algorithm>
@@ -52,6 +53,7 @@ struct Call {
   std::exception_ptr refused{};  ///< what went wrong before the first action
   bool is_told = false;          ///< on another rank, which says so
   bool captured = false;         ///< what an attempt changes can be restored
+  std::exception_ptr lost{};     ///< but for the batch: what KeptBatch says of it
   bool runs = true;   ///< false: all ranks of this pipeline know of it, and none waits for messages
   double ref = 1;     ///< losses' weights are divided by it on all replicas
   uint32_t mark = 0;  ///< of what the replicas must have alike
@@ -79,6 +81,7 @@ struct Pipeline::State {
   PipelineOptions options;
   std::vector<std::shared_ptr<StageNorms>> norms;
   Transaction transaction;
+  KeptBatch batch;  ///< of the call that is under way
   std::unique_ptr<Executor> executor;
   std::unique_ptr<Replicas> replicas;
   TiedWeights tied;
@@ -127,13 +130,16 @@ struct Pipeline::State {
 
   // settle.cpp
   /// Makes the gradients of an attempt that stands the step's.
-  void settle(Call& call, const PeerVerdict& verdict);
+  void settle(Call& call, const PeerVerdict& verdict, const StepResult& result);
+  /// To the caller's tensors that need them.
+  void return_gradients(const StepResult& result, double scale) const;
   /// Where ranks have more to exchange than a verdict they hear what failed in it. Gradients that have overflowed on one
   /// rank make another rank's not finite: the scalers of all skip the step.
-  void tell_settled(const Call& call, std::exception_ptr failed);
+  void tell_settled(const Call& call, const PeerVerdict& verdict, std::exception_ptr failed);
 
   // pipeline.cpp
   void capture(Call& call);
+  void keep(const PipelineWork& work);
   StepResult run_until_it_stands(Call& call, PeerVerdict& verdict);
   void stand(const Call& call, StepResult result, const PeerVerdict& verdict,
              PipelineOutcome& outcome);
@@ -155,10 +161,11 @@ struct Pipeline::State {
     }
   }
 
-  bool agreed_ = false;    ///< the ranks of this pipeline have found each other's set-up alike
-  bool may_split_ = true;  ///< of all ranks, when they did
-  bool any_tied_ = false;  ///< a rank has a tied weight
-  double last_total_ = 0;  ///< weight of the last step that stood, over all replicas
+  bool agreed_ = false;       ///< the ranks of this pipeline have found each other's set-up alike
+  bool may_split_ = true;     ///< of all ranks, when they did
+  bool any_tied_ = false;     ///< a rank has a tied weight
+  bool has_stepped_ = false;  ///< a call has begun
+  double last_total_ = 0;     ///< weight of the last step that stood, over all replicas
 };
 
 }  // namespace brimful::pipeline

@@ -2,7 +2,6 @@
 #include "pipeline/rank_run.h"
 
 #include <ATen/ATen.h>
-#include <brimful/log.h>
 #include <brimful/pipeline/schedule_text.h>
 
 #include <chrono>
@@ -37,21 +36,6 @@ void require_turn(bool is_due, const Action& action) {
                     "); check() says what is wrong with it");
 }
 
-/// What the first backward of a stage that is not split, or had better not be, says of it.
-void learn_split(StageRun& stage, const InputBackward& split) {
-  stage.splits = !split.recomputed;
-  const auto note = split.recomputed
-                        ? "not split: activations are computed anew in a backward (checkpointing), "
-                          "and would be twice in two parts"
-                        : split.note;
-  if (!note.empty() && stage.split_note.empty()) {
-    stage.split_note = note;
-    log(LogLevel::warning, "the backward of stage " + std::to_string(stage.index) +
-                               (stage.stage->name.empty() ? "" : " (" + stage.stage->name + ")") +
-                               " is " + note);
-  }
-}
-
 void require_known_parameters(StageRun& stage, const InFlight& flight) {
   if (stage.known_parameters.done()) {
     return;
@@ -64,13 +48,11 @@ void require_known_parameters(StageRun& stage, const InFlight& flight) {
   for (const auto& [name, tensor] : flight.skips.popped) {
     popped.push_back(tensor);
   }
+  for (const auto& [tensor, leaf] : flight.caller_leaves) {
+    popped.push_back(leaf);
+  }
   const auto& given = stage.stage->parameters;
   stage.known_parameters.check(outputs, {&given, &flight.inputs, &popped}, stage.index);
-}
-
-/// The host does not wait, but where it reads the copy itself.
-at::Tensor moved(const at::Tensor& tensor, c10::Device device) {
-  return tensor.to(device, /*non_blocking=*/!device.is_cpu());
 }
 
 /// The result of mse_loss and others is a number in memory as large as what was summed.
@@ -194,17 +176,27 @@ Message RankRun::take(Channel& channel, bool apart, std::optional<Message>& rece
   return apart ? taken(received) : receive(channel, microbatch);
 }
 
+Value RankRun::first_input(StageRun& stage, int microbatch) {
+  auto input = work_.input(microbatch);
+  for (auto& tensor : input.tensors) {
+    if (tensor.defined()) {
+      tensor = leaf_of(tensor, stage.device,
+                       work_.loss ? &stage.flights[microbatch].caller_leaves : nullptr);
+    }
+  }
+  return input;
+}
+
 void RankRun::forward(StageRun& stage, int microbatch) {
   auto& flight = stage.flights[microbatch];
+  std::optional<Turns::Turn> turn;
+  const auto take_turn = [&] {
+    turn.emplace(turns_, rank_, stage.index, DrawPart::forward, microbatch);
+  };
   Value input;
   if (stage.inputs == nullptr) {
-    input = work_.input(microbatch);
-    for (auto& tensor : input.tensors) {
-      if (tensor.defined()) {  // no gradient leaves the first stage
-        tensor = tensor.requires_grad() ? tensor.detach() : tensor;
-        tensor = moved(tensor, stage.device);
-      }
-    }
+    take_turn();
+    input = first_input(stage, microbatch);
     flight.inputs = input.tensors;
   } else {
     auto message = take(*stage.inputs, stage.inputs_apart, stage.received[microbatch], microbatch);
@@ -220,10 +212,12 @@ void RankRun::forward(StageRun& stage, int microbatch) {
       }
     }
     flight.inputs = input.tensors;
-    std::transform(input.tensors.begin(), input.tensors.end(), input.tensors.begin(), changeable);
+    take_turn();
   }
+  std::transform(input.tensors.begin(), input.tensors.end(), input.tensors.begin(), changeable);
   const SkipScope skips(skips_, flight.skips, microbatch, stage.device);
-  const KeywordScope keywords(work_.keywords, microbatch, stage.device);
+  const KeywordScope keywords(work_.keywords, microbatch, stage.device,
+                              work_.loss ? &flight.caller_leaves : nullptr);
   auto output = stage.stage->forward(input);
   skips_.end_forward(microbatch);
   if (stage.outputs == nullptr) {
@@ -322,6 +316,7 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
   auto& flight = stage.flights[microbatch];
   const SkipScope skips(skips_, flight.skips, microbatch, stage.device);
   const auto roots = roots_of(stage, microbatch);
+  const Turns::Turn turn(turns_, rank_, stage.index, DrawPart::backward, microbatch);
   std::vector<at::Tensor> leaves;
   std::vector<size_t> places;  // of the first leaves among the inputs
   for (size_t i = 0; stage.inputs != nullptr && i < flight.inputs.size(); ++i) {
@@ -333,12 +328,16 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
   for (const auto& [name, tensor] : flight.skips.popped) {
     leaves.push_back(tensor);
   }
+  const auto first_callers = leaves.size();
+  for (const auto& [tensor, leaf] : flight.caller_leaves) {
+    leaves.push_back(leaf);
+  }
   std::vector<at::Tensor> of_leaves(leaves.size());
   if (!roots.outputs.empty() && input_only && stage.splits) {
     auto split = backward_input(roots.outputs, roots.gradients, leaves);
     of_leaves = std::move(split.input_gradients);
     flight.weight_work = std::move(split.weight_work);
-    learn_split(stage, split);
+    stage.learn_split(split);
   } else if (!roots.outputs.empty()) {
     of_leaves = backward_full(roots.outputs, roots.gradients, leaves);
   }
@@ -350,6 +349,10 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
     skips_.put_gradient(flight.skips.popped[i].name, microbatch,
                         std::move(of_leaves[places.size() + i]));
   }
+  for (size_t i = 0; i < flight.caller_leaves.size(); ++i) {
+    add_gradient(stage.caller_gradients, flight.caller_leaves[i].tensor,
+                 of_leaves[first_callers + i]);
+  }
   for (const auto& name : flight.came) {
     of_inputs.push_back(skips_.take_gradient(name, microbatch, stage.device));
   }
@@ -360,6 +363,7 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
     flight.drop_inputs();
     flight.outputs.clear();
     flight.skips.drop_graph();
+    flight.caller_leaves.clear();
   } else {
     end_flight(stage, flight);
   }
@@ -380,6 +384,7 @@ void RankRun::send_gradients(StageRun& stage, int microbatch, std::vector<at::Te
 
 void RankRun::backward_weight(StageRun& stage, int microbatch) {
   auto& flight = stage.flights[microbatch];
+  const Turns::Turn turn(turns_, rank_, stage.index, DrawPart::weight, microbatch);
   if (!flight.weight_work.empty()) {
     const SkipScope skips(skips_, flight.skips, microbatch, stage.device);
     flight.weight_work.run();

@@ -8,9 +8,11 @@
 #include <string>
 #include <vector>
 
+#include "pipeline/caller_gradients.h"
 #include "pipeline/known_parameters.h"
 #include "pipeline/shapes.h"
 #include "pipeline/skips.h"
+#include "pipeline/turns.h"
 
 namespace brimful::pipeline {
 
@@ -28,6 +30,8 @@ struct InFlight {
   std::optional<double> weight;     ///< of the loss, in the last stage
   WeightWork weight_work;
   SkipRecord skips;
+  /// Leaves of the graph that stand for tensors of the caller that need a gradient: inputs of the first stage, and keywords.
+  std::vector<CallerLeaf> caller_leaves;
   // Between processes, names of what goes past this stage: with its inputs, and with its outputs.
   std::vector<std::string> came;
   std::vector<std::string> went;
@@ -63,11 +67,14 @@ struct StageRun {
   int64_t peak_live_bytes = 0;
   bool splits = true;  ///< false: what I would do is a whole backward, since two parts cost more
   std::string split_note;  ///< why its backward is not, or not entirely, split
+  std::vector<CallerGradient> caller_gradients;
 
   /// Makes ready for a step.
   void begin(const Schedule& schedule, const std::vector<int>& rank_of_stage);
   /// The flight's actions have left so many bytes more.
   void hold(InFlight& flight, int64_t bytes);
+  /// What the first backward of a stage that is not split, or had better not be, says of it.
+  void learn_split(const InputBackward& split);
   /// What a schedule that has ended has not done; empty: nothing.
   std::string left_undone() const;
   /// Lets go of all that a step that was cancelled has left.
@@ -79,9 +86,16 @@ class RankRun {
  public:
   /// `counts_bytes`: what actions leave allocated is counted.
   /// `waits`: set while an action waits for its message.
+  /// `rank`: its place in this process.
   RankRun(const StepWork& work, SkipBoard& skips, StepResult& result, bool counts_bytes,
-          std::atomic<bool>& waits)
-      : work_(work), skips_(skips), result_(result), counts_bytes_(counts_bytes), waits_(waits) {}
+          std::atomic<bool>& waits, Turns& turns, int rank)
+      : work_(work),
+        skips_(skips),
+        result_(result),
+        counts_bytes_(counts_bytes),
+        waits_(waits),
+        turns_(turns),
+        rank_(rank) {}
 
   /// @throws Cancelled, what the stage throws, and c10::ValueError where the schedule has the action too early or twice
   void run(StageRun& stage, const Action& action);
@@ -94,6 +108,8 @@ class RankRun {
  private:
   void perform(StageRun& stage, const Action& action);
   void forward(StageRun& stage, int microbatch);
+  /// The first stage's, of the caller's batch.
+  Value first_input(StageRun& stage, int microbatch);
   void finish_loss(StageRun& stage, int microbatch, const Value& output);
   void keep_outputs(StageRun& stage, int microbatch, Value output);
   void backward(StageRun& stage, int microbatch, bool input_only);
@@ -119,6 +135,8 @@ class RankRun {
   StepResult& result_;
   bool counts_bytes_;
   std::atomic<bool>& waits_;
+  Turns& turns_;
+  int rank_;
   int64_t waited_ns_ = 0;
 };
 

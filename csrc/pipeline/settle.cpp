@@ -8,6 +8,7 @@
 
 #include <limits>
 
+#include "pipeline/caller_gradients.h"
 #include "pipeline/pipeline_state.h"
 #include "sizer/loss_scale.h"
 
@@ -31,21 +32,32 @@ std::exception_ptr thrown_by(const Work& work) {
 }
 }  // namespace
 
-void Pipeline::State::settle(Call& call, const PeerVerdict& verdict) {
+void Pipeline::State::settle(Call& call, const PeerVerdict& verdict, const StepResult& result) {
   doing = "the step stands: the ranks exchange what their gradients have in common";
-  auto failed = thrown_by(
-      [&] { call.group.accept(verdict.weight > 0 ? call.ref / verdict.weight : 1, true); });
+  const double scale = verdict.weight > 0 ? call.ref / verdict.weight : 1;
+  auto failed = thrown_by([&] { call.group.accept(scale, true); });
   failed = thrown_by([&] { tied.sum_gradients(failed); });
-  failed = thrown_by([&] { tell_settled(call, failed); });
+  failed = failed ? failed : thrown_by([&] { return_gradients(result, scale); });
+  failed = thrown_by([&] { tell_settled(call, verdict, failed); });
   if (failed) {
     undo(call);
     std::rethrow_exception(failed);
   }
 }
 
-void Pipeline::State::tell_settled(const Call& call, std::exception_ptr failed) {
+void Pipeline::State::return_gradients(const StepResult& result, double scale) const {
+  try {
+    give_back(result.caller_gradients, scale);
+  } catch (...) {
+    std::rethrow_exception(options.translate ? options.translate(std::current_exception())
+                                             : std::current_exception());
+  }
+}
+
+void Pipeline::State::tell_settled(const Call& call, const PeerVerdict& verdict,
+                                   std::exception_ptr failed) {
   const bool scaled = options.scaler != nullptr && options.scaler->enabled();
-  if (options.peers && (scaled || any_tied_)) {
+  if (options.peers && (scaled || any_tied_ || verdict.has_more)) {
     const memory::Unlimited unlimited;
     const at::NoGradGuard no_grad;
     PeerVerdict own;

@@ -1,3 +1,4 @@
+#include <brimful/log.h>
 #include <brimful/pipeline/schedule_text.h>
 
 #include <algorithm>
@@ -63,12 +64,27 @@ std::string StageRun::left_undone() const {
   return "";
 }
 
+void StageRun::learn_split(const InputBackward& split) {
+  splits = !split.recomputed;
+  const auto note = split.recomputed
+                        ? "not split: activations are computed anew in a backward (checkpointing), "
+                          "and would be twice in two parts"
+                        : split.note;
+  if (!note.empty() && split_note.empty()) {
+    split_note = note;
+    log(LogLevel::warning, "the backward of stage " + std::to_string(index) +
+                               (stage->name.empty() ? "" : " (" + stage->name + ")") + " is " +
+                               note);
+  }
+}
+
 void StageRun::drop() {
   flights.clear();
   waiting_outputs.clear();
   waiting_gradients.clear();
   received.clear();
   received_gradients.clear();
+  caller_gradients.clear();
 }
 
 void RankRun::make_up(StageRun& stage, const Action& action) {

@@ -229,10 +229,10 @@ class Pipeline:
     that gives a thread several, and a divisor of their number. Modules are moved to their device.
 
     Keywords of ``step(x, target, mask=mask)`` and ``forward(x, mask=mask)`` go to every stage whose forward names them
-    (or takes ``**kwargs``), cut to its microbatch and on its device; no gradient goes back to them. They are cut as
-    the batch is; ``kwargs_dim={"mask": 1}`` says where one of them has its rows, and ``{"mask": None}`` that all
-    microbatches share it. One that no stage takes raises ``TypeError``, and so does an object that is neither cut
-    (``register_split``) nor said to be whole.
+    (or takes ``**kwargs``), cut to its microbatch and on its device. They are cut as the batch is;
+    ``kwargs_dim={"mask": 1}`` says where one of them has its rows, and ``{"mask": None}`` that all microbatches share
+    it. One that no stage takes raises ``TypeError``, and so does an object that is neither cut (``register_split``) nor
+    said to be whole. A batch or keyword that needs a gradient gets it when the step stands.
 
     ``schedule`` is one of "gpipe", "1f1b" and "zb_h2" for one stage a device, "zbv" and "dualpipev" for two, and
     "interleaved_1f1b", "looped_bfs", "zb_h1" and "forward_only" (for ``forward`` alone) for any number, a ``Schedule``,
@@ -244,6 +244,9 @@ class Pipeline:
     Threads and queues are C++; the GIL is taken only inside a stage or ``loss_fn`` of Python, so that forwards of
     Python stages take turns, and their backwards run side by side. The caller's grad mode and autocast hold in the
     stages. ``threads_per_rank`` is the number of threads that a stage's CPU operators use; 0: the caller's, shared out.
+
+    Stages that draw random numbers of one generator (on the CPU all of them) take turns, each with numbers of its own
+    that follow from the caller's seed; who draws is found out, and the step in which it is, is repeated.
 
     When memory runs out in any stage, all stop, what the step has done is undone (gradients, buffers, random numbers),
     and it is repeated with twice the microbatches, at most ``max_retries`` times; later steps begin with what has

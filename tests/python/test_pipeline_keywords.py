@@ -102,14 +102,6 @@ def test_keywords_are_structures_too_and_have_rows_where_they_are_said_to():
     assert seen == [((6, 6), names[:6], (3, 6)), ((5, 6), names[6:], (3, 5))]
 
 
-def test_no_gradient_goes_back_to_a_keyword():
-    model = three()
-    x, y = data()
-    mask = masks().requires_grad_()
-    Pipeline(list(model), microbatches=3, loss_fn=F.mse_loss).step(x, y, mask=mask)
-    assert mask.grad is None
-
-
 def test_a_repeated_step_cuts_the_keywords_anew():
     model = three()
     x, y = data()

@@ -74,7 +74,26 @@ def train(here, schedule):
     out = pipe.forward(x)
     with torch.no_grad():
         assert out is None if rank == 0 else torch.allclose(out, model(x), 1e-12)
+    model.zero_grad()
+    x.requires_grad_()
+    (of_x,) = torch.autograd.grad(F.mse_loss(model(x), y), x)
+    pipe.step(x, y)  # the first rank's input alone counts
+    assert close(model, gradients, rank)
+    assert x.grad is None if rank == 1 else torch.allclose(x.grad, of_x, 1e-12)
+    x.grad = None
+    model.zero_grad()
+    front = x + 0
+    if rank == 0:
+        front.register_hook(refuse_in_front)
+    with pytest.raises(KeyError if rank == 0 else brimful.RankFailed, match="in front"):
+        pipe.step(front, y)
+    assert x.grad is None
+    assert all(parameter.grad is None for parameter in model.parameters())
     return True
+
+
+def refuse_in_front(gradient):
+    raise KeyError("in front")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])

@@ -4,6 +4,7 @@
 #include <brimful/pipeline/peers.h>
 #include <brimful/pipeline/schedule.h>
 #include <brimful/pipeline/stage.h>
+#include <brimful/pipeline/step_result.h>
 #include <brimful/pipeline/value.h>
 #include <brimful/step/step.h>
 #include <c10/core/Device.h>
@@ -54,56 +55,6 @@ struct StepWork {
   std::function<void(const Action& action)> after_backward;
   /// Fails the first action: what went wrong before it. Other processes learn of it as of any failure.
   std::exception_ptr refused;
-};
-
-/// When an action ran, in nanoseconds of the steady clock; `begin_ns` comes after its messages did.
-struct ActionTime {
-  Action action;
-  int64_t wait_ns = 0;
-  int64_t begin_ns = 0;
-  int64_t end_ns = 0;
-};
-
-/// The first action that failed.
-struct Failure {
-  int rank = 0;
-  int index = 0;  ///< in the rank's order; -1: it was none of the actions
-  Action action;
-  std::string stage;   ///< its name
-  std::string shapes;  ///< of the stage's inputs in this microbatch, as far as they were there
-  std::string text;
-  bool elsewhere = false;  ///< in another process: no more than the rank and the text is known
-  bool out_of_memory = false;
-  std::exception_ptr error;  ///< none if out of memory: it would pin the tensors of its frames
-};
-/// "forward of microbatch 3 in stage 1 (decoder; rank 1, action 5, inputs: [8, 64] Float)"
-BRIMFUL_API std::string describe(const Failure& failure);
-
-struct StepResult {
-  std::optional<Failure> failure;
-  std::vector<PieceLoss> losses;               ///< by microbatch, without a graph
-  std::vector<Value> outputs;                  ///< by microbatch, of inference
-  bool peer_failed = false;                    ///< another process's step has; it tells what
-  std::vector<std::vector<ActionTime>> times;  ///< by rank
-  bool cancelled = false;                      ///< by cancel()
-  std::vector<int> peak_live;  ///< by stage: microbatches whose graph was held at once
-  /// By stage, with `trace`: the most bytes that forwards had left for their backwards at once. On a CUDA device what
-  /// others allocate there meanwhile counts too.
-  std::vector<int64_t> peak_live_bytes;
-  std::vector<std::string>
-      split_notes;  ///< by stage: why its backward is not split, where the schedule does
-  int64_t begin_ns = 0;
-  int64_t end_ns = 0;
-};
-
-/// Where a rank of this process is in the step that is under way.
-struct RankProgress {
-  int rank = 0;
-  int64_t done = 0;     ///< actions
-  int64_t actions = 0;  ///< of its order
-  Action action;        ///< the one after those done, in which it is; `done` == `actions`: none
-  bool waits = false;   ///< for the action's message
-  double seconds = 0;   ///< since the action began; 0 without `trace`
 };
 
 /// A thread per rank, for ever, that runs its part of a schedule over the stages it has. Not thread-safe but for cancel() and

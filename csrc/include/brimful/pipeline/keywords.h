@@ -10,8 +10,8 @@ namespace brimful::pipeline {
 /// What a microbatch has beside the first stage's input, by name: masks, positions, lengths. Each stage may ask for it.
 using Keywords = std::map<std::string, Value>;
 
-/// Within a stage's forward: what the step was given by this name, cut to the stage's microbatch and on its device. No
-/// gradient goes back to it.
+/// Within a stage's forward: what the step was given by this name, cut to the stage's microbatch and on its device.
+/// A tensor that needs a gradient gets it when the step stands.
 /// @throws c10::ValueError outside a stage, or if there is none of that name (those that there are, are named)
 BRIMFUL_API Value keyword_value(const std::string& name);
 

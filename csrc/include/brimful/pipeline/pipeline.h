@@ -6,6 +6,7 @@
 #include <brimful/pipeline/stage.h>
 #include <brimful/sizer/batch_norm.h>
 #include <brimful/sizer/split.h>
+#include <brimful/step/kept_batch.h>
 #include <brimful/step/transaction.h>
 
 #include <memory>
@@ -48,10 +49,15 @@ struct PipelineOptions {
   std::function<std::shared_ptr<void>()> thread_scope;
 };
 
-/// What the caller brings to a step; `input` is called by the first stage's thread, `loss` by the last one's.
+/// What the caller brings to a step; `input` is called by the first stage's thread, `loss` by the last one's. What `input`
+/// and `keywords` return may need a gradient: it goes on to where it came from (`x.grad`, a model in front), in one backward
+/// when the step stands. In processes `input` is the first rank's, and keywords get what the rank's own stages give them.
 struct PipelineWork {
   std::exception_ptr
       refused;  ///< what is wrong with the batch already, which other processes must hear of
+  /// What the batch, the target and the keywords consist of. A step that changes one of them in place does not find it
+  /// changed when it is repeated. Optional.
+  std::vector<NamedTensor> reused{};
   /// Before each attempt, by the caller's thread: the rows of each microbatch. Optional.
   std::function<void(const std::vector<int64_t>& split)> begin;
   std::function<Value(int microbatch, int64_t begin, int64_t end)> input;
@@ -88,7 +94,8 @@ class BRIMFUL_API Pipeline {
   Pipeline(Pipeline&&) noexcept;
 
   /// Adds one step's gradients to those of the stages' parameters. When memory runs out anywhere, all stages stop, what the
-  /// step has done is undone (gradients, buffers, RNG), and it is repeated with twice the microbatches.
+  /// step has done is undone (gradients, buffers, RNG), and it is repeated with twice the microbatches. Stages of one process
+  /// that draw random numbers of one generator take turns; the step in which that is found out is repeated as it was.
   /// @throws what a stage throws, with stage, microbatch, action and shapes in its words, and RankFailed for what another
   /// process's does. Errors of torch and the standard library keep their type; one that is derived from std::logic_error or
   /// std::runtime_error is nested in one of the nearest standard type (std::rethrow_if_nested() has it back); others come

@@ -83,10 +83,19 @@ PieceLoss loss_of(const LossFn& loss_fn, const Value& output, const Target& targ
   }
 }
 
+/// For a step that is repeated.
+template <typename T>
+void add_tensors(const T& part, std::vector<NamedTensor>& tensors) {
+  for (auto& named : brimful::detail::tensors_of(part)) {
+    tensors.push_back(std::move(named));
+  }
+}
+
 /// Input and keywords of a batch, which outlives it.
 template <typename Batch, typename Named>
 PipelineWork work_of(const Batch& batch, const Named& keywords, int64_t rows) {
   PipelineWork work;
+  add_tensors(batch, work.reused);
   work.input = [&batch](int, int64_t begin, int64_t end) {
     return value_of_piece(slice_rows(batch, begin, end));
   };
@@ -99,6 +108,7 @@ PipelineWork work_of(const Batch& batch, const Named& keywords, int64_t rows) {
                         " and ", of_keyword.rows.value_or(0), "); give both the same number");
       of_keyword.rows = rows;
       brimful::detail::decide_rows(of_keyword);
+      add_tensors(value, work.reused);
     }
     work.keywords = [&keywords, rows](int, int64_t begin, int64_t end) {
       Keywords piece;
@@ -117,6 +127,7 @@ PipelineOutcome Pipeline::step(const Batch& batch, const Target& target, const L
                                const Named& keywords) {
   const auto rows = rows_of(batch);
   auto work = detail::work_of(batch, keywords, rows);
+  detail::add_tensors(target, work.reused);
   work.loss = [&](int, int64_t begin, int64_t end, const Value& output) {
     return detail::loss_of(loss_fn, output, detail::bare(slice_rows(target, begin, end)),
                            static_cast<double>(end - begin));
