@@ -4,7 +4,6 @@
 #include <brimful/pipeline/skip.h>
 #include <brimful/reducer/reducer.h>
 #include <brimful/sizer/grad_scaler.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <sstream>
@@ -32,25 +31,6 @@ std::shared_ptr<py::object> shared(py::object object) {
             const py::gil_scoped_acquire gil;
             delete owned;
           }};
-}
-
-/// Errors of Python hooks and functions inside a backward come as torch's own type.
-std::exception_ptr translated(std::exception_ptr error) {
-  try {
-    std::rethrow_exception(std::move(error));
-  } catch (python_error& python) {
-    try {
-      call_python([&] {
-        python.restore();
-        throw py::error_already_set();
-      });
-    } catch (...) {
-      return std::current_exception();
-    }
-  } catch (...) {
-    return std::current_exception();
-  }
-  return nullptr;  // not reached: the above throws
 }
 
 /// Names of keywords that a stage takes; nothing: any.
@@ -100,6 +80,7 @@ class PythonPipeline {
         peers_(options.peers) {
     options.scaler = scaler_.get();
     options.translate = translated;
+    options.interrupt = [threads = threads_] { call_python([&] { threads->check_signals(); }); };
     options.thread_scope = [threads = threads_] { return std::make_shared<PythonThread>(threads); };
     const py::gil_scoped_release no_gil;  // the threads start with it
     pipeline_ = std::make_unique<Pipeline>(std::move(stages), std::move(options));
@@ -249,6 +230,7 @@ class PythonPipeline {
   /// Where an error of Python has come from is a note of it.
   template <typename Fn>
   std::invoke_result_t<Fn> noted(const Fn& fn) {
+    const PythonThreads::Calm calm{*threads_, [&] { return pipeline_->is_usable(); }};
     try {
       return fn();
     } catch (py::error_already_set& error) {
@@ -307,8 +289,8 @@ std::unique_ptr<PythonPipeline> make_pipeline(
     bool trace, const std::string& batch_norm,
     const std::optional<PythonPipeline::ScalerTensors>& scaler,
     const std::vector<std::pair<py::function, py::function>>& keepers,
-    const std::optional<py::function>& before_action, std::shared_ptr<Splitter> splitter,
-    const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+    const std::optional<py::function>& before_action, double patience_s,
+    std::shared_ptr<Splitter> splitter, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const std::vector<std::shared_ptr<Reducer>>& reducers,
     const std::vector<std::pair<std::string, at::Tensor>>& tied) {
   pipeline::PipelineOptions options;
@@ -321,6 +303,7 @@ std::unique_ptr<PythonPipeline> make_pipeline(
   options.max_retries = max_retries;
   options.threads_per_rank = threads_per_rank;
   options.trace = trace;
+  options.patience = std::chrono::milliseconds(static_cast<int64_t>(patience_s * 1e3));
   options.batch_norm = batch_norm_policy(batch_norm);
   for (const auto& [capture, restore] : keepers) {
     options.keepers.push_back(keeper_of(capture, restore));
@@ -366,11 +349,14 @@ void bind_pipeline(py::module_& m) {
       .def(py::init(&make_pipeline), py::kw_only(), py::arg("stages"), py::arg("devices"),
            py::arg("schedule"), py::arg("microbatches"), py::arg("max_retries"),
            py::arg("threads_per_rank"), py::arg("trace"), py::arg("batch_norm"), py::arg("scaler"),
-           py::arg("keepers"), py::arg("before_action"), py::arg("splitter"),
+           py::arg("keepers"), py::arg("before_action"), py::arg("patience_s"), py::arg("splitter"),
            py::arg("group").none(true), py::arg("reducers"), py::arg("tied"))
       .def("step", &PythonPipeline::step, py::arg("batch"), py::arg("target"), py::arg("loss_fn"),
            py::arg("keywords"))
       .def("forward", &PythonPipeline::forward, py::arg("batch"), py::arg("keywords"))
+      .def(
+          "cancel", [](PythonPipeline& self) { self.pipeline().cancel(); },
+          py::call_guard<py::gil_scoped_release>())
       .def("trace", [](PythonPipeline& self) { return self.pipeline().trace(); })
       .def("trace_svg", [](PythonPipeline& self) { return self.pipeline().trace_svg(); })
       .def("schedule",

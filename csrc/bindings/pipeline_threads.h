@@ -1,10 +1,15 @@
 #pragma once
-#include <algorithm>
+#include <torch/csrc/Exceptions.h>
+
+#include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/callbacks.h"
 
 namespace brimful {
 
@@ -19,7 +24,29 @@ class PythonThreads {
     const std::lock_guard lock(mutex_);
     std::erase(idents_, ident);
   }
-  /// Each raises it before its next line of Python; null: no more. With the GIL held.
+  // With the GIL held.
+
+  /// Where a signal's handler raises, the stages do before their next line of Python.
+  /// @throws what it raises
+  void check_signals() {
+    if (PyErr_CheckSignals() != 0) {
+      raised_ = true;
+      raise_in_each(PyExc_KeyboardInterrupt);
+      throw py::error_already_set();
+    }
+  }
+  /// They need not any more at a call's end, if their work has ended.
+  struct Calm {
+    PythonThreads& threads;
+    std::function<bool()> has_ended;
+    ~Calm() {
+      if (std::exchange(threads.raised_, false) && has_ended()) {
+        threads.raise_in_each(nullptr);
+      }
+    }
+  };
+
+ private:
   void raise_in_each(PyObject* type) {
     const std::lock_guard lock(mutex_);
     for (const auto ident : idents_) {
@@ -27,9 +54,9 @@ class PythonThreads {
     }
   }
 
- private:
   std::mutex mutex_;
   std::vector<unsigned long> idents_;
+  bool raised_ = false;
 };
 
 /// A stage's thread keeps its Python state: making one for every call would cost more than the call.
@@ -58,5 +85,24 @@ class PythonThread {
   unsigned long ident_;
   PyThreadState* state_;
 };
+
+/// Errors of Python hooks and functions inside a backward come as torch's own type.
+inline std::exception_ptr translated(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(std::move(error));
+  } catch (python_error& python) {
+    try {
+      call_python([&] {
+        python.restore();
+        throw py::error_already_set();
+      });
+    } catch (...) {
+      return std::current_exception();
+    }
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;  // not reached: the above throws
+}
 
 }  // namespace brimful

@@ -290,6 +290,9 @@ StepResult Pipeline::State::run(Call& call) {
     const NormsScope scope(norms, call.trains ? call.filled() : 0);
     noting(result, [&] {
       result = run_actions(call, refused);
+      if (result.interrupted) {
+        result.failure = failure_outside(result.interrupted);
+      }
       if (call.trains && !result.failure && !result.peer_failed) {
         for (const auto& each : norms) {
           each->norms.finish();

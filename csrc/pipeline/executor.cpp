@@ -17,13 +17,15 @@ namespace brimful::pipeline {
 namespace {
 using Clock = std::chrono::steady_clock;
 
+std::atomic<uint64_t> executors{0};
+
 int64_t now_ns() {
   return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
 }
 }  // namespace
 
 Executor::Executor(std::vector<Stage> stages, ExecutorOptions options)
-    : impl_(std::make_unique<Impl>(std::move(stages), std::move(options))) {}
+    : impl_(std::make_shared<Impl>(std::move(stages), std::move(options))) {}
 Executor::~Executor() = default;
 StepResult Executor::run(const Schedule& schedule, const StepWork& work) {
   return impl_->run(schedule, work);
@@ -46,7 +48,8 @@ Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
       options(std::move(wanted)),
       bells_(ranks()),
       places_(ranks()),
-      turns_(options.devices, cancelled_) {
+      turns_(options.devices, cancelled_),
+      number_(++executors) {
   TORCH_CHECK_VALUE(!stages.empty(), "a pipeline has at least one stage (stages: 0)");
   TORCH_CHECK_VALUE(
       !options.devices.empty() && options.devices.size() <= stages.size(),
@@ -58,7 +61,6 @@ Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
   for (auto& bell : bells_) {
     bell.set_spin(crowded ? std::chrono::microseconds(0) : options.spin);
   }
-  caller_bell_.set_spin(std::chrono::microseconds(0));
   const int callers_threads = at::get_num_threads();
   running_.store(ranks(), std::memory_order_relaxed);
   try {
@@ -179,15 +181,16 @@ void Executor::Impl::prepare(const Schedule& schedule, const StepWork& work, Ste
 }
 
 StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
+  TORCH_CHECK(!abandoned_, "the pipeline was abandoned (under way: ", abandoned_text_,
+              "); make a new one");
   TORCH_CHECK_VALUE(!is_forked(),
                     "a pipeline does not go along into a forked process (made in process: ",
                     process_, "); make it there");
   place_stages(schedule);
-  const at::ThreadLocalState caller;
-  StepResult result;
-  result.begin_ns = now_ns();
-  prepare(schedule, work, result);
-  Job job{&schedule, &work, &result, &caller};
+  Job job{schedule, work};
+  job.caller.emplace();
+  job.result.begin_ns = now_ns();
+  prepare(schedule, work, job.result);
   job.keep_casts = at::autocast::is_autocast_cache_enabled();
   for (const auto device : options.devices) {
     job.autocast |= at::autocast::is_autocast_enabled(device.type());
@@ -195,24 +198,40 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
       job.streams.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
     }
   }
-  begin_job(job);
+  begin_job(std::move(job));
   turns_.begin(schedule.stages);
+  wake_ranks();
+  std::exception_ptr interrupted;
+  if (!await_end(interrupted)) {
+    abandon();
+    StepResult left;
+    left.interrupted = std::move(interrupted);
+    left.cancelled = left.abandoned = true;
+    return left;
+  }
+  for (const auto& channel : channels_) {
+    channel->flush();
+  }
+  auto result = std::move(job_.result);
+  end_job();
+  skips_.clear();
+  result.end_ns = now_ns();
+  result.interrupted = std::move(interrupted);
+  finish(schedule, result);
+  return result;
+}
+
+void Executor::Impl::wake_ranks() {
   cancelled_.store(false, std::memory_order_relaxed);
   ended_.store(false, std::memory_order_relaxed);
   running_.store(ranks(), std::memory_order_relaxed);
+  for (auto& place : places_) {
+    place.idle.store(false, std::memory_order_relaxed);
+  }
   job_number_.fetch_add(1, std::memory_order_release);
   for (auto& bell : bells_) {
     bell.ring();
   }
-  await_ranks();
-  for (const auto& channel : channels_) {
-    channel->flush();
-  }
-  end_job();
-  skips_.clear();
-  result.end_ns = now_ns();
-  finish(schedule, result);
-  return result;
 }
 
 void Executor::Impl::finish(const Schedule& schedule, StepResult& result) {
@@ -227,7 +246,7 @@ void Executor::Impl::finish(const Schedule& schedule, StepResult& result) {
     run.caller_gradients.clear();
     left = left.empty() && run.stage != nullptr ? run.left_undone() : left;
   }
-  const bool is_cancelled = cancelled_.load(std::memory_order_relaxed);
+  const bool is_cancelled = cancelled_.load(std::memory_order_relaxed) || result.interrupted;
   result.drew_together = turns_.end(!is_cancelled && left.empty());
   if (is_cancelled || !left.empty()) {  // what was under way pins memory
     result.caller_gradients.clear();
@@ -245,7 +264,8 @@ void Executor::Impl::finish(const Schedule& schedule, StepResult& result) {
 void Executor::Impl::thread_main(int rank) {
   c10::setThreadName("pipeline " + std::to_string(rank));
   const auto scope = options.thread_scope ? options.thread_scope() : nullptr;
-  end_work();
+  enter_thread();
+  end_work(rank);
   uint64_t done = 0;
   while (true) {
     bells_[rank].wait_until([&] {
@@ -253,22 +273,12 @@ void Executor::Impl::thread_main(int rank) {
              stop_.load(std::memory_order_acquire);
     });
     if (stop_.load(std::memory_order_acquire)) {
-      return;
+      return leave_thread();
     }
     ++done;
     run_rank(rank);
-    end_work();
+    end_work(rank);
   }
-}
-
-void Executor::Impl::end_work() {
-  if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    caller_bell_.ring();
-  }
-}
-
-void Executor::Impl::await_ranks() {
-  caller_bell_.wait_until([&] { return running_.load(std::memory_order_acquire) == 0; });
 }
 
 void Executor::Impl::run_rank(int rank) {
@@ -280,7 +290,8 @@ void Executor::Impl::run_rank(int rank) {
   const CallerState state(*job_.caller, job_.autocast, job_.keep_casts);
   const EvidenceScope evidence;
   const DrawWatch watch(turns_.watches());
-  RankRun run(*job_.work, skips_, *job_.result, options.trace, places_[rank].waits, turns_, rank);
+  RankRun run(job_.work, skips_, job_.result, options.trace, places_[rank].waits, turns_, rank,
+              cancelled_);
   run_actions(first_rank() + rank, run);
   if (cancelled_.load(std::memory_order_acquire)) {
     drop_stages(first_rank() + rank);
@@ -297,8 +308,8 @@ void Executor::Impl::drop_stages(int rank) {
 }
 
 void Executor::Impl::run_actions(int rank, RankRun& run) {
-  const auto& order = job_.schedule->ranks[rank];
-  auto& times = job_.result->times[rank];
+  const auto& order = job_.schedule.ranks[rank];
+  auto& times = job_.result.times[rank];
   int64_t began = 0;
   auto& place = places_[rank - first_rank()];
   if (options.trace) {
@@ -314,19 +325,19 @@ void Executor::Impl::run_actions(int rank, RankRun& run) {
     place.done.store(static_cast<int64_t>(i), std::memory_order_relaxed);
     std::exception_ptr error;
     try {
-      if (job_.work->refused) {
-        std::rethrow_exception(job_.work->refused);
+      if (job_.work.refused) {
+        std::rethrow_exception(job_.work.refused);
       }
       if (options.before_action) {
         options.before_action(rank, static_cast<int>(i), action);
       }
       run.run(runs_[action.stage], action);
     } catch (const PeerFailed&) {
-      job_.result->peer_failed = true;
+      job_.result.peer_failed = true;
       cancel();
       return drain(rank, i, run);
     } catch (const Cancelled&) {
-      return;
+      return drain(rank, i, run);
     } catch (...) {
       error = std::current_exception();
       if (options.translate) {
@@ -353,42 +364,9 @@ void Executor::Impl::drain(int rank, size_t from, RankRun& run) {
     return;
   }
   drop_stages(rank);  // what comes needs memory
-  const auto& order = job_.schedule->ranks[rank];
+  const auto& order = job_.schedule.ranks[rank];
   for (size_t i = from; i < order.size(); ++i) {
     run.make_up(runs_[order[i].stage], order[i]);
-  }
-}
-
-// Called when the handler has ended, so that only the pointer pins the frames in which memory ran out.
-void Executor::Impl::note_failure(int rank, int index, std::exception_ptr error) {
-  {
-    const std::lock_guard lock(failure_mutex_);
-    if (!job_.result->failure) {
-      Failure failure;
-      failure.rank = rank;
-      failure.index = index;
-      failure.action = job_.schedule->ranks[rank][index];
-      const auto& run = runs_[failure.action.stage];
-      failure.stage = run.stage->name;
-      failure.shapes = run.flights[failure.action.microbatch].input_shapes();
-      failure.text = brimful::describe(error);
-      failure.out_of_memory = is_out_of_memory(error);
-      failure.error = failure.out_of_memory ? nullptr : std::move(error);
-      job_.result->failure = std::move(failure);
-    }
-  }
-  cancel();
-}
-
-void Executor::Impl::end_from_outside() {
-  ended_.store(true, std::memory_order_relaxed);
-  cancel();
-}
-
-void Executor::Impl::cancel() {
-  cancelled_.store(true, std::memory_order_release);
-  for (auto& bell : bells_) {
-    bell.ring();
   }
 }
 

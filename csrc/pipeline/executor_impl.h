@@ -5,7 +5,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <condition_variable>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "pipeline/bell.h"
@@ -16,12 +19,13 @@
 
 namespace brimful::pipeline {
 
-class Executor::Impl {
+class Executor::Impl : public std::enable_shared_from_this<Executor::Impl> {
  public:
   Impl(std::vector<Stage> stages, ExecutorOptions options);
   ~Impl();
   StepResult run(const Schedule& schedule, const StepWork& work);
   void end_from_outside();
+  std::string abandoned() const;
   std::vector<RankProgress> progress() const;
   /// Of all processes.
   int all_ranks() const { return options.peers ? options.peers->size() : ranks(); }
@@ -30,12 +34,13 @@ class Executor::Impl {
   const ExecutorOptions options;
 
  private:
-  /// What the ranks' threads work on; set by run() before they are woken.
+  /// What the ranks' threads work on; set by run() before they are woken. Its own copies: an abandoned action outlives run().
   struct Job {
-    const Schedule* schedule = nullptr;
-    const StepWork* work = nullptr;
-    StepResult* result = nullptr;
-    const at::ThreadLocalState* caller = nullptr;
+    Schedule schedule;
+    StepWork work;
+    StepResult result{};
+    std::optional<at::ThreadLocalState> caller{};
+    bool is_on = false;
     bool autocast = false;
     bool keep_casts = true;              ///< autocast's cache
     std::vector<c10::Stream> streams{};  ///< the caller's current ones, of devices that have some
@@ -46,6 +51,7 @@ class Executor::Impl {
     std::atomic<int64_t> done{0};
     std::atomic<int64_t> began_ns{0};
     std::atomic<bool> waits{false};
+    std::atomic<bool> idle{true};
   };
 
   /// Of this process, and the schedule's number of the first of them.
@@ -57,7 +63,8 @@ class Executor::Impl {
   void connect();
   Channel* connect(int from, int to, int number);
   void prepare(const Schedule& schedule, const StepWork& work, StepResult& result);
-  void begin_job(const Job& job);
+  void wake_ranks();
+  void begin_job(Job job);
   void end_job();
   void finish(const Schedule& schedule, StepResult& result);
   void thread_main(int rank);
@@ -71,11 +78,24 @@ class Executor::Impl {
   /// In a child of the process that made it, which has none of its threads.
   bool is_forked() const;
   void await_ranks();
-  void end_work();
+  /// Whether all have become idle in that time.
+  bool await_ranks(std::chrono::milliseconds patience);
+  void end_work(int rank);
+
+  // abandon.cpp
+  /// Waits for the ranks; false: the run was ended, and one of them has gone on for too long.
+  bool await_end(std::exception_ptr& interrupted);
+  void ask_for_interrupt(std::exception_ptr& thrown) const;
+  void abandon();
+  void drop_late_gradients(const Stage& stage);
+  void enter_thread() const;
+  /// The last thing that a rank's thread does here.
+  void leave_thread();
 
   const pid_t process_ = ::getpid();
   std::vector<Bell> bells_;  ///< by rank
-  Bell caller_bell_;
+  std::mutex idle_mutex_;
+  std::condition_variable idle_;  ///< the ranks are
   std::atomic<uint64_t> job_number_{0};
   std::atomic<int> running_{0};
   std::atomic<bool> cancelled_{false};
@@ -90,7 +110,13 @@ class Executor::Impl {
   std::vector<int> rank_of_stage_;
   std::vector<StageRun> runs_;  ///< by stage; empty ones for those of other processes
   std::vector<std::unique_ptr<Channel>> channels_;  ///< that end or begin here
-  std::vector<std::jthread> threads_;               ///< last: they use all of the above
+  const uint64_t number_;                           ///< no other executor has it
+  std::atomic<bool> abandoned_{false};
+  std::string abandoned_text_;              ///< what still ran
+  std::shared_ptr<Impl> self_;              ///< until the last thread of an abandoned run has ended
+  std::vector<at::Tensor> late_gradients_;  ///< that an abandoned action may be adding to
+  std::atomic<int> threads_left_{ranks()};
+  std::vector<std::jthread> threads_;  ///< last: they use all of the above
 };
 
 }  // namespace brimful::pipeline

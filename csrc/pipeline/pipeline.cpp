@@ -175,6 +175,22 @@ void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& v
              : "the pipeline's step failed on " + where + ": " + verdict.text);
 }
 
+void Pipeline::State::give_up(Call& call, const StepResult& result) {
+  for (const auto& participant : replicas->participants()) {
+    participant->abandon(FailureKind::error, result.failure->text);
+  }
+  undo(call);
+  std::rethrow_exception(result.failure->error);
+}
+
+void Pipeline::State::require_usable() const {
+  const auto under_way = executor->abandoned();
+  TORCH_CHECK(
+      under_way.empty(),
+      "this pipeline cannot be used any more: a call was interrupted, and a stage did not end (",
+      under_way, "); make a new one");
+}
+
 void Pipeline::State::refine(Call& call, const StepResult& result, const PeerVerdict& verdict) {
   std::string where = " on rank " + std::to_string(verdict.rank);
   if (result.failure && result.failure->index >= 0) {
@@ -209,10 +225,15 @@ StepResult Pipeline::State::run_until_it_stands(Call& call, PeerVerdict& verdict
     StepResult result;
     try {
       result = run(call);
-      verdict = close(call, result);
+      if (!result.abandoned) {
+        verdict = close(call, result);
+      }
     } catch (...) {
       undo(call);
       throw;
+    }
+    if (result.abandoned) {
+      give_up(call, result);
     }
     if (verdict.kind == PeerVerdict::Kind::ok) {
       return result;
@@ -239,7 +260,8 @@ StepResult Pipeline::State::run_until_it_stands(Call& call, PeerVerdict& verdict
 
 PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   const OneCall::Entered entered(calls, "step");
-  const Doing in_call(doing);
+  require_usable();
+  const Doing in_call(doing, cancelled);
   last_failure.reset();
   const Peaks peaks(options.devices);
   Call call{rows, work, group_of_step()};
@@ -270,7 +292,8 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
 
 Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
   const OneCall::Entered entered(calls, "forward");
-  const Doing in_call(doing);
+  require_usable();
+  const Doing in_call(doing, cancelled);
   const at::NoGradGuard no_grad;
   const KeptBatch::Scope lets_go(batch);
   last_failure.reset();
@@ -303,6 +326,12 @@ PipelineOutcome Pipeline::step(int64_t rows, const PipelineWork& work) {
 }
 Value Pipeline::forward(int64_t rows, const PipelineWork& work) {
   return state_->forward(rows, work);
+}
+void Pipeline::cancel() {
+  state_->cancelled.store(true, std::memory_order_release);
+}
+bool Pipeline::is_usable() const {
+  return state_->executor->abandoned().empty();
 }
 Schedule Pipeline::schedule(int64_t microbatches) const {
   return state_->schedule(microbatches, true);

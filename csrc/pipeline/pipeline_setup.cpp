@@ -102,6 +102,7 @@ ExecutorOptions executor_options(const PipelineOptions& options) {
   result.threads_per_rank = options.threads_per_rank;
   result.spin = options.spin;
   result.trace = options.trace;
+  result.patience = options.patience;
   result.before_action = options.before_action;
   result.translate = options.translate;
   result.thread_scope = options.thread_scope;
@@ -160,8 +161,10 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
   if (options.peers) {
     options.peers->use(options.devices[0]);
   }
+  auto for_executor = executor_options(options);
+  for_executor.interrupt = [this] { look_for_interrupt(); };
   executor = std::make_unique<Executor>(with_norms(std::move(stages), options.batch_norm, norms),
-                                        executor_options(options));
+                                        std::move(for_executor));
   const auto placed = rank_of_stage(schedule(options.microbatches, true));
   std::vector<int> numbers;  // of this process's stages
   std::vector<c10::Device> devices;
@@ -192,6 +195,15 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
   }
   for (auto& keeper : options.keepers) {
     transaction.add(keeper);
+  }
+}
+
+void Pipeline::State::look_for_interrupt() {
+  if (cancelled.exchange(false, std::memory_order_acq_rel)) {
+    throw Interrupted();
+  }
+  if (options.interrupt) {
+    options.interrupt();
   }
 }
 

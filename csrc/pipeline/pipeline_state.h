@@ -29,7 +29,10 @@ inline constexpr const char* kIdle = "no call is under way";
 /// Ends what a call says that it is doing.
 class Doing {
  public:
-  explicit Doing(std::atomic<const char*>& doing) : doing_(doing) { doing_ = "a call begins"; }
+  Doing(std::atomic<const char*>& doing, std::atomic<bool>& cancelled) : doing_(doing) {
+    cancelled = false;
+    doing_ = "a call begins";
+  }
   ~Doing() { doing_ = kIdle; }
   Doing(const Doing&) = delete;
   Doing& operator=(const Doing&) = delete;
@@ -88,6 +91,7 @@ struct Pipeline::State {
   OneCall calls{"pipeline"};
   std::atomic<const char*> doing{kIdle};  ///< for progress()
   int64_t microbatch_rows = 0;            ///< that fit; 0: memory has not run out yet
+  std::atomic<bool> cancelled{false};     ///< by cancel()
   std::optional<Failure> last_failure;
   // Of the last step that stood, for trace() and to_string().
   Schedule last_schedule;
@@ -102,6 +106,8 @@ struct Pipeline::State {
   // attempt.cpp
   /// Before the first attempt: what all ranks must know alike.
   void begin(Call& call);
+  /// For the executor, while a call's actions run.
+  void look_for_interrupt();
   void meet(Call& call);
   /// Links between the ranks, beside their group.
   void connect(Call& call, int64_t name);
@@ -143,6 +149,9 @@ struct Pipeline::State {
   StepResult run_until_it_stands(Call& call, PeerVerdict& verdict);
   void stand(const Call& call, StepResult result, const PeerVerdict& verdict,
              PipelineOutcome& outcome);
+  /// Undoes the call; other ranks do not hear of it from this one.
+  [[noreturn]] void give_up(Call& call, const StepResult& result);
+  void require_usable() const;
   [[noreturn]] void raise(Call& call, StepResult& result, const PeerVerdict& verdict);
   /// Makes the call's next attempt another one, if it has to be.
   void refine(Call& call, const StepResult& result, const PeerVerdict& verdict);

@@ -11,14 +11,15 @@
 
 namespace brimful::pipeline {
 
-void Executor::Impl::begin_job(const Job& job) {
+void Executor::Impl::begin_job(Job job) {
   const std::lock_guard lock(job_mutex_);
   for (auto& place : places_) {
     place.done.store(0, std::memory_order_relaxed);
     place.began_ns.store(0, std::memory_order_relaxed);
     place.waits.store(false, std::memory_order_relaxed);
   }
-  job_ = job;
+  job_ = std::move(job);
+  job_.is_on = true;
 }
 
 void Executor::Impl::end_job() {
@@ -30,11 +31,11 @@ std::vector<RankProgress> Executor::Impl::progress() const {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   const std::lock_guard lock(job_mutex_);
   std::vector<RankProgress> result;
-  for (int i = 0; job_.schedule != nullptr && i < ranks(); ++i) {
+  for (int i = 0; job_.is_on && i < ranks(); ++i) {
     const auto& place = places_[i];
     RankProgress own;
     own.rank = first_rank() + i;
-    const auto& order = job_.schedule->ranks[own.rank];
+    const auto& order = job_.schedule.ranks[own.rank];
     own.actions = std::ssize(order);
     own.done = place.done.load(std::memory_order_relaxed);
     if (own.done < own.actions) {

@@ -108,6 +108,7 @@ void RankRun::run(StageRun& stage, const Action& action) {
   }
   perform(stage, action);
   if (is_backward && work_.after_backward) {
+    require_wanted();
     work_.after_backward(action);
   }
 }
@@ -176,7 +177,14 @@ Message RankRun::take(Channel& channel, bool apart, std::optional<Message>& rece
   return apart ? taken(received) : receive(channel, microbatch);
 }
 
+void RankRun::require_wanted() const {
+  if (cancelled_.load(std::memory_order_acquire)) {
+    throw Cancelled();
+  }
+}
+
 Value RankRun::first_input(StageRun& stage, int microbatch) {
+  require_wanted();
   auto input = work_.input(microbatch);
   for (auto& tensor : input.tensors) {
     if (tensor.defined()) {
@@ -214,6 +222,7 @@ void RankRun::forward(StageRun& stage, int microbatch) {
     flight.inputs = input.tensors;
     take_turn();
   }
+  require_wanted();
   std::transform(input.tensors.begin(), input.tensors.end(), input.tensors.begin(), changeable);
   const SkipScope skips(skips_, flight.skips, microbatch, stage.device);
   const KeywordScope keywords(work_.keywords, microbatch, stage.device,
@@ -239,6 +248,7 @@ void RankRun::finish_loss(StageRun& stage, int microbatch, const Value& output) 
     result_.outputs[microbatch] = output;
     return;
   }
+  require_wanted();
   auto& flight = stage.flights[microbatch];
   auto piece = work_.loss(microbatch, output);
   require_loss(piece);
@@ -276,6 +286,7 @@ void RankRun::send_outputs(StageRun& stage, int microbatch, Message message) {
 std::vector<at::Tensor> RankRun::output_gradients(StageRun& stage, int microbatch) {
   auto& flight = stage.flights[microbatch];
   if (stage.output_gradients == nullptr) {
+    require_wanted();
     const auto& loss = flight.outputs[0];
     if (!loss.defined()) {
       return {at::Tensor()};

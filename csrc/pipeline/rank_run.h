@@ -88,14 +88,15 @@ class RankRun {
   /// `waits`: set while an action waits for its message.
   /// `rank`: its place in this process.
   RankRun(const StepWork& work, SkipBoard& skips, StepResult& result, bool counts_bytes,
-          std::atomic<bool>& waits, Turns& turns, int rank)
+          std::atomic<bool>& waits, Turns& turns, int rank, const std::atomic<bool>& cancelled)
       : work_(work),
         skips_(skips),
         result_(result),
         counts_bytes_(counts_bytes),
         waits_(waits),
         turns_(turns),
-        rank_(rank) {}
+        rank_(rank),
+        cancelled_(cancelled) {}
 
   /// @throws Cancelled, what the stage throws, and c10::ValueError where the schedule has the action too early or twice
   void run(StageRun& stage, const Action& action);
@@ -107,6 +108,9 @@ class RankRun {
 
  private:
   void perform(StageRun& stage, const Action& action);
+  /// Before what the caller has given is called: it may be gone when an abandoned action comes to it.
+  /// @throws Cancelled
+  void require_wanted() const;
   void forward(StageRun& stage, int microbatch);
   /// The first stage's, of the caller's batch.
   Value first_input(StageRun& stage, int microbatch);
@@ -137,6 +141,7 @@ class RankRun {
   std::atomic<bool>& waits_;
   Turns& turns_;
   int rank_;
+  const std::atomic<bool>& cancelled_;
   int64_t waited_ns_ = 0;
 };
 

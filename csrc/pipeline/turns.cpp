@@ -103,6 +103,9 @@ void Turns::Turn::take(Generator& generator, int microbatch) {
 
 void Turns::Turn::end(Held& held) {
   auto& generator = *held.generator;
+  if (turns_.abandoned_) {
+    return;
+  }
   const bool drew = !(RandomState::of(generator.device) == held.seeded);
   held.before.put(generator.device);
   if (drew) {

@@ -31,6 +31,8 @@ class Turns {
   /// `complete`: all actions have run. Returns whether they must run again, since stages have drawn beside each other; the
   /// generators are then as before, else their next numbers are others if an action has drawn.
   bool end(bool complete);
+  /// Turns that are under way change no generator any more.
+  void abandon() { abandoned_ = true; }
   /// Whether ranks' threads need a DrawWatch.
   bool watches() const { return mode_ != Mode::silent; }
 
@@ -55,6 +57,7 @@ class Turns {
   std::vector<Generators> of_rank_;
   std::vector<std::array<bool, 2>> touches_;  ///< by stage: its forwards, its backwards
   std::atomic<bool> surprised_ = false;
+  std::atomic<bool> abandoned_ = false;
 };
 
 /// An action's, on its rank's thread, from when its messages are there.

@@ -270,6 +270,10 @@ class Pipeline:
     each with its own rows: gradients are the exact weighted mean over the rows of all, buckets leave behind a stage's
     last backward, and what fails on any rank of any replica is repeated, or raised, on all: docs/pipeline-processes.md.
 
+    Ctrl-C, and whatever else a signal's handler raises, ends a call: no stage begins another action, stages of Python
+    stop at their next line, and it is raised within a second, with everything as before the call. A stage that does not
+    end in this second is abandoned: gradients that it still makes are dropped, and later calls raise ``RuntimeError``.
+
     One call at a time: a step within a step raises ``ValueError``.
     """
 
@@ -336,6 +340,7 @@ class Pipeline:
             scaler=_scaler_tensors(scaler, chosen[-1]),
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
             before_action=None,
+            patience_s=1.0,
             splitter=_C.Splitter(
                 batch_dim=batch_dim,
                 size_fn=_arguments.function("size_fn", size_fn),
@@ -439,6 +444,14 @@ class Pipeline:
     def eval(self) -> Pipeline:
         """Put the stages' modules in evaluation; returns the pipeline."""
         return self.train(False)
+
+    def cancel(self) -> None:
+        """End a call that is under way, from another thread: it raises ``RuntimeError``, with everything as before it.
+
+        Does not wait. Nothing where there is no call. A stage that does not end within a second is abandoned, as after
+        Ctrl-C.
+        """
+        self._core.cancel()
 
     def trace(self) -> str:
         """The last step as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing: measured beside planned.

@@ -29,8 +29,12 @@ class Planted(nn.Module):
     def __init__(self, inner):
         super().__init__()
         self.inner, self.calls, self.at, self.error = inner, 0, None, None
+        self.interrupts = False
 
     def forward(self, x):
+        if self.interrupts:
+            self.interrupts = False
+            os.kill(os.getpid(), signal.SIGINT)
         self.calls += 1
         if self.calls - 1 == self.at:
             raise self.error
@@ -122,6 +126,15 @@ def fail(here):
             pipe.step(x, y)
             assert close(model, gradients, rank)
             model.zero_grad()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for failing in range(2):
+        stages[rank].interrupts = rank == failing
+        with pytest.raises(KeyboardInterrupt if rank == failing else brimful.RankFailed):
+            pipe.step(x, y)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        pipe.step(x, y)
+        assert close(model, gradients, rank)
+        model.zero_grad()
     stages[rank].calls, stages[rank].at = 0, 1 if rank == 0 else None
     stages[rank].error = torch.OutOfMemoryError("planted")
     outcome = pipe.step(x, y)

@@ -10,8 +10,10 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 #include <typeinfo>
 
 using namespace brimful;
@@ -30,6 +32,7 @@ struct Planted {
   std::atomic<int> index{-1};
   std::atomic<int> left{0};
   bool out_of_memory = false;
+  std::function<void()> instead;  ///< of an error
 
   void arm(int at_rank, int at_index, int times = 1) {
     rank = at_rank;
@@ -38,6 +41,9 @@ struct Planted {
   }
   void reached(int at_rank, int at_index) {
     if (at_rank == rank && at_index == index && left.fetch_sub(1) > 0) {
+      if (instead) {
+        return instead();
+      }
       if (out_of_memory) {
         TORCH_CHECK_WITH(OutOfMemoryError, false, "planted");
       }
@@ -255,6 +261,43 @@ TEST_CASE("Memory that runs out in any action repeats the step with twice the mi
         REQUIRE(trained.pipe->step(trained.x, trained.y, mse).microbatches == 6);  // of two rows
       }
     }
+  }
+}
+
+TEST_CASE("A call that is cancelled in any action leaves nothing of the step",
+          "[pipeline][faults]") {
+  const QuietLog quiet;
+  memory::install();
+  const Watchdog watchdog("a call that is cancelled", std::chrono::seconds(90));
+  for (const auto& [schedule, ranks, stages] : kCases) {
+    Trained trained(schedule, ranks, stages, false);
+    trained.require_good_step();
+    trained.planted.instead = [&] {  // ends while the action goes on, and after the step's last one
+      trained.pipe->cancel();
+      std::this_thread::sleep_for(
+          std::chrono::milliseconds(trained.planted.index % 5 == 0 ? 120 : 0));
+    };
+    const auto order = trained.pipe->schedule(kMicrobatches);
+    const auto given = trained.x.clone();
+    const auto before = memory::stats(c10::Device(c10::DeviceType::CPU)).used_bytes;
+    for (int rank = 0; rank < ranks; ++rank) {
+      for (int index = 0; index < std::ssize(order.ranks[rank]); ++index) {
+        CAPTURE(schedule, rank, index);
+        const auto buffer = trained.buffer.clone();
+        trained.planted.arm(rank, index);
+        const auto seconds = seconds_of([&] {
+          REQUIRE_THROWS_AS(trained.pipe->step(given, trained.y, mse), pipeline::Interrupted);
+        });
+        REQUIRE(seconds < 1);
+        REQUIRE(trained.pipe->is_usable());
+        REQUIRE(at::equal(trained.buffer, buffer));
+        REQUIRE(at::equal(given, trained.x));
+        REQUIRE(all_close(trained.model.gradients(), trained.expected));
+        REQUIRE(memory::stats(c10::Device(c10::DeviceType::CPU)).used_bytes ==
+                before + static_cast<int64_t>(buffer.nbytes()));
+      }
+    }
+    trained.require_good_step(2);
   }
 }
 

@@ -33,6 +33,11 @@ struct ExecutorOptions {
   std::function<void(int rank, int index, const Action& action)> before_action;
   /// Turns an error of another language into what the core understands; called inside its handler.
   std::function<std::exception_ptr(std::exception_ptr)> translate;
+  /// Called by run()'s thread some twenty times a second while the ranks work, and once when they are done. What it throws
+  /// ends the run, and is StepResult::interrupted.
+  std::function<void()> interrupt;
+  /// How long a run that was ended waits for actions that are under way. What still runs then is abandoned.
+  std::chrono::milliseconds patience{1000};
   /// What it returns is kept as long as the rank's thread runs, and is destroyed by that thread.
   std::function<std::shared_ptr<void>()> thread_scope;
 };
@@ -77,6 +82,9 @@ class BRIMFUL_API Executor {
   /// Ends a run() that is under way, from any thread: ranks stop before their next action, and wait for no message of this
   /// process any more. Nothing where there is none. Does not wait.
   void cancel();
+  /// A run that was ended has returned while an action was still under way, which is what this says. What the action still
+  /// does is lost: its gradients are dropped. Nothing can be run any more. Empty: not so.
+  std::string abandoned() const;
   /// Where the ranks of this process are; empty where no run() is under way. From any thread; waits for none.
   std::vector<RankProgress> progress() const;
 
@@ -88,7 +96,7 @@ class BRIMFUL_API Executor {
 
  private:
   class Impl;
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<Impl> impl_;
 };
 
 }  // namespace brimful::pipeline

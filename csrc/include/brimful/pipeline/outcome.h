@@ -1,12 +1,20 @@
 #pragma once
+#include <brimful/export.h>
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 namespace brimful::pipeline {
+
+/// Pipeline::cancel() has ended the call.
+class BRIMFUL_API Interrupted : public std::runtime_error {
+ public:
+  Interrupted() : std::runtime_error("the call was cancelled; everything is as before it") {}
+};
 
 /// A stage's part of a step; all zero for stages of other processes.
 struct StageNote {

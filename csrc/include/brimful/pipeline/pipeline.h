@@ -45,6 +45,11 @@ struct PipelineOptions {
   GradScaler* scaler = nullptr;  ///< as in BatchSizerOptions; outlives the pipeline
   std::vector<Transaction::Keeper> keepers;
   std::function<void(int rank, int index, const Action& action)> before_action;
+  /// Called by the caller's thread some twenty times a second while stages work, and once when they are done. What it throws
+  /// ends the call as cancel() does, and comes out of it.
+  std::function<void()> interrupt;
+  /// How long a call that was ended waits for the actions that are under way. A stage whose action takes longer is abandoned.
+  std::chrono::milliseconds patience{1000};
   std::function<std::exception_ptr(std::exception_ptr)> translate;
   std::function<std::shared_ptr<void>()> thread_scope;
 };
@@ -68,14 +73,6 @@ struct PipelineWork {
 
 /// No stage asks for any.
 struct NoKeywords {};
-
-/// What a pipeline is doing; see Pipeline::progress().
-struct PipelineProgress {
-  std::string doing;                ///< "no call is under way", or the part of a call
-  std::vector<RankProgress> ranks;  ///< of this process, while a step's actions run
-};
-/// A line, and one for each rank: "rank 0: action 5 of 16, 0B1 (backward of microbatch 1 in stage 0), for 0.3 s".
-BRIMFUL_API std::string to_string(const PipelineProgress& progress);
 
 /// The device of each of a process's stages, to move modules there before they are made stages: as the schedule places
 /// them. `parameters` has each stage's, or none.
@@ -120,6 +117,12 @@ class BRIMFUL_API Pipeline {
   template <typename Batch, typename Named = NoKeywords>
   Value forward(const Batch& batch, const Named& keywords = {});
 
+  /// Ends a call that is under way, from any thread: no stage begins another action, and within PipelineOptions::patience
+  /// the call throws Interrupted. Parameters, gradients, buffers, RNG and batch are then as before it. Where an action does
+  /// not end in that time its stage is abandoned: its late gradients are dropped, and later calls throw c10::Error; what
+  /// `work` refers to must then live as long as the action. Nothing without a call, or where it stands already.
+  void cancel();
+  bool is_usable() const;                         ///< false once a stage was abandoned
   Schedule schedule(int64_t microbatches) const;  ///< of a step with so many
   const std::vector<Stage>& stages() const;
   const std::vector<c10::Device>& devices() const;

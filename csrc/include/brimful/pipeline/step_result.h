@@ -48,6 +48,8 @@ struct StepResult {
   bool peer_failed = false;                    ///< another process's step has; it tells what
   std::vector<std::vector<ActionTime>> times;  ///< by rank
   bool cancelled = false;                      ///< by cancel()
+  std::exception_ptr interrupted;              ///< what ExecutorOptions::interrupt threw
+  bool abandoned = false;                      ///< an action is still under way
   /// Stages drew random numbers beside each other, of one generator. It is as before the run, which must be repeated: from
   /// then on they take turns.
   bool drew_together = false;
@@ -72,5 +74,13 @@ struct RankProgress {
   bool waits = false;   ///< for the action's message
   double seconds = 0;   ///< since the action began; 0 without `trace`
 };
+
+/// What a pipeline is doing; see Pipeline::progress().
+struct PipelineProgress {
+  std::string doing;                ///< "no call is under way", or the part of a call
+  std::vector<RankProgress> ranks;  ///< of this process, while a step's actions run
+};
+/// A line, and one for each rank: "rank 0: action 5 of 16, 0B1 (backward of microbatch 1 in stage 0), for 0.3 s".
+BRIMFUL_API std::string to_string(const PipelineProgress& progress);
 
 }  // namespace brimful::pipeline
