@@ -10,6 +10,11 @@ detail::RankFailedThrower& thrower() {
   static detail::RankFailedThrower instance;
   return instance;
 }
+
+detail::PlanMismatchThrower& mismatch_thrower() {
+  static detail::PlanMismatchThrower instance;
+  return instance;
+}
 }  // namespace
 
 RankFailed::RankFailed(int rank, int64_t step, FailureKind kind, const std::string& message)
@@ -42,6 +47,18 @@ void throw_rank_failed(int rank, int64_t step, FailureKind kind, const std::stri
   }
   raise(RankFailed(rank, step, kind, message));
   std::abort();  // not reached: raise throws
+}
+
+void set_plan_mismatch_thrower(PlanMismatchThrower new_thrower) {
+  mismatch_thrower() = std::move(new_thrower);
+}
+
+void throw_plan_mismatch(const std::string& message) {
+  const PlanMismatch error(message);
+  if (mismatch_thrower()) {
+    mismatch_thrower()(error);
+  }
+  throw error;
 }
 }  // namespace detail
 }  // namespace brimful

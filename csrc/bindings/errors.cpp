@@ -148,8 +148,8 @@ void bind_errors(py::module_& m) {
                              py::make_tuple(py::handle(PyExc_RuntimeError)));
   types.plan_mismatch = new_type(
       m, "PlanMismatch",
-      "The ranks' models differ in the number, shape or dtype of their parameters, or their "
-      "sizers in the state that they loaded.",
+      "The ranks' models differ in the number, shape, dtype or values of their parameters, or "
+      "their sizers in the state that they loaded.",
       py::make_tuple(py::handle(PyExc_ValueError)));
   py::register_local_exception_translator(&translate);
   // From an autograd callback only an error that Python has set reaches the caller of backward() with its type.
@@ -157,6 +157,11 @@ void bind_errors(py::module_& m) {
     const py::gil_scoped_acquire gil;
     const bool memory = error.kind() == FailureKind::out_of_memory;
     set_rank_failed(memory ? types.rank_out_of_memory : types.rank_failed, error);
+    throw py::error_already_set();
+  });
+  detail::set_plan_mismatch_thrower([](const PlanMismatch& error) {
+    const py::gil_scoped_acquire gil;
+    PyErr_SetString(types.plan_mismatch, error.what_without_backtrace());
     throw py::error_already_set();
   });
   m.def("_set_log_sink", [](py::function write) {

@@ -51,9 +51,10 @@ void bind_reducer(py::module_& m) {
       .def(py::init([](std::vector<at::Tensor> parameters, std::vector<at::Tensor> buffers,
                        const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                        std::vector<std::string> names, std::vector<bool> sparse,
-                       std::vector<at::Tensor> frozen, std::optional<double> bucket_cap_mb,
-                       double first_bucket_cap_mb, std::vector<double> bucket_cap_mb_list,
-                       std::string plan, const py::object& wire_dtype, bool error_feedback,
+                       std::vector<bool> renormalised, std::vector<at::Tensor> frozen,
+                       std::optional<double> bucket_cap_mb, double first_bucket_cap_mb,
+                       std::vector<double> bucket_cap_mb_list, std::string plan,
+                       const py::object& wire_dtype, bool error_feedback,
                        std::optional<double> gradient_predivide_factor, bool whole_path,
                        bool broadcast_buffers, bool synchronise_at_start) {
              ReducerOptions options;
@@ -69,16 +70,18 @@ void bind_reducer(py::module_& m) {
              options.synchronise_at_start = synchronise_at_start;
              options.names = std::move(names);
              options.sparse = std::move(sparse);
+             options.renormalised = std::move(renormalised);
              options.frozen = std::move(frozen);
              options.forwards_announced = true;
              const py::gil_scoped_release no_gil;
              return Reducer::create(std::move(parameters), std::move(buffers), group, options);
            }),
            py::arg("parameters"), py::arg("buffers"), py::arg("group"), py::kw_only(),
-           py::arg("names"), py::arg("sparse"), py::arg("frozen"), py::arg("bucket_cap_mb"),
-           py::arg("first_bucket_cap_mb"), py::arg("bucket_cap_mb_list"), py::arg("plan"),
-           py::arg("wire_dtype"), py::arg("error_feedback"), py::arg("gradient_predivide_factor"),
-           py::arg("whole_path"), py::arg("broadcast_buffers"), py::arg("synchronise_at_start"))
+           py::arg("names"), py::arg("sparse"), py::arg("renormalised"), py::arg("frozen"),
+           py::arg("bucket_cap_mb"), py::arg("first_bucket_cap_mb"), py::arg("bucket_cap_mb_list"),
+           py::arg("plan"), py::arg("wire_dtype"), py::arg("error_feedback"),
+           py::arg("gradient_predivide_factor"), py::arg("whole_path"),
+           py::arg("broadcast_buffers"), py::arg("synchronise_at_start"))
       .def(
           "register_comm_hook",
           [](Reducer& reducer, py::object state, py::object hook, const std::string& name) {

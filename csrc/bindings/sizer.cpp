@@ -317,41 +317,43 @@ void bind_sizer(py::module_& m) {
       .def(py::init<const std::vector<py::object>&, const std::vector<py::object>&>(),
            py::arg("buffers"), py::arg("parameters"));
   py::class_<PythonSizer>(m, "BatchSizer")
-      .def(py::init(
-               [](const std::vector<std::shared_ptr<Reducer>>& reducers,
-                  const std::vector<std::shared_ptr<ForeignReducer>>& foreign,
-                  std::vector<at::Tensor> outside, const std::shared_ptr<ModuleEntries>& entries,
-                  const std::vector<c10::Device>& devices,
-                  const std::vector<std::pair<py::function, py::function>>& keepers,
-                  const py::function& standing_tensors, const py::function& optimizer_bytes,
-                  std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
-                  int64_t max_retries, int64_t pieces, std::optional<int64_t> piece_rows,
-                  bool lockstep, bool predict, bool equal_pieces, const std::string& batch_norm,
-                  const std::vector<std::pair<std::string, py::object>>& batch_norms,
-                  const std::optional<PythonSizer::ScalerTensors>& scaler) {
-                 BatchSizerOptions options;
-                 options.max_retries = max_retries;
-                 options.pieces = pieces;
-                 options.piece_rows = piece_rows;
-                 options.lockstep = lockstep;
-                 options.predict = predict;
-                 options.equal_pieces = equal_pieces;
-                 options.device = devices.at(0);
-                 options.optimizer_bytes = bytes_of(optimizer_bytes);
-                 options.standing_bytes = [standing_tensors, device = devices.at(0)] {
-                   return call_python([&] { return standing_of(standing_tensors(), device); });
-                 };
-                 options.batch_norm = batch_norm_policy(batch_norm);
-                 options.batch_norms = batch_norms_of(batch_norms);
-                 return std::make_unique<PythonSizer>(
-                     reducers, foreign, std::move(outside), entries, devices, keepers,
-                     std::move(weight_fn), std::move(splitter), scaler, std::move(options));
-               }),
+      .def(py::init([](const std::vector<std::shared_ptr<Reducer>>& reducers,
+                       const std::vector<std::shared_ptr<ForeignReducer>>& foreign,
+                       std::vector<at::Tensor> outside,
+                       const std::shared_ptr<ModuleEntries>& entries,
+                       const std::vector<c10::Device>& devices,
+                       const std::vector<std::pair<py::function, py::function>>& keepers,
+                       const py::function& standing_tensors, const py::function& optimizer_bytes,
+                       std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
+                       int64_t max_retries, int64_t pieces, std::optional<int64_t> piece_rows,
+                       bool local, bool lockstep, bool predict, bool equal_pieces,
+                       const std::string& batch_norm,
+                       const std::vector<std::pair<std::string, py::object>>& batch_norms,
+                       const std::optional<PythonSizer::ScalerTensors>& scaler) {
+             BatchSizerOptions options;
+             options.max_retries = max_retries;
+             options.pieces = pieces;
+             options.piece_rows = piece_rows;
+             options.local = local;
+             options.lockstep = lockstep;
+             options.predict = predict;
+             options.equal_pieces = equal_pieces;
+             options.device = devices.at(0);
+             options.optimizer_bytes = bytes_of(optimizer_bytes);
+             options.standing_bytes = [standing_tensors, device = devices.at(0)] {
+               return call_python([&] { return standing_of(standing_tensors(), device); });
+             };
+             options.batch_norm = batch_norm_policy(batch_norm);
+             options.batch_norms = batch_norms_of(batch_norms);
+             return std::make_unique<PythonSizer>(reducers, foreign, std::move(outside), entries,
+                                                  devices, keepers, std::move(weight_fn),
+                                                  std::move(splitter), scaler, std::move(options));
+           }),
            py::kw_only(), py::arg("reducers"), py::arg("foreign"), py::arg("outside"),
            py::arg("entries"), py::arg("devices"), py::arg("keepers"), py::arg("standing_tensors"),
            py::arg("optimizer_bytes"), py::arg("weight_fn"), py::arg("splitter"),
-           py::arg("max_retries"), py::arg("pieces"), py::arg("piece_rows"), py::arg("lockstep"),
-           py::arg("predict"), py::arg("equal_pieces"), py::arg("batch_norm"),
+           py::arg("max_retries"), py::arg("pieces"), py::arg("piece_rows"), py::arg("local"),
+           py::arg("lockstep"), py::arg("predict"), py::arg("equal_pieces"), py::arg("batch_norm"),
            py::arg("batch_norms"), py::arg("scaler"))
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("accumulate"))

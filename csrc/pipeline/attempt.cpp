@@ -346,6 +346,10 @@ void Pipeline::State::hear_replicas(Call& call, StepResult& result,
                      "scalers with different scales; load a state_dict of the same step on all")));
     verdict = own_verdict(call, result);
   }
+  if (const auto words = call.group.divergence(); verdict.kind == Kind::ok && !words.empty()) {
+    result.failure = failure_outside(std::make_exception_ptr(PlanMismatch(words)));
+    verdict = own_verdict(call, result);
+  }
   for (int replica = 0; replica < std::ssize(records); ++replica) {
     const auto& record = records[replica];
     verdict.weight += record.weight;

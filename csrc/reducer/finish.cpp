@@ -76,7 +76,15 @@ std::vector<ControlRecord> Reducer::finish() {
     ms_by_rank.push_back(record.work_ms);
   }
   s.watch.end_step(s.step - 1, ms_by_rank);
-  return s.tail->records();
+  const auto records = s.tail->records();
+  if (s.updates && !s.joining && worst(records) < Verdict::retry) {
+    s.updates->settle(records, [&](const ControlRecord& own) { return exchange(own); });
+  }
+  return records;
+}
+
+std::string Reducer::divergence() const {
+  return s_->updates && !s_->joining ? s_->updates->divergence() : std::string();
 }
 
 void Reducer::accept(double scale, bool keep_unused) {

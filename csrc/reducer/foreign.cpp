@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "reducer/agree.h"
 #include "reducer/at_exit.h"
+#include "reducer/updates.h"
 
 namespace brimful {
 namespace {
@@ -30,6 +32,7 @@ struct ForeignReducer::State {
   std::string own_words;
   std::vector<std::string> words;     ///< by rank, of the last exchange
   std::vector<uint8_t> used_by_rank;  ///< by parameter: a rank had a gradient
+  std::optional<Updates> updates;
 };
 
 ForeignReducer::ForeignReducer(std::unique_ptr<State> state) : s_(std::move(state)) {}
@@ -47,6 +50,9 @@ std::shared_ptr<ForeignReducer> ForeignReducer::create(std::vector<at::Tensor> p
   state->reduce = std::move(reduce);
   state->rank = side_group->getRank();
   state->world_size = side_group->getSize();
+  if (state->world_size > 1 && !state->parameters.empty()) {
+    state->updates.emplace(state->parameters, state->parameters.front().device());
+  }
   std::shared_ptr<ForeignReducer> reducer(new ForeignReducer(std::move(state)));
   release_at_exit(reducer.get(), [weak = std::weak_ptr<ForeignReducer>(reducer)] {
     if (const auto alive = weak.lock()) {
@@ -133,10 +139,23 @@ std::vector<ControlRecord> ForeignReducer::finish() {
   if (const auto loss_sum = std::exchange(s.loss_sum, {}); loss_sum.defined()) {
     record.loss_sum = loss_sum.item<double>();
   }
+  if (s.updates && record.verdict < Verdict::retry) {
+    if (const auto updated = s.updates->look(); updated.defined()) {
+      const auto on_host = updated.cpu();
+      std::copy_n(on_host.const_data_ptr<bool>(), on_host.numel(), record.updated.begin());
+    }
+  }
   const auto records = exchange_all(record, "step " + std::to_string(s.step));
   ++s.step;
   if (worst(records) >= Verdict::retry) {
     return records;
+  }
+  if (s.updates) {
+    s.updates->settle(
+        records, [&](const ControlRecord& own) { return exchange_all(own, "their parameters"); });
+    if (!s.updates->divergence().empty()) {
+      return records;  // on all ranks: nothing is reduced
+    }
   }
   const memory::Unlimited unlimited;  // no way back from here
   const memory::UnlimitedEverywhere in_the_groups_threads;
@@ -155,6 +174,10 @@ std::vector<ControlRecord> ForeignReducer::finish() {
             describe(error));
   }
   return records;
+}
+
+std::string ForeignReducer::divergence() const {
+  return s_->updates ? s_->updates->divergence() : std::string();
 }
 
 void ForeignReducer::accept(double scale, bool keep_unused) {

@@ -23,6 +23,9 @@ void Reducer::begin_join(bool mean_of_active, bool throw_early) {
 void Reducer::end_join() {
   begin_join(false, false);
   s_->joining = false;
+  if (s_->updates) {
+    s_->updates->forget();  // all ranks get the parameters of one
+  }
 }
 
 // Not an all_reduce, for the reason in agree.cpp.

@@ -19,7 +19,9 @@ void Reducer::launch(int64_t index) {
   bucket.join_current_stream();
   if (index == s.last()) {
     s.record.plan = s.proposal ? s.proposals : 0;
-    s.tail->write(s.used, s.record, s.loss_sum, s.buffer_source, s.own_rows());
+    const bool looks = s.updates && !s.joining && s.record.verdict < Verdict::retry;
+    const auto updated = looks ? s.updates->look() : at::Tensor();
+    s.tail->write(s.used, s.record, s.loss_sum, updated, s.buffer_source, s.own_rows());
   }
   if (bucket.direct && !bucket.own.defined()) {
     const auto& owner = s.parameters[bucket.parameters[0]];

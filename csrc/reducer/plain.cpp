@@ -199,16 +199,20 @@ void Reducer::end_plain_backward() {
     throw;
   }
   const auto records = finish();
-  s.stands = worst(records) < Verdict::retry;
+  s.stands = worst(records) < Verdict::retry && divergence().empty();
   require_success(records);
   const bool fewer = s.mean_of_active && !s.active.empty();
   accept(s.predivide / (fewer ? static_cast<double>(s.active.size()) : s.world_size), true);
 }
 
-/// Throws on every rank if a rank failed the step; else notes who had data.
+/// Throws on every rank if a rank failed the step, or the ranks' parameters differ; else notes who had data.
 void Reducer::require_success(const std::vector<ControlRecord>& records) {
   auto& s = *s_;
   if (worst(records) < Verdict::retry) {
+    if (const auto words = divergence(); !words.empty()) {
+      discard();
+      detail::throw_plan_mismatch(words);
+    }
     note_data(records);
     return;
   }

@@ -147,6 +147,9 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   std::erase_if(buffers, [&](const auto& buffer) {
     return buffer.device() != s.device || buffer.numel() == 0;
   });
+  if (s.world_size > 1) {
+    s.updates.emplace(parameters, s.device, options.renormalised);
+  }
   const auto count = static_cast<int64_t>(parameters.size());
   s.tail.emplace(count, s.rank, s.world_size, std::move(buffers),
                  c10::toRealValueType(plan.buckets.back().dtype),

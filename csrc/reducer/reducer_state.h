@@ -20,6 +20,7 @@
 #include "reducer/planner.h"
 #include "reducer/stopwatch.h"
 #include "reducer/tail.h"
+#include "reducer/updates.h"
 
 namespace brimful {
 
@@ -45,6 +46,7 @@ struct Reducer::State {
   std::vector<uintptr_t> hook_keys;
   std::unique_ptr<c10d::CommHookInterface> hook;
   std::optional<Tail> tail;
+  std::optional<Updates> updates;  ///< where there are other ranks
 
   // The plan and what is made of it (layout.cpp).
   PlanOptions plan_options;

@@ -6,6 +6,8 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+
 #include "reducer/bucket.h"
 
 namespace brimful {
@@ -39,12 +41,16 @@ void Tail::attach(at::Tensor region) {
 }
 
 void Tail::write(const std::vector<uint8_t>& used, const ControlRecord& record,
-                 const at::Tensor& loss_sum, int buffer_source, const std::vector<int64_t>& rows) {
+                 const at::Tensor& loss_sum, const at::Tensor& updated, int buffer_source,
+                 const std::vector<int64_t>& rows) {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
   auto own = record;
   if (loss_sum.defined() && loss_sum.is_cpu()) {
     own.loss_sum = *loss_sum.const_data_ptr<double>();
+  }
+  if (updated.defined() && updated.is_cpu()) {
+    std::copy_n(updated.const_data_ptr<bool>(), updated.numel(), own.updated.begin());
   }
   const auto bytes = encode(own);
   write_bytes(outgoing_, 0, used.data(), parameters_);
@@ -55,6 +61,9 @@ void Tail::write(const std::vector<uint8_t>& used, const ControlRecord& record,
   if (loss_sum.defined() && !loss_sum.is_cpu()) {
     region_.narrow(0, record_offset(rank_) + kLossSumOffset, 8)
         .copy_(loss_sum.reshape({1}).view(at::kByte));
+  }
+  if (updated.defined() && !updated.is_cpu()) {
+    region_.narrow(0, record_offset(rank_) + kUpdatedOffset, updated.numel()).copy_(updated);
   }
   if (riders_.empty()) {
     return;

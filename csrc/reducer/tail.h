@@ -21,9 +21,10 @@ class Tail {
   void attach(at::Tensor region);
 
   /// `loss_sum` (0-dim float64 on the region's device), where defined, stands in for record.loss_sum: no wait for it.
-  /// `rows`: of this rank, by sparse gradient.
+  /// `updated` (0/1, on that device) does so for record.updated. `rows`: of this rank, by sparse gradient.
   void write(const std::vector<uint8_t>& used, const ControlRecord& record,
-             const at::Tensor& loss_sum, int buffer_source, const std::vector<int64_t>& rows);
+             const at::Tensor& loss_sum, const at::Tensor& updated, int buffer_source,
+             const std::vector<int64_t>& rows);
   /// The one host wait of a step: on CUDA for an event behind an asynchronous copy.
   void read();
   const std::vector<ControlRecord>& records() const { return records_; }

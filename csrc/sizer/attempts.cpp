@@ -1,4 +1,5 @@
 // What becomes of a step's attempts: one stands, is repeated with a finer split, or fails the step on all ranks.
+#include <brimful/error.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/batch_sizer.h>
@@ -164,6 +165,9 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, const StepInput& in
     throw_failure(result, input, outcome);
   }
   if (verdict != Verdict::retry) {
+    if (const auto words = group_.divergence(); !words.empty()) {
+      throw PlanMismatch(words);  // on all ranks
+    }
     require_same_mark(result.records);
     require_weight(result.records);
     outcome.attempts.push_back(note);

@@ -25,6 +25,13 @@ BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptio
       norms_(options_.batch_norm, options_.batch_norms),
       calls_under_way_(std::make_shared<OneCall>()) {
   group_.require_one_device();
+  TORCH_CHECK_VALUE(
+      options_.local || group_.world_size() == 1 || !group_.has_outside(),
+      "some parameters are in no reducer, and their gradients would stay on this rank "
+      "(ranks: ",
+      group_.world_size(),
+      "); wrap their module in DistributedDataParallel, or set local where each rank "
+      "trains them by itself");
   TORCH_CHECK_VALUE(options_.max_retries >= 0,
                     "max_retries must not be negative (max_retries: ", options_.max_retries, ")");
   TORCH_CHECK_VALUE(options_.pieces >= 1,

@@ -6,7 +6,7 @@
 
 namespace brimful {
 namespace {
-// Layout: verdict 1, next 1, next_pieces 2, weight 8, loss_sum 8, next_weight 8, ref 4, work_ms 4, plan 4.
+// Layout: verdict 1, next 1, next_pieces 2, weight 8, loss_sum 8, next_weight 8, ref 4, work_ms 4, plan 4, updated 8.
 template <typename Record, typename Visit>
 void for_each_field(Record& record, const Visit& visit) {
   int64_t offset = 0;
@@ -23,8 +23,10 @@ void for_each_field(Record& record, const Visit& visit) {
   field(record.ref);
   field(record.work_ms);
   field(record.plan);
+  field(record.updated);
 }
-static_assert(1 + 1 + 2 + 8 * 3 + 4 * 3 == kRecordBytes);
+static_assert(1 + 1 + 2 + 8 * 3 + 4 * 3 == kUpdatedOffset);
+static_assert(kUpdatedOffset + sizeof(ControlRecord::updated) == kRecordBytes);
 static_assert(kLossSumOffset == 1 + 1 + 2 + 8);
 }  // namespace
 
@@ -119,6 +121,11 @@ std::vector<int> ranks_with_another_ref(const std::vector<ControlRecord>& record
     }
   }
   return ranks;
+}
+
+bool updated_alike(const std::vector<ControlRecord>& records) {
+  return std::all_of(records.begin(), records.end(),
+                     [&](const auto& record) { return record.updated == records.front().updated; });
 }
 
 }  // namespace brimful

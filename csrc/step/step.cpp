@@ -295,6 +295,15 @@ std::vector<ControlRecord> StepGroup::finish() {
   return records;
 }
 
+std::string StepGroup::divergence() const {
+  for (const auto& participant : participants_) {
+    if (auto words = participant->divergence(); !words.empty()) {
+      return words;
+    }
+  }
+  return {};
+}
+
 void StepGroup::accept(double scale, bool keep_unused) {
   const at::NoGradGuard no_grad;
   const memory::Unlimited unlimited;  // all ranks have accepted: no way back

@@ -101,11 +101,14 @@ class Contents:
         self.names: list[str] = []
         self.trainable: list[torch.nn.Parameter] = []
         self.sparse: list[bool] = []  # is the parameter's gradient a sparse tensor?
+        self.renormalised: list[bool] = []  # does forward change it, by its rows of the batch?
         self.frozen: list[torch.nn.Parameter] = []
         self.buffers: list[Place] = []
         seen: set[torch.Tensor] = set()
         for prefix, child in module.named_modules():
-            sparse = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
+            embeds = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+            sparse = embeds and child.sparse
+            renormalised = embeds and child.max_norm is not None
             for name, tensor in _own(child._parameters, prefix, self.ignored, seen):
                 _check(name, tensor)
                 if not tensor.requires_grad:
@@ -114,6 +117,7 @@ class Contents:
                 self.names.append(name)
                 self.trainable.append(tensor)
                 self.sparse.append(sparse)
+                self.renormalised.append(renormalised)
             for name, buffer in _own(child._buffers, prefix, self.ignored, seen):
                 _check(name, buffer)
                 self.buffers.append(Place(child._buffers, name.rpartition(".")[2], buffer, name))

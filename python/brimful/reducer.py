@@ -193,6 +193,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.process_group,
             names=contents.names,
             sparse=contents.sparse,
+            renormalised=contents.renormalised,
             frozen=contents.frozen,
             broadcast_buffers=self.forward_sync_buffers,
             synchronise_at_start=synchronise,

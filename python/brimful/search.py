@@ -154,7 +154,9 @@ def probe(build: Callable[[Config], tuple[Any, ...]]) -> Callable[[Config], int]
 def _probed(build: Callable[[Config], tuple[Any, ...]], config: Config) -> int:
     before = memory.stats("cpu").used_bytes
     model, batch, loss_fn, optimizer = (*build(config), None)[:4]
-    planned = _trial.without_limit(lambda: BatchSizer(model, optimizer).plan(batch, loss_fn))
+    planned = _trial.without_limit(
+        lambda: BatchSizer(model, optimizer, local=True).plan(batch, loss_fn)
+    )
     if planned is not None:
         return int(planned.peak_bytes - before)
     return summary(model, batch, loss_fn=loss_fn, optimizer=optimizer).peak_bytes

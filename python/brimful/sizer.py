@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from brimful import _C, _torch_ddp, _trial
 from brimful._modules import batch_norms
@@ -115,6 +116,22 @@ def _checked(batch: Any, loss_fn: Any, split: Sequence[int] | None) -> list[int]
         raise TypeError(f"split must be a sequence of row counts (split: {split!r})") from None
 
 
+def _require_reduced(outside: Sequence[torch.Tensor], wrappers: Sequence[Any]) -> None:
+    """Raise where gradients would stay on this rank although there are others, and nothing says that they should."""
+    ignored = {p for wrapper in wrappers for p in wrapper.parameters()}  # of which a list says so
+    left = [p for p in outside if p not in ignored]
+    group = wrappers[0].process_group if wrappers else None
+    if not left or not dist.is_available() or not (dist.is_initialized() or wrappers):
+        return
+    ranks = dist.get_world_size(group)
+    if ranks > 1:
+        raise ValueError(
+            f"gradients would stay on this rank, and the ranks' models drift apart (parameters in no wrapped module: "
+            f"{len(left)}, ranks: {ranks}); wrap the module in brimful.DistributedDataParallel, or pass local=True "
+            "where each rank trains a model of its own"
+        )
+
+
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
@@ -139,6 +156,9 @@ class BatchSizer:
     ``brimful.summary(...).largest_rows``; from then on a split is refined when memory runs out.
     ``lockstep`` (by default true if the model has SyncBatchNorm) makes all ranks run the same number of pieces, which
     collectives inside the model need; no rank can retry then.
+
+    ``local=True`` says that parameters outside of wrapped modules stay each rank's own. Without it they raise
+    ``ValueError`` in a process group of several ranks: the ranks' models would drift apart.
 
     ``batch_dim`` says where a batch's rows lie: an int for all its tensors, ``None`` for what every piece gets whole,
     or entries that mirror the batch, in a sequence of the same length or in a dict by key, field or index (dimension 0
@@ -193,6 +213,7 @@ class BatchSizer:
         pieces: int = 1,
         piece_rows: int | None = None,
         weight_fn: Callable[[Any], float] | None = None,
+        local: bool = False,
         batch_dim: BatchDim = 0,
         size_fn: Callable[[Any], int] | None = None,
         split_fn: Callable[[Any, int, int], Any] | None = None,
@@ -214,6 +235,8 @@ class BatchSizer:
         outside = [
             p for p in dict.fromkeys([*parameters, *asked]) if p.requires_grad and p not in reduced
         ]
+        if not local:
+            _require_reduced(outside, [*wrapped, *foreign])
         if not any(p.requires_grad for p in parameters):
             raise ValueError(
                 "the model has no parameter that needs a gradient (parameters: 0); nothing can be trained"
@@ -268,6 +291,7 @@ class BatchSizer:
             max_retries=max_retries,
             pieces=pieces,
             piece_rows=piece_rows,
+            local=True,  # else it was refused above
             lockstep=lockstep,
             predict=predict,
             equal_pieces=_is_compiled(children) if equal_pieces is None else equal_pieces,
@@ -335,7 +359,8 @@ class BatchSizer:
 
         If another rank failed, raises ``RankFailed`` (``RankOutOfMemory`` if it could not split further); this rank's
         own error is raised as it is, and ``BatchTooLarge`` if no split fits here: it says what was tried, what takes
-        the memory and what to try next; ``PlanMismatch`` if the ranks' states, scales or ``accumulate`` differ;
+        the memory and what to try next; ``PlanMismatch`` if the ranks' states, scales or ``accumulate`` differ, or
+        some ranks did not update their parameters since the step before (their values are compared then);
         ``ValueError`` on all ranks if no row of any rank counts. Parameters, buffers, RNG, the scaler and gradients to
         add to are then as before the call. Waits once for the device.
         """

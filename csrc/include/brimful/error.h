@@ -75,8 +75,8 @@ class BRIMFUL_API HalfStepError : public c10::Error {
   explicit HalfStepError(const std::string& message);
 };
 
-/// The ranks' models differ in the number, shape or dtype of their parameters, or their sizers in the state that they
-/// loaded.
+/// The ranks' models differ in the number, shape, dtype or values of their parameters, or their sizers in the state that
+/// they loaded.
 class BRIMFUL_API PlanMismatch : public c10::ValueError {
  public:
   explicit PlanMismatch(const std::string& message);
@@ -89,5 +89,9 @@ namespace detail {
                                                 const std::string& message);
 using RankFailedThrower = std::function<void(const RankFailed&)>;
 BRIMFUL_API void set_rank_failed_thrower(RankFailedThrower thrower);
+/// The same for PlanMismatch, where it may cross the autograd engine.
+[[noreturn]] BRIMFUL_API void throw_plan_mismatch(const std::string& message);
+using PlanMismatchThrower = std::function<void(const PlanMismatch&)>;
+BRIMFUL_API void set_plan_mismatch_thrower(PlanMismatchThrower thrower);
 }  // namespace detail
 }  // namespace brimful

@@ -116,3 +116,75 @@ TEST_CASE("A step whose optimizer has no room fails before anything runs", "[siz
   CHECK(sizer.step(input_of(kRows), work).pieces == 1);
   optimizer.step();
 }
+
+TEST_CASE("Ranks that were not updated alike all raise until their parameters are the same",
+          "[sizer][faults]") {
+  const Quiet quiet;
+  const int idle = GENERATE(0, 1);
+  const bool behind_the_counter = GENERATE(false, true);  // as torch::optim::SGD does
+  const Watchdog watchdog("an update that one rank leaves out");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    Trainer trainer(group);
+    const auto update = [&] {
+      for (const auto& parameter : trainer.model->parameters()) {
+        const at::NoGradGuard no_grad;
+        const auto values = behind_the_counter ? parameter.variable_data() : parameter;
+        values.sub_(parameter.grad(), 0.1);
+        parameter.mutable_grad().reset();
+      }
+    };
+    const auto fill = [&](int64_t step) {
+      return catching([&] { trainer.fill(batch_of(rank, step, kRows)); });
+    };
+    for (int64_t step = 0; step < 2; ++step) {
+      checks.expect(fill(step).type == Type::nothing, "a step before");
+      update();
+    }
+    checks.expect(fill(2).type == Type::nothing, "the step without an update");
+    if (rank != idle) {
+      update();
+    } else {
+      trainer.model.reducer()->discard();
+    }
+    const auto words = "rank " + std::to_string(1 - idle) +
+                       " updated them after the step before, and rank " + std::to_string(idle) +
+                       " did not";
+    for (int64_t step = 3; step < 5; ++step) {
+      const auto caught = fill(step);
+      checks.expect(caught.type == Type::value_error, "no PlanMismatch: " + caught.text);
+      checks.expect(caught.text.find(words) != std::string::npos, caught.text);
+      for (const auto& gradient : trainer.model->gradients()) {
+        checks.expect(!gradient.defined(), "a gradient of a step that failed");
+      }
+    }
+    trainer.model.reducer()->broadcast(trainer.model->parameters(), 1 - idle);
+    for (int64_t step = 5; step < 8; ++step) {
+      const auto caught = fill(step);
+      checks.expect(caught.type == Type::nothing, "with the same parameters: " + caught.text);
+      update();
+    }
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("Parameters in no reducer are refused beside other ranks, unless that is meant",
+          "[sizer][bad input]") {
+  const Watchdog watchdog("parameters in no reducer");
+  Checks checks;
+  run_ranks({2}, [&](int, const Group& group) {
+    DistributedDataParallel<Net> model(std::make_shared<Net>(), group);
+    const auto make = [&](bool local) {
+      BatchSizerOptions options;
+      options.local = local;
+      const auto alone = at::zeros({2}).requires_grad_();
+      BatchSizer(StepGroup({model.reducer()}, {alone}), Transaction({}, {}), options);
+    };
+    const auto refused = catching([&] { make(false); });
+    checks.expect(refused.type == Type::value_error, refused.text);
+    checks.expect(refused.text.find("stay on this rank (ranks: 2)") != std::string::npos,
+                  refused.text);
+    checks.expect(catching([&] { make(true); }).type == Type::nothing, "local");
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}

@@ -36,6 +36,7 @@ TEST_CASE("A record survives its bytes bit by bit", "[step]") {
   record.next_weight = value + 1;
   record.ref = 0x89ABCDEF;
   record.work_ms = static_cast<float>(value);
+  record.updated = {1, 0, 1, 1, 0, 0, 0, 1};
   const auto back = decode(encode(record));
   CHECK(back.verdict == record.verdict);
   CHECK(back.next == record.next);
@@ -45,6 +46,10 @@ TEST_CASE("A record survives its bytes bit by bit", "[step]") {
   CHECK(same_bits(back.next_weight, record.next_weight));
   CHECK(back.ref == record.ref);
   CHECK(same_bits(back.work_ms, record.work_ms));
+  CHECK(back.updated == record.updated);
+  CHECK(encode(record)[kUpdatedOffset + 2] == 1);
+  CHECK(updated_alike({record, back}));
+  CHECK_FALSE(updated_alike({record, back, {}}));
 }
 
 TEST_CASE("The loss stands where a device may write it", "[step]") {

@@ -49,6 +49,7 @@ class BRIMFUL_API ForeignReducer final : public Participant {
   /// The exchange, and the reduction if it is due.
   /// @throws RankFailed if either fails; the ranks that are in it then wait until their group's timeout
   std::vector<ControlRecord> finish() override;
+  std::string divergence() const override;
   void accept(double scale, bool keep_unused) override;
   void discard() override;
   int64_t launched() const override { return 0; }

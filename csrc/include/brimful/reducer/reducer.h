@@ -47,6 +47,8 @@ struct ReducerOptions {
   /// Plain loop: the step's backward is that of a forward between prepare_forward() and forward_done(), and any other one
   /// is this rank's own. False: every backward that reaches a parameter is a step's.
   bool forwards_announced = false;
+  /// By parameter: forward changes it, on each rank in its own way (an Embedding with max_norm), which is no update.
+  std::vector<bool> renormalised;
 };
 
 /// Sums gradients over the ranks of a process group in buckets that leave during backward. One collective a bucket and
@@ -156,6 +158,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void complete(Part part) override;
   void drain(Part part) override;
   std::vector<ControlRecord> finish() override;
+  std::string divergence() const override;
   void accept(double scale, bool keep_unused) override;
   void discard() override;
   int64_t launched() const override;

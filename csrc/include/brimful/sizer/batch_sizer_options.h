@@ -17,6 +17,9 @@ struct BatchSizerOptions {
   int64_t pieces = 1;       ///< of the first batch, where piece_rows is not known
   /// Rows that are known to fit, such as a summary's largest_rows: the first batch is split into pieces of no more.
   std::optional<int64_t> piece_rows;
+  /// Parameters in none of the reducers stay each rank's own, as is meant. False: with several ranks they are refused, as
+  /// the ranks' models would drift apart.
+  bool local = false;
   bool lockstep =
       false;  ///< the model has collectives of its own: all ranks run the same number of pieces
   /// Choose the pieces of a step by what its memory will be (on a CPU with a limit, outside lockstep). A StepInput made

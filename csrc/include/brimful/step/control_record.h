@@ -29,9 +29,12 @@ struct ControlRecord {
   /// did not finish its pieces.
   float work_ms = 0;
   uint32_t plan = 0;  ///< rank 0: number of a bucket plan that all ranks take up next; else 0
+  /// Of a few parameters, spread over the model: 1 where its values are others than in the last step that stood.
+  std::array<uint8_t, 8> updated{};
 };
 
-constexpr int64_t kRecordBytes = 40;
+constexpr int64_t kRecordBytes = 48;
+constexpr int64_t kUpdatedOffset = 40;
 constexpr int64_t kLossSumOffset = 12;  ///< of the eight bytes of loss_sum
 using RecordBytes = std::array<uint8_t, kRecordBytes>;
 
@@ -57,6 +60,8 @@ BRIMFUL_API int next_buffer_source(const std::vector<ControlRecord>& records);
 BRIMFUL_API uint32_t fingerprint(double value);
 /// Ranks whose `ref` is not that of rank 0.
 BRIMFUL_API std::vector<int> ranks_with_another_ref(const std::vector<ControlRecord>& records);
+/// True if all ranks updated the same of their parameters since the last step that stood, or none did.
+BRIMFUL_API bool updated_alike(const std::vector<ControlRecord>& records);
 
 inline bool is_failure(Verdict verdict) {
   return verdict >= Verdict::failed;

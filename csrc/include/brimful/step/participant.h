@@ -50,6 +50,9 @@ class BRIMFUL_API Participant {
   /// Waits for every bucket: the one host wait of a step. Ends the attempt whatever happens.
   /// @throws RankFailed if the process group broke
   virtual std::vector<ControlRecord> finish() = 0;
+  /// Of the step that finish() ended: how the ranks' parameters differ, because not all of them were updated; empty where
+  /// they agree. Alike on all ranks. A step that has words must not be accepted.
+  virtual std::string divergence() const { return {}; }
   /// Makes the sums in the buckets the step's gradients, times `scale`; `keep_unused`: leave None where no rank used it.
   virtual void accept(double scale, bool keep_unused) = 0;
   /// Empties the gradients: the buckets hold a useless sum.

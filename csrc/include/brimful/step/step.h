@@ -109,6 +109,10 @@ class BRIMFUL_API StepGroup {
   /// A gradient of this attempt came after its bucket had left.
   bool late_gradient() const;
 
+  /// As Participant::divergence(), of the first participant that has words.
+  std::string divergence() const;
+  /// Parameters are trained whose gradients stay on this rank.
+  bool has_outside() const { return !outside_.empty(); }
   void accept(double scale, bool keep_unused);
   void discard();
   /// What a rank whose record says that it failed has left word of; waits a second at most.
