@@ -18,6 +18,13 @@ namespace brimful {
 namespace {
 // A release waits for the device; finer pieces do not.
 constexpr int64_t kStepsBetweenReleases = 16;
+
+/// Tries that this rank's own shortages have cost; those of others have limits of their own.
+int64_t own_retries(const Outcome& outcome, int rank) {
+  return std::count_if(outcome.attempts.begin(), outcome.attempts.end(), [&](const auto& attempt) {
+    return std::find(attempt.ran_out.begin(), attempt.ran_out.end(), rank) != attempt.ran_out.end();
+  });
+}
 }  // namespace
 
 std::optional<Plan> BatchSizer::choose_pieces(const StepInput& input, const PieceWork& work,
@@ -27,7 +34,7 @@ std::optional<Plan> BatchSizer::choose_pieces(const StepInput& input, const Piec
   if (input.rows && !input.split && predicts()) {
     const memory::PeakScope peak(options_.device);
     plan = plan_of(input, work);
-    outcome.pieces = plan ? plan->pieces : outcome.pieces;
+    outcome.pieces = plan ? plan->pieces : wanted_pieces(input);
     outcome.peak_bytes = peak.peak_bytes();
   }
   if (!plan && !in_lockstep() && !input.split && piece_rows_ > 0) {
@@ -102,7 +109,7 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
   while (true) {
     const memory::PeakScope peak(options_.device);
     outcome.split = attempt.split = next_split(input, outcome);
-    attempt.retries_left = outcome.retries < options_.max_retries;
+    attempt.retries_left = own_retries(outcome, group_.rank()) < options_.max_retries;
     attempt.can_split = std::ssize(attempt.split) < input.rows.value_or(0) && norms_.may_split();
     owed_ = false;
     next_piece = 0;
@@ -196,8 +203,10 @@ void BatchSizer::refine(const AttemptResult& result, int64_t rows, Outcome& outc
   const auto before = std::ssize(outcome.split);
   const auto most = largest_piece(outcome.split);
   history_.note_failure(most, room(), steps_);
-  outcome.pieces =
-      history_.finer(rows, options_.equal_pieces ? pieces_for(rows, most) : before, room());
+  const auto pieces = options_.equal_pieces ? pieces_for(rows, most) : before;
+  outcome.pieces = std::max(
+      history_.finer(rows, pieces, room()),
+      finer_within(rows, pieces, own_retries(outcome, group_.rank()), options_.max_retries));
   piece_rows_ = pieces_for(rows, outcome.pieces);
   std::ostringstream line;
   line << "rank " << group_.rank() << " ran out of memory in step " << steps_ << ": a batch of "

@@ -109,7 +109,8 @@ Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
     if (!is_out_of_memory(std::current_exception())) {
       transaction_.restore();
       throw;
-    }  // what was traced before that will do, or the step finds out
+    }  // what was traced before that will do, or the step begins with what has run
+    traced.fits = traced.second.empty() ? 1 : traced.second.back().rows;
   }
   transaction_.restore();
   return traced;
@@ -136,8 +137,18 @@ std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork&
     plan.peak_bytes = plan.used_bytes + found_.need_bytes;
     return plan;
   }
-  const auto forecast = known ? *known : forecasts_.keep(input.kind, rehearse(input, work));
+  std::optional<int64_t> fits;
+  const auto rehearsed = [&] {
+    auto rehearsal = rehearse(input, work);
+    fits = rehearsal.fits;
+    return forecasts_.keep(input.kind, std::move(rehearsal));
+  };
+  const auto forecast = known ? *known : rehearsed();
   if (!forecast) {
+    if (fits) {
+      piece_rows_ = *fits;
+      history_.note_failure(*fits + 1, room_before, steps_);
+    }
     return std::nullopt;
   }
   const auto peak_of = [&](const std::vector<int64_t>& split) {

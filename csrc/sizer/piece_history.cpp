@@ -11,12 +11,19 @@ constexpr int64_t kFirstWait = 16;  // steps
 constexpr int64_t kLongestWait = 4096;
 constexpr double kShrinkTo = 0.85;   // of the room, where the need is taken to be in proportion
 constexpr int64_t kMostAtOnce = 4;   // times as many pieces; else the shortage is passing
+constexpr double kMoreRoom = 1.05;   // than there was when memory ran out
 constexpr int64_t kLeastRows = 2;    // BatchNorm refuses one row
 constexpr size_t kSizesKept = 1024;  // batches of many sizes
 constexpr int64_t kEstimateSlackBytes = 16384;  // of an estimate: losses, weights, alignment
 
 int64_t bytes_of(PieceHistory::Room room) {
   return room.value_or(std::numeric_limits<int64_t>::max());
+}
+
+/// What a batch more or less holds makes no other room: loaders have one less at the end of their data.
+bool is_much_more(PieceHistory::Room room, PieceHistory::Room than) {
+  return than && static_cast<double>(bytes_of(room)) >
+                     kMoreRoom * static_cast<double>(std::max<int64_t>(*than, 0));
 }
 
 std::optional<int64_t> upper_bound_of(const std::map<int64_t, int64_t>& peaks, int64_t rows) {
@@ -42,6 +49,9 @@ void PieceHistory::note(int64_t piece_rows, int64_t pieces, int64_t bytes) {
   if (piece_rows <= 0) {
     return;
   }
+  if (failure_ && piece_rows >= failure_->piece_rows) {
+    failure_.reset();  // it was a passing shortage
+  }
   auto& peaks = pieces == 1 ? whole_ : several_;
   if (peaks.size() >= kSizesKept) {
     peaks.clear();
@@ -53,12 +63,17 @@ void PieceHistory::note(int64_t piece_rows, int64_t pieces, int64_t bytes) {
 void PieceHistory::note_failure(int64_t piece_rows, Room room, int64_t step) {
   const bool again = is_blocked(piece_rows, room, std::numeric_limits<int64_t>::min());
   wait_steps_ = again ? std::min(2 * wait_steps_, kLongestWait) : kFirstWait;
-  failure_ = Failure{piece_rows, room, step + wait_steps_};
+  if (again) {  // that more rows fail too says nothing new of fewer
+    failure_->room = bytes_of(failure_->room) < bytes_of(room) ? room : failure_->room;
+    failure_->until_step = step + wait_steps_;
+  } else {
+    failure_ = Failure{piece_rows, room, step + wait_steps_};
+  }
 }
 
 bool PieceHistory::is_blocked(int64_t piece_rows, Room room, int64_t step) const {
   return failure_ && step < failure_->until_step && piece_rows >= failure_->piece_rows &&
-         bytes_of(room) <= bytes_of(failure_->room);
+         !is_much_more(room, failure_->room);
 }
 
 std::optional<int64_t> PieceHistory::need(int64_t piece_rows, int64_t pieces) const {

@@ -2,10 +2,12 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace brimful {
 namespace {
 constexpr size_t kEqualSizes = 4;
+constexpr int64_t kManyRetries = 8;
 
 /// The largest of 1, 2, 3, 4, 6, 8, 12 ... that is at most `size`.
 int64_t common_size(int64_t size) {
@@ -70,6 +72,18 @@ std::vector<int64_t> split_into_few_sizes(int64_t rows, int64_t piece_rows,
 
 int64_t finer(int64_t rows, int64_t pieces) {
   return std::min(rows, 2 * pieces);
+}
+
+int64_t finer_within(int64_t rows, int64_t pieces, int64_t failures, int64_t max_retries) {
+  const auto halved = finer(rows, pieces);
+  const auto retries = max_retries - failures + 1;  // this one included
+  if (retries < 1 || max_retries < kManyRetries) {
+    return halved;
+  }
+  const auto left = static_cast<double>(pieces_for(rows, pieces));
+  const auto factor = std::pow(left, 1 / static_cast<double>(retries));
+  const auto wanted = std::ceil(static_cast<double>(pieces) * factor * (1 - 1e-12));
+  return std::clamp(static_cast<int64_t>(wanted), halved, rows);
 }
 
 }  // namespace brimful

@@ -1,7 +1,9 @@
 #include "support/catch.h"
 
 #include <brimful/sizer/piece_history.h>
+#include <brimful/sizer/pieces.h>
 
+#include <algorithm>
 #include <optional>
 
 using brimful::PieceHistory;
@@ -76,7 +78,8 @@ TEST_CASE("A size that failed waits longer each time, or for more room", "[sizer
   seen.history.note_failure(100, room, 0);
   const auto second = next_try(0);
   CHECK(second == 16);
-  CHECK(seen.history.coarser(100, 2, room + 1, 0) == 1);
+  CHECK(seen.history.coarser(100, 2, room + room / 20, 0) == 2);  // a batch less is no other room
+  CHECK(seen.history.coarser(100, 2, room + room / 19, 0) == 1);
   seen.history.note_failure(100, room, second);
   CHECK(next_try(second) == second + 32);
   seen.history.note_failure(50, 40 * kMb, 100);  // of another size: a new drop
@@ -98,4 +101,33 @@ TEST_CASE("One refinement is enough where the need is known and rows are most of
   CHECK(seen.history.finer(11, 2, 4 * kMb) == 5);
   seen.run(8, 2);
   CHECK(seen.history.finer(8, 2, 3 * kMb) == 4);  // pieces of one row are left to the second try
+}
+
+// Bytes look in proportion to the rows, but from 17 rows on a library takes more.
+TEST_CASE("Sizes that look as if they fitted are tried a few times, not in every epoch",
+          "[sizer]") {
+  const int64_t last_rows = GENERATE(40, 64);
+  const int64_t jitter = GENERATE(0, kMb / 10);  // no batch is looked ahead at an epoch's end
+  PieceHistory history;
+  int64_t failures = 0;
+  int64_t piece_rows = 64;
+  for (int64_t step = 0; step < 96; ++step) {
+    const bool last = step % 8 == 7;
+    const int64_t rows = last ? last_rows : 64;
+    const PieceHistory::Room room = 100 * kMb + (last ? jitter : 0);
+    auto pieces = history.coarser(rows, brimful::pieces_for(rows, piece_rows), room, step);
+    const auto begun = pieces;
+    while (brimful::pieces_for(rows, pieces) > 16) {
+      ++failures;
+      history.note_failure(brimful::pieces_for(rows, pieces), room, step);
+      pieces = history.finer(rows, pieces, room);
+      piece_rows = brimful::pieces_for(rows, pieces);
+    }
+    if (pieces == begun) {
+      const auto most = brimful::pieces_for(rows, pieces);
+      history.note(most, pieces, most * kMb);
+      piece_rows = std::max(piece_rows, most);
+    }
+  }
+  CHECK(failures <= 8);
 }

@@ -8,6 +8,7 @@
 
 using brimful::equal_pieces;
 using brimful::finer;
+using brimful::finer_within;
 using brimful::largest_piece;
 using brimful::pieces_for;
 using brimful::split_into_few_sizes;
@@ -98,4 +99,25 @@ TEST_CASE("A finer split doubles the pieces down to one row each", "[sizer]") {
   CHECK(finer(8, 4) == 8);
   CHECK(finer(7, 4) == 7);
   CHECK(finer(7, 7) == 7);
+}
+
+TEST_CASE("Retries end with one row each where they are many, and halve where they are few",
+          "[sizer]") {
+  for (const int64_t rows : {2, 100, 256, 257, 1000, 65536, 1000000}) {
+    for (const int64_t max_retries : {8, 9, 20}) {
+      int64_t pieces = 1;
+      for (int64_t failures = 1; failures <= max_retries && pieces < rows; ++failures) {
+        const auto next = finer_within(rows, pieces, failures, max_retries);
+        CHECK(next >= finer(rows, pieces));
+        CHECK(next <= rows);
+        if (rows <= int64_t{1} << max_retries) {
+          CHECK(next == finer(rows, pieces));
+        }
+        pieces = next;
+      }
+      CHECK(pieces == rows);
+    }
+  }
+  CHECK(finer_within(1000, 1, 1, 7) == 2);
+  CHECK(finer_within(1000, 4, 3, 2) == 8);
 }

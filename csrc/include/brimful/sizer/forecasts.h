@@ -20,7 +20,8 @@ using SharedForecast = std::shared_ptr<const Forecast>;  ///< null: memory follo
 /// What was traced with batches of one kind, by rows, ascending.
 struct Rehearsal {
   std::vector<TracedRows> first;
-  std::vector<TracedRows> second;  ///< both pieces
+  std::vector<TracedRows> second;    ///< both pieces
+  std::optional<int64_t> fits = {};  ///< rows; memory ran out before there were traces enough
 
   SharedForecast forecast() const;
 };

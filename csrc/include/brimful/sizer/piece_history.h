@@ -17,8 +17,8 @@ class BRIMFUL_API PieceHistory {
 
   /// A step whose largest of `pieces` pieces had `piece_rows` rows took `bytes` over what was in use before it.
   void note(int64_t piece_rows, int64_t pieces, int64_t bytes);
-  /// Memory ran out in such a step. Pieces of that size are tried again when there is more room, or after a number of
-  /// steps that doubles with each failure.
+  /// Memory ran out in such a step. Pieces of that size are tried again when there is more room (by a twentieth), or after
+  /// a number of steps that doubles with each failure.
   void note_failure(int64_t piece_rows, Room room, int64_t step);
 
   /// The fewest pieces, `pieces` at most, that are known to fit.

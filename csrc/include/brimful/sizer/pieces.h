@@ -33,4 +33,10 @@ BRIMFUL_API std::vector<int64_t> split_into_few_sizes(int64_t rows, int64_t piec
 /// The number of pieces to try after `pieces` ran out of memory: twice as many, at most one row each. Pure.
 BRIMFUL_API int64_t finer(int64_t rows, int64_t pieces);
 
+/// The same after `failures` tries of a batch, which may be repeated `max_retries` times: at least twice as many, and with
+/// eight retries or more as many times more as it takes to try one row each with the last of them. Fewer retries are
+/// meant to end sooner. Pure.
+BRIMFUL_API int64_t finer_within(int64_t rows, int64_t pieces, int64_t failures,
+                                 int64_t max_retries);
+
 }  // namespace brimful
