@@ -1,6 +1,7 @@
 #include <brimful/sizer/map_batches.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -83,13 +84,18 @@ class PythonMapping {
         splitter_(splitter),
         rows_(splitter.rows_of(batch_)) {}
 
-  py::object run(const MapOptions& options) {
+  py::object run(const MapOptions& options, size_t function) {
+    RowKind of_batch;
+    for_each_tensor(batch_, [&](const at::Tensor& tensor) { of_batch.add(tensor, std::nullopt); });
+    const detail::MapKind kind{
+        function, std::move(of_batch.form),
+        std::max<int64_t>(of_batch.elements / std::max<int64_t>(rows_, 1), 1)};
     std::vector<at::Tensor> whole;
     {
       const py::gil_scoped_release no_gil;
       whole = detail::map_rows(
           rows_, [&](int64_t begin, int64_t end) { return piece(begin, end); },
-          [&](int64_t begin, int64_t end) { return tensors(begin, end); }, options);
+          [&](int64_t begin, int64_t end) { return tensors(begin, end); }, options, kind);
     }
     auto next = whole.cbegin();
     return with_tensors(last_, next);
@@ -135,7 +141,7 @@ class PythonMapping {
 void bind_inference(py::module_& m) {
   m.def(
       "_map_batches",
-      [](py::object fn, py::object batch, const Splitter& splitter, int64_t pieces,
+      [](py::object fn, py::object batch, size_t function, const Splitter& splitter, int64_t pieces,
          int64_t max_retries, c10::Device device,
          const std::vector<std::pair<py::function, py::function>>& keepers, int rank,
          int world_size, const std::optional<ModelTensors>& model) {
@@ -153,11 +159,12 @@ void bind_inference(py::module_& m) {
         for (const auto& [capture, restore] : keepers) {
           options.keepers.push_back(keeper_of(capture, restore));
         }
-        return PythonMapping(std::move(fn), std::move(batch), splitter).run(options);
+        return PythonMapping(std::move(fn), std::move(batch), splitter).run(options, function);
       },
-      py::arg("fn"), py::arg("batch"), py::arg("splitter"), py::arg("pieces"),
+      py::arg("fn"), py::arg("batch"), py::arg("function"), py::arg("splitter"), py::arg("pieces"),
       py::arg("max_retries"), py::arg("device"), py::arg("keepers"), py::arg("rank"),
       py::arg("world_size"), py::arg("model"));
+  m.def("_forget_map_sizes", &detail::forget_map_sizes);
 }
 
 }  // namespace brimful

@@ -25,10 +25,11 @@ struct alignas(64) Header {
 static_assert(sizeof(Header) == 64);
 
 constexpr const char* kOverLimit =
-    "Use smaller batches (brimful's BatchSizer splits them) or raise the limit (brimful's "
-    "memory.set_limit).";
+    "Use smaller batches (brimful's BatchSizer splits them, map_batches those of a validation) or "
+    "raise the limit (brimful's memory.set_limit).";
 constexpr const char* kNoneLeft =
-    "The system has none left: use smaller batches (brimful's BatchSizer splits them).";
+    "The system has none left: use smaller batches (brimful's BatchSizer splits them, map_batches "
+    "those of a validation).";
 
 struct ThreadState {
   int64_t net_bytes = 0;

@@ -183,7 +183,9 @@ void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Expl
     return;
   } else if (host && !contains(text, "CUDA")) {
     out.cause = "the host's memory, or the limit that was set on it, does not hold this allocation";
-    out.remedy = "a smaller batch, or a brimful.BatchSizer, which splits it; a higher limit";
+    out.remedy =
+        "a smaller batch, or a brimful.BatchSizer, which splits it (in a validation "
+        "brimful.map_batches); a higher limit";
   } else if (asked && cached && *cached >= *asked) {
     out.cause =
         "memory is fragmented: torch has cached more than was asked for, in pieces that are "
@@ -194,8 +196,8 @@ void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Expl
   } else {
     out.cause = "the device has no room for this allocation";
     out.remedy =
-        "a smaller batch, or a brimful.BatchSizer, which splits it and keeps the gradient; "
-        "see what else is on the device with `brimful top`";
+        "a smaller batch, or a brimful.BatchSizer, which splits it and keeps the gradient "
+        "(in a validation brimful.map_batches); see what else is on the device with `brimful top`";
   }
 }
 

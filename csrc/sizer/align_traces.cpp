@@ -3,13 +3,15 @@
 #include <algorithm>
 #include <cstdlib>
 #include <optional>
+#include <utility>
 
 namespace brimful {
 namespace {
 constexpr double kEventSlackBytes = 64;
 constexpr double kSlack = 0.01;
-constexpr double kMostEdits = 0.1;     // of a trace's events
-constexpr int64_t kMostScript = 1000;  // its memory grows with the square
+constexpr double kMostEdits = 0.1;      // of a trace's events
+constexpr int64_t kMostScript = 1000;   // its memory grows with the square
+constexpr int64_t kLongestRound = 128;  // events
 
 enum class Edit : uint8_t { both, only_first, only_second };
 
@@ -88,7 +90,44 @@ std::optional<std::vector<Edit>> shortest_script(const std::vector<Sample>& firs
   }
   return std::nullopt;
 }
+
+/// Makes one of each run of equal blocks of `length` events that sum to 0.
+void collapse_blocks(memory::Trace& trace, int64_t length) {
+  std::vector<int64_t> sums{0};
+  for (const auto bytes : trace) {
+    sums.push_back(sums.back() + bytes);
+  }
+  const auto size = std::ssize(trace);
+  const auto is_round = [&](int64_t begin, int64_t of) {  // another one of the block at `of`
+    return begin + length <= size &&
+           std::equal(trace.begin() + of, trace.begin() + of + length, trace.begin() + begin);
+  };
+  memory::Trace kept;
+  for (int64_t at = 0; at < size;) {
+    auto next = at + length;
+    if (next > size || sums[at] != sums[next] || !is_round(next, at)) {
+      kept.push_back(trace[at++]);
+      continue;
+    }
+    while (is_round(next, at)) {
+      next += length;
+    }
+    kept.insert(kept.end(), trace.begin() + at, trace.begin() + at + length);
+    at = next;
+  }
+  trace = std::move(kept);
+}
 }  // namespace
+
+void collapse_rounds(memory::Trace& trace) {
+  size_t before = 0;
+  do {  // rounds of the inner loops first, then those around them
+    before = trace.size();
+    for (int64_t length = 2; length <= kLongestRound; ++length) {
+      collapse_blocks(trace, length);
+    }
+  } while (trace.size() < before);
+}
 
 bool align(std::vector<TracedRows>& traces) {
   const auto sample_of = [](const TracedRows& traced, size_t event) {

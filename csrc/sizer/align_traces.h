@@ -14,4 +14,8 @@ namespace brimful {
 /// be partly aligned.
 BRIMFUL_API bool align(std::vector<TracedRows>& traces);
 
+/// What a loop over rows or heads takes and gives back in every round becomes one round: events that follow each other in
+/// equal blocks, each of which sums to 0. The peak stays the same.
+BRIMFUL_API void collapse_rounds(memory::Trace& trace);
+
 }  // namespace brimful

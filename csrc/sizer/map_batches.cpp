@@ -4,18 +4,70 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/map_batches.h>
+#include <brimful/sizer/piece_history.h>
 #include <brimful/sizer/pieces.h>
 #include <brimful/step/oom.h>
 
 #include <algorithm>
+#include <list>
+#include <mutex>
 #include <sstream>
 #include <string>
+#include <utility>
 
 #include "sizer/too_large.h"
 #include "step/remedy.h"
 
 namespace brimful::detail {
 namespace {
+constexpr size_t kKinds = 64;
+
+/// What calls of one kind have found. Sizes are counted in elements: rows of several lengths have one law, nearly.
+struct Memo {
+  PieceHistory history;
+  int64_t piece_elements = 0;  ///< of a piece that fits; 0: memory has not run out
+  int64_t calls = 0;
+};
+struct Memos {
+  std::mutex mutex;                                 ///< calls come from any thread
+  std::list<std::pair<std::string, Memo>> entries;  ///< the last called first
+};
+Memos& memos() {
+  static auto* instance = new Memos;
+  return *instance;
+}
+
+std::string key_of(const MapKind& kind, c10::Device device) {
+  return std::to_string(kind.function) + ' ' + device.str() + ' ' + kind.form;
+}
+
+Memo recall(const MapKind& kind, c10::Device device) {
+  if (kind.function == 0) {
+    return {};
+  }
+  const std::lock_guard<std::mutex> lock(memos().mutex);
+  const auto key = key_of(kind, device);
+  for (const auto& [known, memo] : memos().entries) {
+    if (known == key) {
+      return memo;
+    }
+  }
+  return {};
+}
+
+void remember(const MapKind& kind, c10::Device device, const Memo& memo) {
+  if (kind.function == 0) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(memos().mutex);
+  auto& entries = memos().entries;
+  const auto key = key_of(kind, device);
+  entries.remove_if([&](const auto& entry) { return entry.first == key; });
+  entries.emplace_front(key, memo);
+  if (entries.size() > kKinds) {
+    entries.pop_back();
+  }
+}
 
 void check_rows(const std::vector<at::Tensor>& results, int64_t rows) {
   TORCH_CHECK_TYPE(!results.empty(), "fn returned no tensor (rows of the piece: ", rows,
@@ -34,12 +86,16 @@ void check_rows(const std::vector<at::Tensor>& results, int64_t rows) {
 
 class Mapping {
  public:
-  Mapping(int64_t rows, const MapPiece& piece, const MapTensors& tensors, const MapOptions& options)
+  Mapping(int64_t rows, const MapPiece& piece, const MapTensors& tensors, const MapOptions& options,
+          const MapKind& kind)
       : rows_(rows),
         piece_(piece),
         tensors_(tensors),
         options_(options),
-        random_({}, {options.device}) {
+        random_({}, {options.device}),
+        elements_(kind.elements),
+        memo_(recall(kind, options.device)),
+        used_before_(memory::stats(options.device).used_bytes) {
     for (const auto& keeper : options.keepers) {
       random_.add(keeper);
     }
@@ -48,10 +104,20 @@ class Mapping {
                       "a batch has at least one piece (pieces: ", options.pieces, ")");
     TORCH_CHECK_VALUE(options.max_retries >= 0,
                       "max_retries must not be negative (max_retries: ", options.max_retries, ")");
-    piece_rows_ = pieces_for(rows, options.pieces);  // rows of a piece, rounded up
+    auto pieces = options.pieces;
+    if (memo_.piece_elements > 0) {
+      const auto most = std::max<int64_t>(memo_.piece_elements / elements_, 1);
+      pieces = std::max(pieces, memo_.history.coarser(rows * elements_, pieces_for(rows, most),
+                                                      room(), memo_.calls));
+    }
+    piece_rows_ = pieces_for(rows, pieces);  // rounded up
   }
 
+  /// What the next call of this kind begins with.
+  const Memo& memo() const { return memo_; }
+
   std::vector<at::Tensor> run() {
+    ++memo_.calls;
     while (done_ < rows_) {
       const int64_t end = std::min(rows_, done_ + piece_rows_);
       random_.capture();
@@ -65,6 +131,7 @@ class Mapping {
         done_ = end;
       }
     }
+    note_peak();
     return std::move(whole_);
   }
 
@@ -76,6 +143,7 @@ class Mapping {
     try {
       batch_.begin(tensors_(done_, end));
       write(piece_(done_, end), end);
+      peak_bytes_ = std::max(peak_bytes_, peak.peak_bytes());
     } catch (...) {
       const auto error = std::current_exception();
       if (!is_out_of_memory(error)) {
@@ -144,11 +212,31 @@ class Mapping {
       memory::release_cached(options_.device);
       released_ = true;
     }
-    piece_rows_ = release ? count : (count + 1) / 2;
+    if (!release) {
+      memo_.history.note_failure(count * elements_, room(), memo_.calls);
+      piece_rows_ =
+          pieces_for(count, finer_within(count, 1, std::ssize(tried_), options_.max_retries));
+      memo_.piece_elements = piece_rows_ * elements_;
+      peak_bytes_ = 0;
+    }
     std::ostringstream line;
     line << "map_batches ran out of memory with " << count << " rows of " << rows_
-         << " and goes on with " << piece_rows_ << (release ? ", torch's cache released" : "");
+         << " and goes on with " << (release ? count : piece_rows_)
+         << (release ? ", torch's cache released" : "");
     log(LogLevel::warning, line.str());
+  }
+
+  PieceHistory::Room room() const {
+    const auto limit = memory::stats(options_.device).limit_bytes;
+    return limit ? PieceHistory::Room(*limit - used_before_) : std::nullopt;
+  }
+
+  void note_peak() {
+    const auto most = std::min(piece_rows_, rows_);
+    memo_.history.note(most * elements_, pieces_for(rows_, most), peak_bytes_ - used_before_);
+    if (memo_.piece_elements > 0) {
+      memo_.piece_elements = std::max(memo_.piece_elements, most * elements_);
+    }
   }
 
   [[noreturn]] void throw_too_large(const std::string& shortage) const {
@@ -172,6 +260,10 @@ class Mapping {
   const MapOptions& options_;
   Transaction random_;
   KeptBatch batch_;
+  int64_t elements_;  ///< of a row
+  Memo memo_;
+  int64_t used_before_;
+  int64_t peak_bytes_ = 0;  ///< of pieces of the size that fits
   int64_t piece_rows_ = 0;
   int64_t done_ = 0;
   std::vector<TriedSplit> tried_;  ///< pieces that ran out
@@ -182,9 +274,17 @@ class Mapping {
 }  // namespace
 
 std::vector<at::Tensor> map_rows(int64_t rows, const MapPiece& piece, const MapTensors& tensors,
-                                 const MapOptions& options) {
+                                 const MapOptions& options, const MapKind& kind) {
   const at::NoGradGuard no_grad;
-  return Mapping(rows, piece, tensors, options).run();
+  Mapping mapping(rows, piece, tensors, options, kind);
+  auto whole = mapping.run();
+  remember(kind, options.device, mapping.memo());
+  return whole;
+}
+
+void forget_map_sizes() {
+  const std::lock_guard<std::mutex> lock(memos().mutex);
+  memos().entries.clear();
 }
 
 }  // namespace brimful::detail

@@ -37,6 +37,15 @@ std::optional<PeakModel> PeakModel::fit(std::vector<TracedRows> traces) {
   if (other == traces.end()) {
     return PeakModel(traces);
   }
+  auto collapsed = traces;
+  for (auto& traced : collapsed) {
+    collapse_rounds(traced.trace);
+  }
+  if (std::all_of(collapsed.begin() + 1, collapsed.end(), [&](const auto& traced) {
+        return is_same_sequence(collapsed.front().trace, traced.trace);
+      })) {
+    return PeakModel(collapsed);
+  }
   if (other - traces.begin() >= 2) {  // a library takes another way there: it may not matter
     const PeakModel model({traces.begin(), other});
     const bool agrees = std::all_of(other, traces.end(), [&](const auto& traced) {
@@ -48,7 +57,12 @@ std::optional<PeakModel> PeakModel::fit(std::vector<TracedRows> traces) {
       return model;
     }
   }
-  return align(traces) ? std::optional(PeakModel(traces)) : std::nullopt;
+  for (auto* const aligned : {&traces, &collapsed}) {
+    if (align(*aligned)) {
+      return PeakModel(*aligned);
+    }
+  }
+  return std::nullopt;
 }
 
 PeakModel::PeakModel(const std::vector<TracedRows>& traces) {

@@ -18,11 +18,14 @@ void RowKind::add(const at::Tensor& tensor, std::optional<int64_t> row_dim) {
   form += std::to_string(tensor.dim()) + ';';
   const auto rows =
       row_dim && tensor.dim() > 0 ? c10::maybe_wrap_dim(*row_dim, tensor.dim()) : int64_t{-1};
+  int64_t of_row = 1;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
     if (dim != rows) {
       sizes.push_back(tensor.size(dim));
+      of_row *= tensor.size(dim);
     }
   }
+  elements += of_row;
 }
 
 uint32_t fingerprint(const RowKind& kind) {

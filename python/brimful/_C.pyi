@@ -739,9 +739,11 @@ def _verify_split(
     rtol: float | None,
     log: _CallLog,
 ) -> SplitCheck: ...
+def _forget_map_sizes() -> None: ...
 def _map_batches(
     fn: Callable[[Any], Any],
     batch: Any,
+    function: int,
     splitter: Splitter,
     pieces: int,
     max_retries: int,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,28 @@ from brimful import _C
 from brimful.sizer import BatchDim, _numpy_state, _set_numpy_state
 
 __all__ = ["map_batches"]
+
+
+def _identity(fn: Any) -> int:
+    """Of the same function in another call: its code, and the modules that it uses. Never 0."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    owner = getattr(fn, "__self__", None)
+    function = getattr(fn, "__func__", fn)
+    cells = [
+        cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_set(cell)
+    ]
+    modules = [id(value) for value in cells if isinstance(value, torch.nn.Module)]
+    code = getattr(function, "__code__", function)
+    return (hash((id(code), id(owner), *modules)) & sys.maxsize) | 1
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def map_batches(
@@ -33,8 +58,10 @@ def map_batches(
     allocated once, when the first piece tells shape and dtype, and each piece is written into its rows. If the first
     piece is the whole batch, ``fn``'s own result is returned.
 
-    Begins with ``pieces`` pieces. When memory runs out, the rows that are missing go on in pieces of half the size, and
-    a size that fitted is kept for the rest of the call. ``fn`` may be called again for the same rows: from the same
+    Begins with ``pieces`` pieces, or as a call of the same function with batches of this form has ended. When memory
+    runs out, the rows that are missing go on in pieces of half the size (or less, so that with the last retry a piece
+    has one row), and a size that fitted is kept; in later calls it grows again where there is room, in proportion where
+    rows have more elements. ``fn`` may be called again for the same rows: from the same
     random numbers (torch's, Python's and numpy's), so that dropout gives what it gives in the same pieces without a
     retry.
 
@@ -57,6 +84,7 @@ def map_batches(
     return _C._map_batches(
         fn,
         batch,
+        function=_identity(fn),
         splitter=_C.Splitter(batch_dim=batch_dim, size_fn=size_fn, split_fn=split_fn),
         pieces=pieces,
         max_retries=max_retries,

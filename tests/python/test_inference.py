@@ -21,6 +21,11 @@ Pair = collections.namedtuple("Pair", ["score", "names"])
 pytestmark = pytest.mark.usefixtures("no_limit")
 
 
+@pytest.fixture(autouse=True)
+def nothing_was_called():
+    _C._forget_map_sizes()
+
+
 def allow(count):
     memory.set_limit("cpu", used() + count)
 
@@ -374,3 +379,34 @@ def test_a_budget_on_a_gpu():
         memory.set_limit("cuda", None)
     assert torch.equal(result, batch * 2)
     assert noting.sizes[0] == 64 and max(noting.sizes[-3:]) < 16
+
+
+def test_a_loop_over_batches_is_refused_once():
+    """Of one function, made anew for each batch as a lambda is, and of a module."""
+    module = torch.nn.Identity()
+    allow(5 * ROW_BYTES)
+    refusals = []
+    for _ in range(6):
+        before = memory.stats("cpu").ooms
+        brimful.map_batches(lambda x: heavy(module(x)), whole_numbers(13))
+        refusals.append(memory.stats("cpu").ooms - before)
+    assert refusals == [2, 0, 0, 0, 0, 0]
+    noting = Noting(heavy)
+    brimful.map_batches(noting, whole_numbers(13))
+    assert noting.sizes[0] == 13, "another function"
+    noting.sizes.clear()
+    for _ in range(100):
+        brimful.map_batches(noting, whole_numbers(13))
+    assert 0 < sum(size > 4 for size in noting.sizes) <= 8, "tried anew, and seldom"
+    noting.sizes.clear()
+    brimful.map_batches(noting, whole_numbers(13, columns=6))  # rows of twice the elements
+    assert noting.sizes[0] <= 4
+    memory.set_limit("cpu", None)
+    brimful.map_batches(noting, whole_numbers(13))
+    assert noting.sizes[-1] == 13
+
+
+def test_one_row_of_a_thousand_is_found_within_the_retries():
+    batch = whole_numbers(1000)
+    allow(3 * ROW_BYTES // 2)
+    assert torch.equal(brimful.map_batches(heavy, batch), batch * 2 + 1)

@@ -23,6 +23,20 @@ class Attention(torch.nn.Module):
         return self.layer(self.words(x))
 
 
+class HalfAttention(torch.nn.Module):
+    """Its backward in bfloat16 takes buffers for each row and head."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(32, 96, dtype=torch.bfloat16)
+        self.outer = torch.nn.Linear(32, 32, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        heads = [y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.inner(x).chunk(3, -1)]
+        mixed = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.outer(mixed.transpose(1, 2).flatten(2))
+
+
 class Recurrent(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -45,6 +59,10 @@ def convolution():
 MODELS = {
     "convolution": (convolution, lambda rows: torch.randn(rows, 3, 12, 12)),
     "attention": (Attention, lambda rows: torch.randint(0, 50, (rows, 20))),
+    "half attention": (
+        HalfAttention,
+        lambda rows: torch.randn(rows, 24, 32, dtype=torch.bfloat16),
+    ),
     "recurrent": (Recurrent, lambda rows: torch.randn(rows, 10, 8)),
 }
 
@@ -338,3 +356,42 @@ def test_a_step_waits_once_for_the_device_with_a_forecast_and_without_a_wrapper(
             if step > 0:  # the first one rehearses, or runs out
                 assert reads.count == 1
         assert pieces[-1] > 1
+
+
+@pytest.mark.parametrize("rows", [16, 1000])
+@pytest.mark.parametrize("fits", [1, 2])
+def test_a_rehearsal_that_runs_out_is_where_the_step_begins(no_limit, rows, fits):
+    """Room for fewer rows than the rehearsal has: nothing is halved to find that out."""
+    row_bytes = 1 << 20
+    model = torch.nn.Linear(4, 4)
+
+    def loss(model, piece):
+        wide = torch.empty(len(piece), row_bytes, dtype=torch.uint8)
+        return model(piece).square().mean() + 0 * len(wide)
+
+    sizer = brimful.BatchSizer(model, predict=True)
+    with limit(used() + fits * row_bytes + row_bytes // 2):
+        outcome = sizer.step(torch.randn(rows, 4), loss)
+        assert (outcome.retries, outcome.split[0]) == (0, fits)
+        zero(sizer)
+        again = sizer.step(torch.randn(rows, 4), loss)
+        assert again.retries == 0
+        zero(sizer)
+    with limit(used() + 40 * row_bytes):
+        for _ in range(6):
+            grown = sizer.step(torch.randn(16, 4), loss)
+            zero(sizer)
+        assert grown.pieces == 1
+
+
+def test_a_thousand_rows_of_which_one_fits_need_no_more_than_the_retries(no_limit):
+    row_bytes = 1 << 20
+    model = torch.nn.Linear(4, 4)
+
+    def loss(model, piece):
+        torch.empty(len(piece), row_bytes, dtype=torch.uint8)
+        return model(piece).square().mean()
+
+    with limit(used() + 3 * row_bytes // 2):
+        outcome = brimful.BatchSizer(model).step(torch.randn(1000, 4), loss)
+    assert outcome.retries <= 8 and max(outcome.split) == 1

@@ -40,7 +40,10 @@ at::Tensor heavy(const at::Tensor& x) {
 
 /// What may be used beyond now, while it lives.
 struct Budget {
-  explicit Budget(int64_t bytes) { memory::set_limit(kCpu, used() + bytes); }
+  explicit Budget(int64_t bytes) {
+    brimful::detail::forget_map_sizes();
+    memory::set_limit(kCpu, used() + bytes);
+  }
   ~Budget() { memory::set_limit(kCpu, std::nullopt); }
   Budget(const Budget&) = delete;
   Budget& operator=(const Budget&) = delete;
@@ -332,4 +335,49 @@ TEST_CASE("An allocation refused anywhere in a mapping changes nothing in its re
     REQUIRE(used() == before);
   }
   CHECK(index > (options.pieces == 1 ? 6 : 18));
+}
+
+TEST_CASE("Later calls begin with the size that fitted, and it grows again", "[sizer]") {
+  const Quiet quiet;
+  const auto batch = batch_of_rows();
+  const auto expected = heavy(batch);
+  Sizes sizes;
+  {
+    const Budget budget(5 * kRowBytes);
+    map_batches(noting(sizes), batch);
+    CHECK(sizes == Sizes{13, 7, 4, 4, 4, 1});
+    for (int call = 0; call < 5; ++call) {
+      sizes.clear();
+      CHECK(at::equal(map_batches(noting(sizes), batch), expected));
+      CHECK(sizes == Sizes{4, 4, 4, 1});
+    }
+    sizes.clear();  // of rows that are twice as long
+    map_batches(noting(sizes), at::cat({batch, batch}, 1));
+    CHECK(sizes.front() == 2);
+    int64_t refused = 0;
+    for (int call = 0; call < 100; ++call) {
+      sizes.clear();
+      map_batches(noting(sizes), batch);
+      refused += sizes.front() > 4 ? 1 : 0;
+    }
+    CHECK(refused <= 4);
+    memory::set_limit(kCpu, used() + 8 * kRowBytes);
+    for (int call = 0; call < 3; ++call) {
+      sizes.clear();
+      map_batches(noting(sizes), batch);
+    }
+    CHECK(sizes.front() == 7);
+  }
+  sizes.clear();
+  map_batches(noting(sizes), batch);
+  CHECK(sizes == Sizes{13});
+}
+
+TEST_CASE("A row of a thousand that fits is found within the retries", "[sizer]") {
+  const Quiet quiet;
+  const auto batch = batch_of_rows(1000);
+  Sizes sizes;
+  const Budget budget(3 * kRowBytes / 2);
+  CHECK(at::equal(map_batches(noting(sizes), batch), batch * 2 + 1));
+  CHECK(sizes.back() == 1);
 }

@@ -16,11 +16,14 @@ struct BRIMFUL_API RowKind {
   std::vector<int64_t> sizes;  ///< of the dimensions that are not the rows', in the same order
   bool uneven =
       false;  ///< rows differ in what they hold (sparse, nested): no law tells their memory
+  int64_t elements = 0;  ///< of a row, in all tensors; follows from the sizes
 
   /// `row_dim`: the dimension that holds rows; nothing for a tensor that every piece gets whole.
   void add(const at::Tensor& tensor, std::optional<int64_t> row_dim);
 
-  bool operator==(const RowKind&) const = default;
+  bool operator==(const RowKind& other) const {
+    return form == other.form && sizes == other.sizes && uneven == other.uneven;
+  }
 };
 
 /// The same in every process; different for different kinds, but for one pair in four thousand million.
