@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <brimful/error.h>
 #include <brimful/memory/stats.h>
+#include <brimful/step/control_record.h>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <algorithm>
@@ -72,9 +73,7 @@ std::vector<std::string> split_records(const std::vector<uint8_t>& bytes) {
 }
 }  // namespace
 
-std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device device,
-                                                 const std::vector<uint8_t>& own,
-                                                 const std::function<void(c10d::Work&)>& wait) {
+Exchange begin_exchange(const Group& group, c10::Device device, const std::vector<uint8_t>& own) {
   auto bytes = at::empty({static_cast<int64_t>(own.size())}, at::kByte);
   std::memcpy(bytes.mutable_data_ptr<uint8_t>(), own.data(), own.size());
   std::vector<at::Tensor> inputs{bytes.to(device)};
@@ -83,37 +82,56 @@ std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device
     outputs[0].push_back(at::empty_like(inputs[0]));
   }
   // Not an all_reduce: a rank that is out of step would match it with a bucket, and gloo kills a process for that.
-  const memory::UnlimitedEverywhere unlimited;
   const WithoutPythonObjects without;
-  wait(*group->allgather(outputs, inputs));
+  auto work = group->allgather(outputs, inputs);
+  return {std::move(work), std::move(outputs[0])};
+}
+
+std::vector<std::vector<uint8_t>> Exchange::read() const {
   std::vector<std::vector<uint8_t>> result;
-  for (const auto& output : outputs[0]) {
+  for (const auto& output : outputs) {
     const auto on_host = output.cpu();
     const auto* begin = on_host.const_data_ptr<uint8_t>();
-    result.emplace_back(begin, begin + own.size());
+    result.emplace_back(begin, begin + on_host.numel());
   }
   return result;
 }
 
-void require_same_model(const Group& group, c10::Device device, const Model& model) {
+std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device device,
+                                                 const std::vector<uint8_t>& own,
+                                                 const std::function<void(c10d::Work&)>& wait) {
+  const memory::UnlimitedEverywhere unlimited;
+  const auto exchange = begin_exchange(group, device, own);
+  wait(*exchange.work);
+  return exchange.read();
+}
+
+uint64_t require_same_model(const Group& group, c10::Device device, const Model& model,
+                            uint64_t number) {
   const auto lines = describe_model(model);
   std::string text;
   for (const auto& line : lines) {
     text += line + '\0';
   }
-  const uint64_t head[2] = {hash_lines(lines), text.size()};
+  // As long as a control record: gloo ends a process whose peer is elsewhere and sends another size.
+  const uint64_t head[5] = {hash_lines(lines), text.size(), number, 0, 0};
+  static_assert(sizeof(head) == kRecordBytes);
   std::vector<uint8_t> head_bytes(sizeof(head));
   std::memcpy(head_bytes.data(), head, sizeof(head));
   const auto heads = exchange_bytes(group, device, head_bytes);
-  if (std::all_of(heads.begin(), heads.end(),
-                  [&](const auto& other) { return other == heads[0]; })) {
-    return;
-  }
+  bool same = true;
   uint64_t longest = 0;
-  for (const auto& other : heads) {
-    uint64_t size = 0;
-    std::memcpy(&size, other.data() + sizeof(uint64_t), sizeof(size));
-    longest = std::max(longest, size);
+  uint64_t most = 0;
+  for (const auto& bytes_of_rank : heads) {
+    uint64_t other[3];
+    std::memcpy(other, bytes_of_rank.data(), sizeof(other));
+    same = same && std::equal(bytes_of_rank.begin(), bytes_of_rank.begin() + 2 * sizeof(uint64_t),
+                              heads[0].begin());
+    longest = std::max(longest, other[1]);
+    most = std::max(most, other[2]);
+  }
+  if (same) {
+    return most;
   }
   std::vector<uint8_t> bytes(text.begin(), text.end());
   bytes.resize(longest);

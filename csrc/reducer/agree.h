@@ -11,6 +11,16 @@ namespace brimful {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
+/// A collective under way, in which every rank gives the same number of bytes.
+struct Exchange {
+  c10::intrusive_ptr<c10d::Work> work;
+  std::vector<at::Tensor> outputs;
+
+  /// Every rank's bytes, by rank, once the work has been waited for.
+  std::vector<std::vector<uint8_t>> read() const;
+};
+Exchange begin_exchange(const Group& group, c10::Device device, const std::vector<uint8_t>& own);
+
 /// Every rank's bytes, by rank; all ranks give the same number. One collective on `device`, waited for by `wait`.
 std::vector<std::vector<uint8_t>> exchange_bytes(
     const Group& group, c10::Device device, const std::vector<uint8_t>& own,
@@ -26,9 +36,10 @@ struct Model {
 };
 
 /// Checks that all ranks have the same model, before anything else is sent (gloo kills a process whose peer sends another
-/// size).
+/// size). Returns the most of the ranks' `number`s.
 /// @throws PlanMismatch on every rank, naming the first parameter or buffer that differs
-void require_same_model(const Group& group, c10::Device device, const Model& model);
+uint64_t require_same_model(const Group& group, c10::Device device, const Model& model,
+                            uint64_t number);
 
 /// Gives every rank the values of rank `source`.
 void broadcast_from(int source, const Group& group, const std::vector<at::Tensor>& tensors);

@@ -27,7 +27,9 @@ std::string words_of(const std::exception_ptr& error) {
 void Reducer::wait_for_buckets() {
   auto& s = *s_;
   s.watch.begin_wait();
-  s.waiting_since = std::chrono::steady_clock::now();
+  if (!s.broken) {
+    s.waiting_since = std::chrono::steady_clock::now();
+  }
   for (size_t i = 0; i < s.buckets.size(); ++i) {
     auto& bucket = s.buckets[i];
     if (bucket.work && !s.broken) {
@@ -56,6 +58,7 @@ void Reducer::end_attempt() {
   s.mode = State::Mode::idle;
   s.launching = false;
   s.completing = false;
+  s.opened = s.closed = s.ended = false;
   s.loss_sum.reset();
   s.before = nullptr;
   s.after = nullptr;
@@ -66,6 +69,9 @@ void Reducer::end_attempt() {
 std::vector<ControlRecord> Reducer::finish() {
   auto& s = *s_;
   wait_for_buckets();
+  if (s.ended && !s.broken) {
+    end_turn();
+  }
   end_attempt();
   if (s.broken) {
     throw_broken(s.step - 1, "a step", words_of(s.broken));
@@ -163,12 +169,16 @@ std::vector<ControlRecord> Reducer::exchange(const ControlRecord& record) {
   auto& s = *s_;
   require_not_taken();
   settle();
+  exchange_in_turn();
   const memory::Unlimited unlimited;
   const auto own = encode(record);
   ++s.counters.exchanges;
   s.waiting_since = std::chrono::steady_clock::now();
   std::vector<std::vector<uint8_t>> all;
   try {
+    if (s.broken) {
+      std::rethrow_exception(s.broken);
+    }
     all = exchange_bytes(s.group, s.device, {own.begin(), own.end()},
                          [&](c10d::Work& work) { wait_for(work, s.device.is_cpu()); });
   } catch (const std::exception& e) {

@@ -31,6 +31,7 @@ void Reducer::end_join() {
 // Not an all_reduce, for the reason in agree.cpp.
 std::vector<uint8_t> Reducer::ask_all(uint8_t own, const std::string& what) {
   auto& s = *s_;
+  exchange_in_turn();
   ++s.counters.exchanges;
   s.waiting_since = std::chrono::steady_clock::now();
   std::vector<uint8_t> answers;
@@ -130,7 +131,9 @@ bool Reducer::join_step(bool keep_gradients) {
 void Reducer::join_without_gradients() {
   auto& s = *s_;
   drain(Part::early);
-  drain(Part::last);
+  if (close_turn()) {
+    drain(Part::last);
+  }
   const auto records = finish();
   require_success(records);
   exchange_rows();  // the others wait for this rank, which has none

@@ -15,6 +15,7 @@ namespace brimful {
 
 void Reducer::launch(int64_t index) {
   auto& s = *s_;
+  open_turn();
   auto& bucket = s.buckets[index];
   bucket.join_current_stream();
   if (index == s.last()) {
@@ -70,7 +71,7 @@ void Reducer::launch_drained(int64_t index) {
 
 void Reducer::State::send(int64_t index) {
   auto& bucket = buckets[index];
-  const bool sends = !broken && !alone && !bucket.sparse();  // rows follow (rows.cpp)
+  const bool sends = !broken && !ended && !alone && !bucket.sparse();  // rows follow (rows.cpp)
   watch.launch(index);
   const WithoutPythonObjects without;
   if (sends && is_hooked(index)) {
@@ -269,6 +270,7 @@ void Reducer::complete(Part part) {
     collect_hook_results();
   }
   s.completing = true;
+  open_turn();
   while (s.next < end) {
     fill(s.next);
     wait_for_last_hook();
@@ -293,6 +295,7 @@ void Reducer::drain(Part part) {
     let_go_of_earlier(s.last());
     s.buckets.back().gradients.zero_();
   }
+  open_turn();
   while (s.next < end) {
     wait_for_last_hook();
     check_last_hook(/*throws=*/false);

@@ -4,31 +4,33 @@
 
 #include <algorithm>
 #include <mutex>
+#include <unordered_map>
 #include <unordered_set>
 
 namespace brimful {
 namespace {
-struct Entry {
+struct OwnerEntry {
   const Reducer* key = nullptr;
   std::weak_ptr<Reducer> reducer;
   std::unordered_set<const c10::TensorImpl*> parameters;  ///< the reducer keeps them alive
   const c10d::ProcessGroup* group = nullptr;
 };
-struct Registry {
+struct OwnerRegistry {
   std::mutex mutex;
-  std::vector<Entry> entries;
+  std::vector<OwnerEntry> entries;
+  std::unordered_map<const c10d::ProcessGroup*, std::weak_ptr<GroupTraffic>> traffic;
 };
-Registry& registry() {
-  static auto* instance = new Registry;
+OwnerRegistry& owner_registry() {
+  static auto* instance = new OwnerRegistry;
   return *instance;
 }
 
 /// Only of entries that match: a thread that held another one's reducer might be the last to.
 template <typename Matches>
-std::vector<std::shared_ptr<Reducer>> living(const Matches& matches) {
+std::vector<std::shared_ptr<Reducer>> living_owners(const Matches& matches) {
   std::vector<std::shared_ptr<Reducer>> found;
-  const std::lock_guard<std::mutex> lock(registry().mutex);
-  for (const auto& entry : registry().entries) {
+  const std::lock_guard<std::mutex> lock(owner_registry().mutex);
+  for (const auto& entry : owner_registry().entries) {
     auto reducer = matches(entry) ? entry.reducer.lock() : nullptr;
     if (reducer) {
       found.push_back(std::move(reducer));
@@ -37,36 +39,50 @@ std::vector<std::shared_ptr<Reducer>> living(const Matches& matches) {
   return found;
 }
 
-bool shares(const Entry& entry, const std::vector<at::Tensor>& parameters) {
+bool shares_any(const OwnerEntry& entry, const std::vector<at::Tensor>& parameters) {
   return std::any_of(parameters.begin(), parameters.end(), [&](const at::Tensor& parameter) {
     return entry.parameters.count(parameter.unsafeGetTensorImpl()) > 0;
   });
 }
 }  // namespace
 
+std::shared_ptr<GroupTraffic> traffic_of(const c10d::ProcessGroup* group) {
+  const std::lock_guard<std::mutex> lock(owner_registry().mutex);
+  auto& all = owner_registry().traffic;
+  std::erase_if(all, [](const auto& item) { return item.second.expired(); });
+  auto traffic = all[group].lock();
+  if (!traffic) {
+    traffic = std::make_shared<GroupTraffic>();
+    all[group] = traffic;
+  }
+  return traffic;
+}
+
 void own(const std::shared_ptr<Reducer>& reducer, const std::vector<at::Tensor>& parameters,
          const c10d::ProcessGroup* group) {
-  Entry entry{reducer.get(), reducer, {}, group};
+  OwnerEntry entry{reducer.get(), reducer, {}, group};
   for (const auto& parameter : parameters) {
     entry.parameters.insert(parameter.unsafeGetTensorImpl());
   }
-  const std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().entries.push_back(std::move(entry));
+  const std::lock_guard<std::mutex> lock(owner_registry().mutex);
+  owner_registry().entries.push_back(std::move(entry));
 }
 
 void disown(const Reducer* reducer) {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
-  std::erase_if(registry().entries, [&](const Entry& entry) { return entry.key == reducer; });
+  const std::lock_guard<std::mutex> lock(owner_registry().mutex);
+  std::erase_if(owner_registry().entries,
+                [&](const OwnerEntry& entry) { return entry.key == reducer; });
 }
 
 std::vector<std::shared_ptr<Reducer>> owners_of(const std::vector<at::Tensor>& parameters) {
-  return living([&](const Entry& entry) { return shares(entry, parameters); });
+  return living_owners([&](const OwnerEntry& entry) { return shares_any(entry, parameters); });
 }
 
 std::vector<std::shared_ptr<Reducer>> reducers_beside(const std::vector<at::Tensor>& parameters,
                                                       const c10d::ProcessGroup* group) {
-  return living(
-      [&](const Entry& entry) { return entry.group == group || shares(entry, parameters); });
+  return living_owners([&](const OwnerEntry& entry) {
+    return entry.group == group || shares_any(entry, parameters);
+  });
 }
 
 }  // namespace brimful

@@ -1,6 +1,8 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -10,6 +12,16 @@ class ProcessGroup;
 
 namespace brimful {
 class Reducer;
+
+/// What the reducers of a group share on this rank.
+struct GroupTraffic {
+  std::atomic<bool> several =
+      false;  ///< there were others, on some rank, when the last one was made
+  std::atomic<int64_t> numbers = 0;  ///< given so far where the group has no store to count them
+  std::atomic<int64_t> begun = 0;    ///< plain backwards
+  std::atomic<int64_t> turns = 0;    ///< agreed on, equal on all ranks
+};
+std::shared_ptr<GroupTraffic> traffic_of(const c10d::ProcessGroup* group);
 
 /// The reducers of this process. From any thread.
 void own(const std::shared_ptr<Reducer>& reducer, const std::vector<at::Tensor>& parameters,

@@ -79,9 +79,11 @@ void Reducer::leave_words(int64_t at_step, FailureKind kind, const std::string& 
     return;
   }
   const auto words = (kind == FailureKind::out_of_memory ? kMemoryPrefix : "") + text;
+  const auto key =
+      s.parting ? s.turn_key(s.parting_number, s.turn, s.rank) : s.failure_key(at_step, s.rank);
   try {
     // The first words stay: later ones know less.
-    s.store->compareSet(s.failure_key(at_step, s.rank), {}, as_bytes(words));
+    s.store->compareSet(key, {}, as_bytes(words));
   } catch (const std::exception& e) {
     log(LogLevel::warning,
         std::string("could not leave word of a failure for the other ranks: ") + e.what());
@@ -89,11 +91,14 @@ void Reducer::leave_words(int64_t at_step, FailureKind kind, const std::string& 
 }
 
 std::string Reducer::read_failure(int rank, int64_t patience_ms) {
+  return read_words(s_->failure_key(s_->step - 1, rank), patience_ms);
+}
+
+std::string Reducer::read_words(const std::string& key, int64_t patience_ms) {
   auto& s = *s_;
   if (!s.store) {
     return "(its process group has no store to read its words from)";
   }
-  const auto key = s.failure_key(s.step - 1, rank);
   try {
     s.store->wait({key}, std::chrono::milliseconds(patience_ms));
     return as_text(s.store->get(key));

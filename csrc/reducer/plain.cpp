@@ -89,30 +89,6 @@ bool Reducer::begin_backward_at(const at::Tensor& tensor) {
   });
 }
 
-// autograd.grad leaves no gradient, and backward(inputs=...) of some parameters is this rank's own. All of them, as far as
-// they can be inputs, are what a backward without inputs reaches.
-bool Reducer::State::is_whole(
-    const std::unordered_map<torch::autograd::Node*, torch::autograd::GraphTask::ExecInfo>&
-        selected) {
-  if (selected.empty()) {
-    return true;
-  }
-  size_t chosen = 0;
-  size_t possible = 0;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto found = selected.find(accumulators[i].get());
-    chosen += found != selected.end() && found->second.needed_ ? 1 : 0;
-    possible += parameters[i].requires_grad() ? 1 : 0;
-  }
-  if (chosen > 0 && chosen < possible && !std::exchange(warned, true)) {
-    log(LogLevel::warning,
-        c10::str("the gradients of a backward of some parameters stay this rank's own (inputs: ",
-                 chosen, " of ", possible,
-                 " parameters); for gradients of all ranks pass all of them, or no inputs"));
-  }
-  return chosen > 0 && chosen >= possible;
-}
-
 bool Reducer::begin_plain_backward(std::unique_lock<std::mutex>& lock, bool through_output) {
   auto& s = *s_;
   const bool due = through_output || !s.announced || s.passed || s.unseen > 0;
@@ -180,29 +156,8 @@ void Reducer::begin_plain_step(Verdict verdict) {
     publish_failure(s.untold->first, s.untold->second);
     s.untold.reset();
   }
-  s.before = nullptr;
-  s.after = nullptr;
+  join_backward();
   meet_behind_forward();
-}
-
-void Reducer::end_plain_backward() {
-  auto& s = *s_;
-  if (!s.launching) {
-    s.mode = State::Mode::idle;
-    return;
-  }
-  try {
-    complete(Part::early);
-    complete(Part::last);
-  } catch (...) {
-    end_failed_backward(std::current_exception());
-    throw;
-  }
-  const auto records = finish();
-  s.stands = worst(records) < Verdict::retry && divergence().empty();
-  require_success(records);
-  const bool fewer = s.mean_of_active && !s.active.empty();
-  accept(s.predivide / (fewer ? static_cast<double>(s.active.size()) : s.world_size), true);
 }
 
 /// Throws on every rank if a rank failed the step, or the ranks' parameters differ; else notes who had data.
@@ -256,9 +211,15 @@ void Reducer::plain_backward_died() noexcept {
     }
     if (!s.launching) {
       s.mode = State::Mode::idle;
-    } else if (s.own_error || s.in_scope) {
-      end_failed_backward(s.own_error);
-    } else {
+      return;
+    }
+    for (const auto& other : together()) {
+      if (other->s_->own_error || other->s_->in_scope) {
+        other->end_failed_backward(other->s_->own_error);
+        return;
+      }
+    }
+    {
       // The error is not known here, but a refused allocation is evidence enough for its kind.
       const bool memory = memory::stats(s.device).ooms > s.ooms_before;
       abort_step(memory ? FailureKind::out_of_memory : FailureKind::error,
@@ -273,6 +234,10 @@ void Reducer::plain_backward_died() noexcept {
 
 void Reducer::abort_step(FailureKind kind, const std::string& text) {
   auto& s = *s_;
+  if (s.traffic->several && !s.alone && s.mode != State::Mode::managed) {
+    abort_turn(kind, text);
+    return;
+  }
   if (!text.empty()) {
     publish_failure(kind, text);
   }
@@ -324,7 +289,11 @@ void Reducer::settle() {
   }
   publish_failure(FailureKind::error, kUnknown);  // kept only where no words were left yet
   s.aborted = false;
-  finish();
+  if (s.parting) {
+    settle_turn();
+  } else {
+    finish();
+  }
   discard();
 }
 
@@ -347,6 +316,13 @@ void Reducer::end_scope_failed(FailureKind kind, const std::string& text) {
   s.in_scope = false;
   if (std::exchange(s.called_off, false)) {
     return;
+  }
+  for (const auto& other : reducers_beside({}, s.group.get())) {
+    if (other->s_->parting) {
+      other->publish_failure(kind, text);  // its step died in this scope, without words
+    } else if (other.get() != this && other->s_->forward_open && s.scope_step != s.step) {
+      other->abort_step(kind, text);  // behind this one's backward
+    }
   }
   if (s.scope_step ==
       s.step) {  // no collective of this step has ended: the other ranks wait for it
@@ -372,7 +348,8 @@ void Reducer::announce_failure(FailureKind kind, const std::string& text, int64_
   }
   s.hook_deadline.reset();
   const auto done = [&] {
-    return std::all_of(s.buckets.begin(), s.buckets.end(),
+    return (!s.parting || s.parting->work->isCompleted()) &&
+           std::all_of(s.buckets.begin(), s.buckets.end(),
                        [](const auto& b) { return !b.work || b.work->isCompleted(); });
   };
   while (!done() && std::chrono::steady_clock::now() < deadline) {

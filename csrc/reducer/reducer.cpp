@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
 
 #include "base/units.h"
@@ -121,17 +122,22 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   s.infos = infos_of(parameters, options.sparse);
   s.plan_options = plan_options_of(options);
   s.announced = options.forwards_announced;
+  s.traffic = traffic_of(group.get());
+  uint64_t others = 0;  // that go on living
   for (const auto& other : reducers_beside(parameters, group.get())) {
     other->settle_owed();
+    others += other->s_->group == group && !other->shared_with(parameters) ? 1 : 0;
   }
   const bool fixed = is_fixed(options.plan);
   auto plan = fixed ? plan_from_json(options.plan, s.infos, s.plan_options)
                     : plan_buckets(s.infos, s.plan_options);
   s.device = plan.buckets.back().device;
   s.watch.set_device(s.device);
-  require_same_model(group, s.device,
-                     {parameters, options.names, options.frozen, buffers,
-                      to_string(plan, s.infos) + describe(options)});
+  const auto most_others = require_same_model(group, s.device,
+                                              {parameters, options.names, options.frozen, buffers,
+                                               to_string(plan, s.infos) + describe(options)},
+                                              others);
+  s.traffic->several = most_others > 0;
   if (options.synchronise_at_start) {
     broadcast_from(0, group, parameters);
     broadcast_from(0, group, options.frozen);
@@ -140,6 +146,9 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   if ((s.store = group->getStore())) {
     const auto count = s.store->add("brimful/reducers/" + std::to_string(s.rank), 1);
     s.key = "brimful/" + std::to_string(count) + "/";
+    s.number = static_cast<uint64_t>(count);
+  } else {
+    s.number = static_cast<uint64_t>(++s.traffic->numbers);
   }
   if (!options.broadcast_buffers) {
     buffers.clear();
@@ -217,12 +226,21 @@ void Reducer::remove_hooks() {
 void Reducer::retire(const std::vector<at::Tensor>& taken) {
   disown(this);
   remove_hooks();
-  for (size_t i = 0; i < s_->parameters.size() && s_->taken.empty(); ++i) {
-    const auto same = [&](const at::Tensor& other) { return other.is_same(s_->parameters[i]); };
-    if (std::any_of(taken.begin(), taken.end(), same)) {
-      s_->taken = s_->name_of(static_cast<int64_t>(i));
+  s_->taken = s_->name_of(*shared_with(taken));
+}
+
+/// The first of its parameters that is one of `others`.
+std::optional<int64_t> Reducer::shared_with(const std::vector<at::Tensor>& others) const {
+  std::unordered_set<const c10::TensorImpl*> known;
+  for (const auto& other : others) {
+    known.insert(other.unsafeGetTensorImpl());
+  }
+  for (size_t i = 0; i < s_->parameters.size(); ++i) {
+    if (known.count(s_->parameters[i].unsafeGetTensorImpl()) > 0) {
+      return static_cast<int64_t>(i);
     }
   }
+  return std::nullopt;
 }
 
 void Reducer::require_not_taken() const {
@@ -241,6 +259,30 @@ void Reducer::start_backward(bool launching) {
   }
   s.watch.begin_backward(s.buckets.size());
   s.arrivals.clear();
+}
+
+// autograd.grad leaves no gradient, and backward(inputs=...) of some parameters is this rank's own. All of them, as far as
+// they can be inputs, are what a backward without inputs reaches.
+bool Reducer::State::is_whole(
+    const std::unordered_map<torch::autograd::Node*, torch::autograd::GraphTask::ExecInfo>&
+        selected) {
+  if (selected.empty()) {
+    return true;
+  }
+  size_t chosen = 0;
+  size_t possible = 0;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto found = selected.find(accumulators[i].get());
+    chosen += found != selected.end() && found->second.needed_ ? 1 : 0;
+    possible += parameters[i].requires_grad() ? 1 : 0;
+  }
+  if (chosen > 0 && chosen < possible && !std::exchange(warned, true)) {
+    log(LogLevel::warning,
+        c10::str("the gradients of a backward of some parameters stay this rank's own (inputs: ",
+                 chosen, " of ", possible,
+                 " parameters); for gradients of all ranks pass all of them, or no inputs"));
+  }
+  return chosen > 0 && chosen >= possible;
 }
 
 void Reducer::on_gradient(int64_t parameter, const at::Tensor& gradient) {

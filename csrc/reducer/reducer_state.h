@@ -17,6 +17,7 @@
 #include "reducer/agree.h"
 #include "reducer/bucket.h"
 #include "reducer/gradient_view.h"
+#include "reducer/owners.h"
 #include "reducer/planner.h"
 #include "reducer/stopwatch.h"
 #include "reducer/tail.h"
@@ -123,11 +124,25 @@ struct Reducer::State {
   bool called_off = false;       ///< the open scope has no failure to announce
   bool keep_buffers = false;     ///< the rank whose buffers win had no data
 
+  // Of several reducers of a group (turns.cpp).
+  std::shared_ptr<GroupTraffic> traffic;
+  uint64_t number = 0;                       ///< among the group's reducers, equal on all ranks
+  int64_t begun = 0;                         ///< when its plain backward began, among the group's
+  bool opened = false;                       ///< the ranks have agreed to be in this step
+  bool closed = false;                       ///< and to be at the end of its backward
+  bool ended = false;                        ///< they did not: nothing more leaves
+  std::vector<std::vector<uint64_t>> turns;  ///< by rank: what it said then
+  int64_t turn = 0;                          ///< when
+  std::optional<Exchange> parting;           ///< what this rank said when its step died
+  uint64_t parting_number = 0;               ///< and of which reducer
+
   int64_t step = 0;
   Counters counters;
   int exceptions = std::uncaught_exceptions();  ///< on their way when the reducer was made
 
   std::string failure_key(int64_t at_step, int of_rank) const;
+  /// Of a step that died where several reducers take turns.
+  std::string turn_key(uint64_t of_number, int64_t at_turn, int of_rank) const;
   int64_t last() const { return static_cast<int64_t>(buckets.size()) - 1; }
   std::string name_of(int64_t parameter) const;
   /// @throws PlanMismatch if a parameter has another size or dtype than at construction

@@ -265,9 +265,7 @@ void StepGroup::leave_lockstep(const AttemptResult& result) {
 std::vector<ControlRecord> StepGroup::run_failed(FailureKind kind, const std::string& text,
                                                  const ControlRecord& record) {
   publish_failure(kind, text);
-  for (const auto& participant : participants_) {
-    participant->begin_attempt(0);
-  }
+  begin_attempt(0);
   drain(record, kind == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed);
   return finish();
 }

@@ -58,14 +58,16 @@ TEST_CASE("A clean step makes as many collectives as it has buckets", "[reducer]
     buckets.bucket_cap_mb = buckets.first_bucket_cap_mb = cap_mb;
     buckets.whole_path = true;
 
-    brimful::DistributedDataParallel<Net> plain(std::make_shared<Net>(), counted.group, buckets);
-    const Count in_plain_loop(counted, *plain.reducer());
-    for (int step = 0; step < kSteps; ++step) {
-      const auto batch = batch_of(rank, step, kRows);
-      at::mse_loss(plain(batch.data), batch.target).backward();
-      plain->update();
+    {
+      brimful::DistributedDataParallel<Net> plain(std::make_shared<Net>(), counted.group, buckets);
+      const Count in_plain_loop(counted, *plain.reducer());
+      for (int step = 0; step < kSteps; ++step) {
+        const auto batch = batch_of(rank, step, kRows);
+        at::mse_loss(plain(batch.data), batch.target).backward();
+        plain->update();
+      }
+      in_plain_loop.expect(checks, "plain loop", kSteps);
     }
-    in_plain_loop.expect(checks, "plain loop", kSteps);
 
     BatchSizerOptions options;
     options.pieces = 2;
@@ -79,6 +81,45 @@ TEST_CASE("A clean step makes as many collectives as it has buckets", "[reducer]
       trainer.step(without_data ? std::nullopt : std::optional(batch_of(rank, step, kRows + rank)));
     }
     in_sizer.expect(checks, "sizer", kSteps);
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("Several reducers agree on whose step it is, a lone one on nothing",
+          "[reducer][collectives]") {
+  const Watchdog watchdog("collectives of two models");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    const CountedGroup counted(group);
+    const auto batch = batch_of(rank, 0, kRows);
+    const auto expect = [&](int turns, const std::string& what) {
+      const int found = counted.backend->count(Call::allgather);
+      checks.expect(found == turns, what + ": " + std::to_string(found));
+      counted.backend->reset();
+    };
+    brimful::DistributedDataParallel<Net> first(std::make_shared<Net>(), counted.group);
+    auto second = std::make_unique<brimful::DistributedDataParallel<Net>>(std::make_shared<Net>(),
+                                                                          counted.group);
+    counted.backend->reset();
+    const auto step = [&](auto& model) {
+      at::mse_loss(model(batch.data), batch.target).backward();
+      model->update();
+    };
+    for (int i = 0; i < 2; ++i) {
+      step(first);
+      expect(2, "the beginning and the end of a backward");
+      step(*second);
+      expect(2, "the other's");
+    }
+    (at::mse_loss(first(batch.data), batch.target) +
+     at::mse_loss((*second)(batch.data), batch.target))
+        .backward();
+    expect(3, "two beginnings and an end");
+    second.reset();
+    step(first);
+    expect(2, "the ranks learn that the other one has died");
+    step(first);
+    expect(0, "a lone reducer");
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }

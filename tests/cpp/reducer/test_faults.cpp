@@ -10,7 +10,10 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 
+#include <algorithm>
+#include <functional>
 #include <map>
+#include <memory>
 #include <sstream>
 
 using brimful::BatchSizerOptions;
@@ -294,6 +297,71 @@ TEST_CASE("With a sizer no failure anywhere in a step silences a rank",
   });
   expect_replays(checks, cases, runs);
   expect_equal_replicas(checks, cases, states);
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("Two models in another order on any rank, in any step, fail on all ranks",
+          "[reducer][faults]") {
+  const int world_size = GENERATE(2, 3);
+  const int outputs = GENERATE(1, 9);  // of the second model: of the same sizes, or of others
+  const Watchdog watchdog("the order of models");
+  Checks checks;
+  run_ranks({world_size}, [&](int rank, const Group& group) {
+    using Model = brimful::DistributedDataParallel<Net>;
+    std::vector<std::unique_ptr<Model>> models;
+    for (const int width : {1, outputs}) {
+      models.push_back(std::make_unique<Model>(
+          std::make_shared<Net>(false, at::kDouble, 0.1 * width, width), group, tiny_buckets()));
+    }
+    const auto loss_of = [&](Model& model, int step) {
+      return model(batch_of(rank, step, kRows, at::kDouble).data).pow(2).mean();
+    };
+    for (const bool together : {false, true}) {
+      for (unsigned odd = 1; odd + 1 < 1U << world_size; ++odd) {
+        for (int faulty = 0; faulty < kSteps; ++faulty) {
+          for (int step = 0; step < kSteps; ++step) {
+            const bool swapped = step == faulty && (odd >> rank & 1U) != 0;
+            auto& first = *models[swapped ? 1 : 0];
+            auto& second = *models[swapped ? 0 : 1];
+            std::vector<std::function<void()>> backwards;
+            if (together) {
+              backwards = {[&] { (loss_of(first, step) + loss_of(second, step)).backward(); }};
+            } else {
+              backwards = {[&] { loss_of(first, step).backward(); },
+                           [&] { loss_of(second, step).backward(); }};
+            }
+            for (const auto& backward : backwards) {
+              const auto caught = catching(backward);
+              const bool refused =
+                  caught.type == Caught::Type::value_error &&
+                  caught.text.find("model 1 with parameter first.weight") != std::string::npos &&
+                  caught.text.find("model 2 with parameter first.weight") != std::string::npos;
+              checks.expect(step == faulty ? refused : caught.type == Caught::Type::nothing,
+                            "step " + std::to_string(step) + " ended with '" + caught.text + "'");
+            }
+            for (const auto& model : models) {
+              const auto gradients = (*model)->gradients();
+              checks.expect(
+                  std::all_of(gradients.begin(), gradients.end(),
+                              [&](const auto& g) { return g.defined() != (step == faulty); }),
+                  "gradients that are there");
+              (*model)->update();
+            }
+          }
+        }
+      }
+    }
+    std::vector<at::Tensor> sums;
+    for (const auto& model : models) {
+      for (const auto& parameter : (*model)->parameters()) {
+        sums.push_back(parameter.detach().reshape({-1}));
+      }
+    }
+    const auto own = at::cat(sums);
+    std::vector<at::Tensor> all{own.clone()};
+    group->allreduce(all)->wait();
+    checks.expect(at::allclose(all[0], own * world_size, 1e-12), "the replicas differ");
+  });
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 

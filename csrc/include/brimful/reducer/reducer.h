@@ -222,6 +222,22 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void abort_step(FailureKind kind, const std::string& text);
   void settle();
   void require_success(const std::vector<ControlRecord>& records);
+  std::optional<int64_t> shared_with(const std::vector<at::Tensor>& others) const;
+  std::string read_words(const std::string& key, int64_t patience_ms);
+  void take_sums();
+  std::vector<std::shared_ptr<Reducer>> together();
+  void join_backward();
+  void open_turn();
+  bool close_turn();
+  void exchange_turn(uint64_t kind);
+  void exchange_in_turn();
+  void hear_from(const Reducer& other);
+  void all_know();
+  void give_up();
+  [[noreturn]] void end_turn();
+  void abort_turn(FailureKind kind, const std::string& text);
+  void settle_turn();
+  [[noreturn]] void throw_turn_ended();
   void note_data(const std::vector<ControlRecord>& records);
 
   std::unique_ptr<State> s_;
