@@ -55,16 +55,16 @@ constexpr std::array<std::string_view, 8> kTooLarge{
 constexpr std::array<std::string_view, 5> kHostWords{
     "CPU", "mmap", "std::bad_alloc", "Cannot allocate memory", "Unable to allocate"};
 
-struct Process {
+struct HolderInText {
   std::string pid;
   int64_t bytes = 0;
 };
 
 /// As torch's error lists those on the device: "Process 3619440 has 70.00 GiB memory in use."
-std::vector<Process> processes_in(const std::string& text) {
+std::vector<HolderInText> processes_in(const std::string& text) {
   constexpr std::string_view kBefore = "Process ";
   constexpr size_t kMost = 64;
-  std::vector<Process> found;
+  std::vector<HolderInText> found;
   for (size_t at = text.find(kBefore); at != std::string::npos && found.size() < kMost;
        at = text.find(kBefore, at + 1)) {
     const auto digits = at + kBefore.size();
@@ -81,7 +81,7 @@ std::vector<Process> processes_in(const std::string& text) {
 }
 
 struct Use {
-  std::vector<Process> others;
+  std::vector<HolderInText> others;
   int64_t other_bytes = 0;
   int64_t own_bytes = 0;
 };

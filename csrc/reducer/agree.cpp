@@ -114,7 +114,7 @@ uint64_t require_same_model(const Group& group, c10::Device device, const Model&
     text += line + '\0';
   }
   // As long as a control record: gloo ends a process whose peer is elsewhere and sends another size.
-  const uint64_t head[5] = {hash_lines(lines), text.size(), number, 0, 0};
+  const uint64_t head[kRecordBytes / sizeof(uint64_t)] = {hash_lines(lines), text.size(), number};
   static_assert(sizeof(head) == kRecordBytes);
   std::vector<uint8_t> head_bytes(sizeof(head));
   std::memcpy(head_bytes.data(), head, sizeof(head));

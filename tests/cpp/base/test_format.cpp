@@ -2,6 +2,8 @@
 #include "base/format.h"
 #include "support/catch.h"
 
+namespace test_format {
+
 using brimful::format_bytes;
 
 TEST_CASE("format_bytes picks the largest unit that is at least one", "[base]") {
@@ -32,3 +34,5 @@ TEST_CASE("Entries are numbered from 1", "[base]") {
   CHECK(brimful::format_numbered({}).empty());
   CHECK(brimful::format_numbered({"this", "that"}) == "1. this; 2. that");
 }
+
+}  // namespace test_format

@@ -3,6 +3,8 @@
 #include "base/json.h"
 #include "support/catch.h"
 
+namespace test_json {
+
 using brimful::from_json;
 using brimful::to_json;
 
@@ -44,3 +46,5 @@ TEST_CASE("A string is quoted and escaped", "[base]") {
   CHECK(brimful::json_string("a\"b\n") == "\"a\\\"b\\n\"");
   CHECK_NOTHROW(brimful::json_string("\xff"));
 }
+
+}  // namespace test_json

@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+namespace test_log {
+
 using brimful::LogLevel;
 using Lines = std::vector<std::pair<int, std::string>>;  // Catch2 must print it
 
@@ -59,3 +61,5 @@ TEST_CASE("A sink may log and may be replaced from within", "[log]") {
   REQUIRE(collected.lines.size() == 1);
   CHECK(collected.lines[0].second == "once again");
 }
+
+}  // namespace test_log

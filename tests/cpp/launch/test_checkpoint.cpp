@@ -21,6 +21,8 @@
 
 #include <sys/resource.h>
 
+namespace test_checkpoint {
+
 namespace fs = std::filesystem;
 using namespace brimful::test;
 using brimful::RankFailed;
@@ -272,3 +274,5 @@ TEST_CASE("a checkpoint is loaded to the rank's own device", "[launch][gpu]") {
   brimful::load(Group(), path, value, device);
   CHECK(value.device() == device);
 }
+
+}  // namespace test_checkpoint

@@ -21,6 +21,8 @@
 #include <string>
 #include <vector>
 
+namespace test_devices {
+
 using namespace brimful::test;
 using brimful::run_ranks;
 using brimful::launch::device_from_env;
@@ -195,3 +197,5 @@ TEST_CASE("a rank that throws ends the others' wait in NCCL", "[launch][gpu]") {
   };
   CHECK_THROWS_WITH(run(), Catch::Contains("planted on one rank"));
 }
+
+}  // namespace test_devices

@@ -17,6 +17,8 @@
 #include <numeric>
 #include <vector>
 
+namespace test_distributed_sampler {
+
 using brimful::DistributedSampler;
 using brimful::DistributedSamplerOptions;
 using namespace brimful::test;
@@ -179,3 +181,5 @@ TEST_CASE("an uneven loop over a data loader trains on every sample once an epoc
   }
   CHECK(orders[0][0] != orders[0][1]);
 }
+
+}  // namespace test_distributed_sampler

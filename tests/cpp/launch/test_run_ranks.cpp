@@ -21,6 +21,8 @@
 #include <thread>
 #include <vector>
 
+namespace test_run_ranks {
+
 using brimful::RanksOptions;
 using brimful::run_ranks;
 using brimful::test::Call;
@@ -224,3 +226,5 @@ TEST_CASE("ranks that disagree on the world size say so at once", "[launch]") {
   CHECK(errors[0].find("rank 0: 2, rank 1: 3") != std::string::npos);
   CHECK(errors[1].find("rank 1: 3, rank 0: 2") != std::string::npos);
 }
+
+}  // namespace test_run_ranks

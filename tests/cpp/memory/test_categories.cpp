@@ -14,6 +14,8 @@
 #include <numeric>
 #include "memory/block_table.h"
 
+namespace test_categories {
+
 using namespace brimful::memory;
 
 namespace {
@@ -214,3 +216,5 @@ TEST_CASE("What torch keeps for cuBLAS is workspace", "[memory][categories]") {
   CHECK(of(live.get(), Category::workspace) == 1000);
 }
 #endif
+
+}  // namespace test_categories

@@ -13,6 +13,8 @@
 #include <vector>
 #include "support/catch.h"
 
+namespace test_fault {
+
 namespace memory = brimful::memory;
 using memory::FaultAt;
 
@@ -133,3 +135,5 @@ TEST_CASE("FaultAt counts allocations under an Unlimited where it is asked to", 
   CHECK(counted.fired());
   CHECK_FALSE(passed_over.fired());
 }
+
+}  // namespace test_fault

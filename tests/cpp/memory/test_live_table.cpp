@@ -16,6 +16,8 @@
 #include <numeric>
 #include <thread>
 
+namespace test_live_table {
+
 using namespace brimful::memory;
 
 namespace {
@@ -246,3 +248,5 @@ TEST_CASE("A process may end while it tracks", "[memory][live]") {
     CHECK(status == 0);
   }
 }
+
+}  // namespace test_live_table

@@ -5,6 +5,8 @@
 #include "memory/others.h"
 #include "support/catch.h"
 
+namespace test_others {
+
 namespace memory = brimful::memory;
 
 namespace {
@@ -77,3 +79,5 @@ TEST_CASE("Of this machine something is known", "[memory]") {
   CHECK(held.process_bytes.value_or(0) > kMiB);
   CHECK(held.others_bytes.value_or(-1) >= 0);
 }
+
+}  // namespace test_others

@@ -16,6 +16,8 @@
 #include "base/whole_file.h"
 #include "memory/event_ring.h"
 
+namespace test_recording {
+
 using namespace brimful::memory;
 
 namespace {
@@ -332,3 +334,5 @@ TEST_CASE("A forked child does not record, and leaves the parent's file alone",
   CHECK(cpu_of(load_recording(path)).events.size() == 2);
   std::filesystem::remove(path);
 }
+
+}  // namespace test_recording

@@ -12,6 +12,8 @@
 #include <vector>
 #include "support/catch.h"
 
+namespace test_stats {
+
 namespace memory = brimful::memory;
 
 namespace {
@@ -436,3 +438,5 @@ TEST_CASE("any CPU index is the CPU, and releasing its cache changes no count", 
   memory::release_cached(c10::Device("cpu:0"));
   CHECK(memory::stats(c10::Device("cpu:0")).used_bytes == cpu.before + 1000);
 }
+
+}  // namespace test_stats

@@ -11,6 +11,8 @@
 #include "support/catch.h"
 #include "support/scoped_env.h"
 
+namespace test_system_limit {
+
 namespace memory = brimful::memory;
 using memory::LimitSource;
 
@@ -247,3 +249,5 @@ TEST_CASE("set_limit_auto sets this process's limit", "[memory]") {
   }
   CHECK(memory::stats(kCpu).limit_bytes == std::nullopt);
 }
+
+}  // namespace test_system_limit

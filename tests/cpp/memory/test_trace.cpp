@@ -6,6 +6,8 @@
 
 #include <thread>
 
+namespace test_trace {
+
 using brimful::memory::peak_bytes;
 using brimful::memory::Trace;
 using brimful::memory::TraceScope;
@@ -57,3 +59,5 @@ TEST_CASE("The peak of a trace is its fullest moment", "[memory]") {
   CHECK(peak_bytes({10, 20, -10, 5, -20, -5}) == 30);
   CHECK(peak_bytes({-10, 20, -20, 15}) == 10);
 }
+
+}  // namespace test_trace

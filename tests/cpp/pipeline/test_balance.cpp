@@ -8,6 +8,8 @@
 #include <random>
 #include <vector>
 
+namespace test_balance {
+
 using brimful::pipeline::balanced;
 
 namespace {
@@ -69,3 +71,5 @@ TEST_CASE("What cannot be balanced is named", "[pipeline]") {
   CHECK_THROWS_WITH(balanced({1, -2}, 1), Catch::Contains("layer: 1, cost: -2"));
   CHECK_THROWS_AS(balanced({NAN}, 1), c10::ValueError);
 }
+
+}  // namespace test_balance

@@ -5,6 +5,8 @@
 #include <brimful/pipeline/schedules.h>
 #include <c10/util/Exception.h>
 
+namespace test_checker {
+
 using namespace brimful::pipeline;
 using Catch::Contains;
 
@@ -150,3 +152,5 @@ TEST_CASE("The rank of a stage is that of its actions", "[pipeline]") {
   CHECK_THROWS_WITH(rank_of_stage({"mine", 1, 1, {{{1, ActionKind::forward, 0}}}}),
                     Contains("(schedule: mine, stage: 1, stages: 1)"));
 }
+
+}  // namespace test_checker

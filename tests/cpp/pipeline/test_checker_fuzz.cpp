@@ -7,6 +7,8 @@
 #include "pipeline/mutations.h"
 #include "pipeline/reference_executor.h"
 
+namespace test_checker_fuzz {
+
 using namespace brimful::pipeline;
 using brimful::test::Ending;
 using brimful::test::mutate;
@@ -69,3 +71,5 @@ TEST_CASE("The checker's verdict on mutated schedules is what an executor does",
   CHECK(stuck > 500);
   CHECK(failed > 2000);
 }
+
+}  // namespace test_checker_fuzz

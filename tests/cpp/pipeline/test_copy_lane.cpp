@@ -15,6 +15,8 @@
 #include "support/slow_device.h"
 #include "support/watchdog.h"
 
+namespace test_copy_lane {
+
 using namespace brimful::pipeline;
 using brimful::test::Watchdog;
 namespace slow = brimful::test::slow_device;
@@ -215,3 +217,5 @@ TEST_CASE("There is no lane within a device, or between two names of the CPU",
   CHECK_FALSE(CopyLane::between(cpu, c10::Device("cpu:0")));
   CHECK_FALSE(CopyLane::between(slow::device(1), slow::device(1)));
 }
+
+}  // namespace test_copy_lane

@@ -18,6 +18,8 @@
 #include "support/slow_device.h"
 #include "support/watchdog.h"
 
+namespace test_device_channel {
+
 using namespace brimful;
 using namespace brimful::pipeline;
 using test::Checks;
@@ -367,3 +369,5 @@ TEST_CASE("A group that cannot serve the stages' device is refused", "[pipeline]
     CHECK_THROWS_WITH(peers_of(group)->use(c10::Device("meta")), Catch::Contains("meta"));
   });
 }
+
+}  // namespace test_device_channel

@@ -12,6 +12,8 @@
 #include "support/stuck_watch.h"
 #include "support/watchdog.h"
 
+namespace test_executor_fuzz {
+
 using namespace brimful::pipeline;
 using brimful::PieceLoss;
 using brimful::test::mutate;
@@ -184,3 +186,5 @@ TEST_CASE("The checker's verdict on mutated schedules is what the executor does"
   CHECK(stuck > 300);
   CHECK(failed > 2000);
 }
+
+}  // namespace test_executor_fuzz

@@ -9,6 +9,8 @@
 #include "support/catch.h"
 #include "support/watchdog.h"
 
+namespace test_local_socket {
+
 using brimful::pipeline::LocalSocket;
 using brimful::test::Watchdog;
 
@@ -77,3 +79,5 @@ TEST_CASE("A socket whose other end is gone, or silent, says so", "[pipeline][so
     CHECK(LocalSocket::connect("brimful-nobody", kTimeout) == nullptr);
   }
 }
+
+}  // namespace test_local_socket

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <sstream>
 
+namespace test_picture {
+
 using namespace brimful::pipeline;
 using Catch::Contains;
 
@@ -117,3 +119,5 @@ TEST_CASE("A drawing of nothing, and of a name that is markup, is a drawing", "[
   CHECK(count_of(svg, "<title>") == 0);
   CHECK(count_of(svg, "nan") + count_of(svg, "inf") == 0);
 }
+
+}  // namespace test_picture

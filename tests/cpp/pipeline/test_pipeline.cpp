@@ -4,6 +4,8 @@
 #include "support/stages.h"
 #include "support/watchdog.h"
 
+namespace test_pipeline {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::Pipeline;
@@ -80,3 +82,5 @@ TEST_CASE("Every schedule gives the gradients of the whole model, uneven microba
   REQUIRE(output.tensors.size() == 1);
   CHECK(at::allclose(output.tensors[0], model(x), 1e-12, 1e-14));
 }
+
+}  // namespace test_pipeline

@@ -25,6 +25,8 @@
 #include "support/stages.h"
 #include "support/watchdog.h"
 
+namespace test_pipeline_devices {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::Pipeline;
@@ -454,3 +456,5 @@ TEST_CASE("Ranks on CUDA devices give the gradients of the whole model", "[pipel
       std::chrono::seconds(60));
   CHECK(checks.failures().empty());
 }
+
+}  // namespace test_pipeline_devices

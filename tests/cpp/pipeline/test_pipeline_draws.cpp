@@ -8,6 +8,8 @@
 
 #include <thread>
 
+namespace test_pipeline_draws {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::Pipeline;
@@ -86,3 +88,5 @@ TEST_CASE("A seed gives the same steps whatever the threads do, and whoever drew
     CHECK(all_equal(other.step(), two));
   }
 }
+
+}  // namespace test_pipeline_draws

@@ -16,6 +16,8 @@
 #include <thread>
 #include <typeinfo>
 
+namespace test_pipeline_faults {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::Pipeline;
@@ -364,3 +366,5 @@ TEST_CASE("A refused allocation in any stage repeats the step", "[pipeline][faul
     CHECK(at::allclose(all.begin()[i].grad(), gradients[i], 1e-12, 1e-14));
   }
 }
+
+}  // namespace test_pipeline_faults

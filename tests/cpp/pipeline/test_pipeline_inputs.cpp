@@ -9,6 +9,8 @@
 
 #include <map>
 
+namespace test_pipeline_inputs {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::Pipeline;
@@ -67,3 +69,5 @@ TEST_CASE("Inputs and keywords get their gradients, in steps that are repeated t
   CHECK(all_close(model.gradients(), of_model));
   CHECK(all_close(taken(), expected));
 }
+
+}  // namespace test_pipeline_inputs

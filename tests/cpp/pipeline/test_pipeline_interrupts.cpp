@@ -10,6 +10,8 @@
 #include <future>
 #include <thread>
 
+namespace test_pipeline_interrupts {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::Pipeline;
@@ -113,3 +115,5 @@ TEST_CASE("A stage that hangs is abandoned, and its late gradients are dropped",
   fresh.step(x, y, loss);
   CHECK(all_close(model.gradients(), expected));
 }
+
+}  // namespace test_pipeline_interrupts

@@ -13,6 +13,8 @@
 #include <brimful/sizer/autocast.h>
 #include <brimful/sizer/grad_scaler.h>
 
+namespace test_pipeline_modules {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::Pipeline;
@@ -229,3 +231,5 @@ TEST_CASE("Autocast of the caller holds in a pipeline's stages", "[pipeline]") {
   pipe.step(x, x, mse);
   CHECK(seen == std::vector<at::ScalarType>(3, at::kFloat));
 }
+
+}  // namespace test_pipeline_modules

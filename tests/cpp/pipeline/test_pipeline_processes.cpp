@@ -15,6 +15,8 @@
 #include <atomic>
 #include <chrono>
 
+namespace test_pipeline_processes {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::Pipeline;
@@ -340,3 +342,5 @@ TEST_CASE("Batches of different sizes on the ranks are refused", "[pipeline][pro
   });
   CHECK(checks.failures().empty());
 }
+
+}  // namespace test_pipeline_processes

@@ -7,6 +7,8 @@
 #include <future>
 #include <latch>
 
+namespace test_pipeline_progress {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::Action;
@@ -65,3 +67,5 @@ TEST_CASE("Another thread sees where the ranks of a step are, and may not step",
   CHECK(pipe.progress().ranks.empty());
   CHECK_THAT(pipe.to_string(), Catch::Contains("last step: gpipe"));
 }
+
+}  // namespace test_pipeline_progress

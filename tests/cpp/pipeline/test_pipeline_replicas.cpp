@@ -19,6 +19,8 @@
 #include <array>
 #include <chrono>
 
+namespace test_pipeline_replicas {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::Action;
@@ -559,3 +561,5 @@ TEST_CASE("Threads of one process have reducers too", "[pipeline][replicas]") {
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }
+
+}  // namespace test_pipeline_replicas

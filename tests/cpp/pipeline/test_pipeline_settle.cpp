@@ -21,6 +21,8 @@
 #include <limits>
 #include <optional>
 
+namespace test_pipeline_settle {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::Pipeline;
@@ -314,3 +316,5 @@ TEST_CASE("The schedule says on which device a stage is, and who may share a par
   parameters.resize(3);
   CHECK_THROWS_WITH(places("zbv"), Catch::Contains("stages: 3, devices: 2"));
 }
+
+}  // namespace test_pipeline_settle

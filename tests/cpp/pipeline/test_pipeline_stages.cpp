@@ -13,6 +13,8 @@
 #include "support/stages.h"
 #include "support/watchdog.h"
 
+namespace test_pipeline_stages {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::make_stage;
@@ -241,3 +243,5 @@ TEST_CASE("A package of AOTInductor is a stage for inference", "[pipeline][packa
   CHECK(output.size(0) == kRows);
   CHECK(at::allclose(output, package->run({x}).at(0) + 1, 1e-6, 1e-6));
 }
+
+}  // namespace test_pipeline_stages

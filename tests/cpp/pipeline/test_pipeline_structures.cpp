@@ -8,6 +8,8 @@
 
 #include <utility>
 
+namespace test_pipeline_structures {
+
 using namespace brimful;
 using namespace brimful::test;
 using pipeline::make_stage;
@@ -368,3 +370,5 @@ TEST_CASE("Bad input is refused with words that say what to do", "[pipeline]") {
     CHECK_THROWS_WITH(pipe.step(data.x, data.y, mse), Catch::Contains("another thread"));
   }
 }
+
+}  // namespace test_pipeline_structures

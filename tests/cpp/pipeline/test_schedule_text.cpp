@@ -5,6 +5,8 @@
 #include <brimful/pipeline/schedules.h>
 #include <c10/util/Exception.h>
 
+namespace test_schedule_text {
+
 using namespace brimful::pipeline;
 using Catch::Contains;
 using Kind = ActionKind;
@@ -100,3 +102,5 @@ TEST_CASE("Large numbers in a file cost no memory", "[pipeline]") {
       result.problems[0] ==
       "1000000 stages and 1000000 microbatches take 1000000000000 forwards, of which 1 are there");
 }
+
+}  // namespace test_schedule_text

@@ -7,6 +7,8 @@
 
 #include <functional>
 
+namespace test_schedules {
+
 using namespace brimful::pipeline;
 using Catch::Contains;
 
@@ -135,3 +137,5 @@ TEST_CASE("A schedule is refused where it is not defined", "[pipeline]") {
   }
   CHECK_THROWS_WITH(make_schedule("looped_bfs", 2, 0, 4), Contains("stages_per_rank: 0"));
 }
+
+}  // namespace test_schedules

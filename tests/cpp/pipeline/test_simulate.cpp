@@ -8,6 +8,8 @@
 #include <limits>
 #include <numeric>
 
+namespace test_simulate {
+
 using namespace brimful::pipeline;
 using Catch::Contains;
 using Values = std::vector<double>;
@@ -237,3 +239,5 @@ TEST_CASE("Costs that make no sense are refused", "[pipeline]") {
                     Contains("(input_share: 1.5)"));
   CHECK_THROWS_WITH(simulate(from_csv("0F0,0B0\n1B0,1F0")), Contains("1B0 (rank 1, action 0)"));
 }
+
+}  // namespace test_simulate

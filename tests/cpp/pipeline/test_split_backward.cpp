@@ -13,6 +13,8 @@
 
 #include <thread>
 
+namespace test_split_backward {
+
 using namespace brimful::test;
 using brimful::pipeline::backward_full;
 using brimful::pipeline::backward_input;
@@ -403,3 +405,5 @@ TEST_CASE("Of scales and shifts the sums are kept, not what they are made of",
   backward_full({stage()}, {gradient}, x);
   CHECK(same_bits(split, {scale.grad(), shift.grad()}));
 }
+
+}  // namespace test_split_backward

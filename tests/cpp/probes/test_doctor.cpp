@@ -9,6 +9,8 @@
 #include "support/catch.h"
 #include "support/scoped_env.h"
 
+namespace test_doctor {
+
 using namespace brimful::probes;
 
 namespace {
@@ -102,3 +104,5 @@ TEST_CASE("GPUs that are lost fail, and none is a warning where CUDA is wanted",
   CHECK(named(findings, "GPU 0").found == "H100, 1.0 GiB free of 2.0 GiB");
   CHECK(named(findings, "GPU 1").health == Health::fail);
 }
+
+}  // namespace test_doctor

@@ -4,6 +4,8 @@
 #include "support/catch.h"
 #include "support/scoped_env.h"
 
+namespace test_explain {
+
 using namespace brimful::probes;
 
 namespace {
@@ -228,3 +230,5 @@ TEST_CASE("What is measured now can be asked for anywhere", "[probes]") {
              Catch::Contains("out_of_memory (memory: yes)\n  cause:  ") &&
                  Catch::Contains("\n  - asked for: 2.0 GiB"));
 }
+
+}  // namespace test_explain

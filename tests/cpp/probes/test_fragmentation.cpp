@@ -3,6 +3,8 @@
 
 #include "support/catch.h"
 
+namespace test_fragmentation {
+
 using namespace brimful::probes;
 
 namespace {
@@ -56,3 +58,5 @@ TEST_CASE("no block splits where none would make room, and nothing is free in no
   CHECK(fragmentation({}, 1).share == 0);
   CHECK_THROWS_AS(fragmentation({}, -1), c10::ValueError);
 }
+
+}  // namespace test_fragmentation

@@ -11,6 +11,8 @@
 #include "support/catch.h"
 #include "support/scoped_env.h"
 
+namespace test_gpus {
+
 using namespace brimful::probes;
 
 namespace {
@@ -313,3 +315,5 @@ TEST_CASE("A child of fork reads by itself", "[probes]") {
   REQUIRE(waitpid(child, &status, 0) == child);
   CHECK(WEXITSTATUS(status) == 7);
 }
+
+}  // namespace test_gpus

@@ -4,6 +4,8 @@
 
 #include "support/catch.h"
 
+namespace test_leak {
+
 using namespace brimful::probes;
 using brimful::memory::LiveBlock;
 
@@ -132,3 +134,5 @@ TEST_CASE("A leak's words name holder, line, node and remedy", "[probes]") {
   leak.evaluation = true;
   CHECK(to_string(leak).ends_with("graphs that hold each other"));
 }
+
+}  // namespace test_leak

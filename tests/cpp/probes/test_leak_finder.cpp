@@ -9,6 +9,8 @@
 #include "memory/tracker.h"
 #include "support/catch.h"
 
+namespace test_leak_finder {
+
 using namespace brimful;
 using probes::Holder;
 using probes::HolderKind;
@@ -215,3 +217,5 @@ TEST_CASE("A sum that grows by each step is a leak, although it holds no bytes",
   run(1, 1);
   CHECK(finder.leaks().size() == 1);
 }
+
+}  // namespace test_leak_finder

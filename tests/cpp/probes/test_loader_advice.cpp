@@ -3,6 +3,8 @@
 #include <string>
 #include "support/catch.h"
 
+namespace test_loader_advice {
+
 using namespace brimful::probes;
 
 namespace {
@@ -120,3 +122,5 @@ TEST_CASE("Facts that cannot be are refused", "[probes]") {
   CHECK(idle.wait_share == 0);
   CHECK(advise_loader(facts(5, 0, 0, 8)).num_workers == 7);
 }
+
+}  // namespace test_loader_advice

@@ -13,6 +13,8 @@
 
 #include "probes/timeline.h"
 
+namespace test_memory_report {
+
 using namespace brimful::memory;
 using namespace brimful::probes;
 
@@ -258,3 +260,5 @@ TEST_CASE("A trace has counters that add up, and steps", "[probes][report]") {
   CHECK(most == static_cast<double>(peak_of(recording.devices[0]).bytes));
   CHECK(steps == 4);
 }
+
+}  // namespace test_memory_report

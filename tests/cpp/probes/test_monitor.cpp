@@ -20,6 +20,8 @@
 #include "support/catch.h"
 #include "support/scoped_env.h"
 
+namespace test_monitor {
+
 using namespace brimful::probes;
 
 namespace {
@@ -340,3 +342,5 @@ TEST_CASE("A child of fork lets the parent's monitor alone", "[probes]") {
   CHECK(WIFEXITED(status));
   CHECK(WEXITSTATUS(status) == 7);
 }
+
+}  // namespace test_monitor

@@ -11,6 +11,8 @@
 #include "probes/oom_blocks.h"
 #include "support/catch.h"
 
+namespace test_oom_findings {
+
 using namespace brimful::probes;
 using brimful::memory::Category;
 using brimful::memory::Phase;
@@ -340,3 +342,5 @@ TEST_CASE("a report's texts have its numbers", "[oom_report]") {
   CHECK_THAT(page, Catch::Contains("50.0 MiB</td><td class=b><i style=\"width:50%\">"));
   CHECK_THAT(page, Catch::Contains("<b>Try:</b> " + findings(facts).front().advice));
 }
+
+}  // namespace test_oom_findings

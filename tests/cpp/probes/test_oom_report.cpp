@@ -13,6 +13,8 @@
 #include "memory/oom_observer.h"
 #include "support/catch.h"
 
+namespace test_oom_report {
+
 using namespace brimful;
 using namespace brimful::probes;
 using memory::Category;
@@ -180,3 +182,5 @@ TEST_CASE("an attempt that is retried asks nobody else", "[oom_report]") {
   CHECK(last_oom()->others_bytes);
   memory::stop_tracking();
 }
+
+}  // namespace test_oom_report

@@ -8,6 +8,8 @@
 #include <vector>
 #include "support/catch.h"
 
+namespace test_op_ring {
+
 using namespace brimful::probes;
 
 namespace {
@@ -165,3 +167,5 @@ TEST_CASE("Several threads record at the same time", "[probes]") {
   }
   CHECK(op_ring_records().size() == 256);
 }
+
+}  // namespace test_op_ring

@@ -9,6 +9,8 @@
 #include "probes/proc_files.h"
 #include "support/catch.h"
 
+namespace test_processes {
+
 using namespace brimful::probes;
 
 namespace {
@@ -124,3 +126,5 @@ TEST_CASE("Only the first pid namespace is the host's", "[probes]") {
   std::filesystem::create_symlink("pid:[4026531836]", proc.root + "/proc/self/ns/pid");
   CHECK(pids_are_the_hosts_under(proc.root));
 }
+
+}  // namespace test_processes

@@ -2,6 +2,8 @@
 #include <c10/util/Exception.h>
 #include "support/catch.h"
 
+namespace test_summary {
+
 using namespace brimful::probes;
 
 namespace {
@@ -63,3 +65,5 @@ TEST_CASE("the page escapes what modules are called", "[summary]") {
   CHECK(page.find("0 (List&lt;Linear&gt;)") != std::string::npos);
   CHECK(page.find("List<Linear>") == std::string::npos);
 }
+
+}  // namespace test_summary

@@ -6,6 +6,8 @@
 
 #include <array>
 
+namespace test_bucket {
+
 using namespace brimful;
 
 namespace {
@@ -177,3 +179,5 @@ TEST_CASE("A sparse bucket sends rows, whatever the gradient was", "[reducer]") 
     CHECK(at::equal(rows.to_dense(), values * 0.5));
   }
 }
+
+}  // namespace test_bucket

@@ -3,6 +3,8 @@
 
 #include <brimful/reducer/bucket_plan.h>
 
+namespace test_bucket_plan {
+
 using brimful::BucketPlan;
 using brimful::ParameterInfo;
 using brimful::plan_buckets;
@@ -199,3 +201,5 @@ TEST_CASE("A text that is no plan of the model is refused", "[reducer]") {
   CHECK_NOTHROW(
       brimful::plan_from_json("[[0],[3],[2],[1],[]]", infos));  // an empty one may carry it
 }
+
+}  // namespace test_bucket_plan

@@ -10,6 +10,8 @@
 #include <brimful/launch/run_ranks.h>
 #include <brimful/log.h>
 
+namespace test_collectives {
+
 using namespace brimful::test;
 using brimful::BatchSizerOptions;
 using brimful::Reducer;
@@ -238,3 +240,5 @@ TEST_CASE("A retry alone costs no call, one of all ranks a step's", "[sizer][col
   brimful::set_log_level(brimful::LogLevel::warning);
   CHECK(checks.failures() == std::vector<std::string>{});
 }
+
+}  // namespace test_collectives

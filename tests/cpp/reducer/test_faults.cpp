@@ -16,6 +16,8 @@
 #include <memory>
 #include <sstream>
 
+namespace test_faults {
+
 using brimful::BatchSizerOptions;
 using brimful::Outcome;
 using brimful::run_ranks;
@@ -398,3 +400,5 @@ TEST_CASE("A plain loop without a scope announces its failure too", "[reducer][f
   expect_equal_replicas(checks, cases, states);
   CHECK(checks.failures() == std::vector<std::string>{});
 }
+
+}  // namespace test_faults

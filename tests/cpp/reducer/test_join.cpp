@@ -8,6 +8,8 @@
 
 #include <brimful/launch/run_ranks.h>
 
+namespace test_join {
+
 using brimful::run_ranks;
 using namespace brimful::test;
 
@@ -107,3 +109,5 @@ TEST_CASE("All ranks raise before a forward that one would miss", "[reducer]") {
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }
+
+}  // namespace test_join

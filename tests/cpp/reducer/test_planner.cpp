@@ -6,6 +6,8 @@
 
 #include <functional>
 
+namespace test_planner {
+
 using namespace brimful;
 
 namespace {
@@ -119,3 +121,5 @@ TEST_CASE("Where all sizes give the same plan nothing is tried", "[reducer]") {
   CHECK(machine.changes == 0);
   CHECK(machine.steps < 10);
 }
+
+}  // namespace test_planner

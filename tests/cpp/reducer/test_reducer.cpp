@@ -11,6 +11,8 @@
 
 #include "reducer/at_exit.h"
 
+namespace test_reducer {
+
 using namespace brimful::test;
 using brimful::DistributedDataParallel;
 using brimful::PlanMismatch;
@@ -533,3 +535,5 @@ TEST_CASE("A later reducer takes over, and the earlier one says so", "[reducer]"
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }
+
+}  // namespace test_reducer

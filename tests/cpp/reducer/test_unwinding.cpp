@@ -10,6 +10,8 @@
 
 #include <stdexcept>
 
+namespace test_unwinding {
+
 using brimful::run_ranks;
 using namespace brimful::test;
 
@@ -92,3 +94,5 @@ TEST_CASE("An exception between two steps of a sizer's loop is announced", "[siz
     }
   });
 }
+
+}  // namespace test_unwinding

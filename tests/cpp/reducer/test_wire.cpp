@@ -7,6 +7,8 @@
 #include <cmath>
 #include <limits>
 
+namespace test_wire {
+
 using brimful::Wire;
 
 namespace {
@@ -102,3 +104,5 @@ TEST_CASE("A gradient that is not finite spoils one step, not the error", "[redu
   wire.decode(good, 1);
   CHECK(at::isfinite(good).all().item<bool>());
 }
+
+}  // namespace test_wire

@@ -1,6 +1,8 @@
 #include <brimful/memory/fault.h>
 #include "support/sizer_test.h"
 
+namespace test_accumulate {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -180,3 +182,5 @@ TEST_CASE("The user's step takes accumulate as an option, and a plan shows what 
   CHECK(plan->kept_bytes == bytes);
   CHECK(same_bits(net.gradients(), before));
 }
+
+}  // namespace test_accumulate

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include "support/catch.h"
 
+namespace test_autocast {
+
 using brimful::Autocast;
 
 namespace {
@@ -90,3 +92,5 @@ TEST_CASE("the device types have guards of their own", "[sizer]") {
   CHECK_FALSE(is_on());
   CHECK(result_type() == at::kFloat);
 }
+
+}  // namespace test_autocast

@@ -6,6 +6,8 @@
 #include <limits>
 #include <thread>
 
+namespace test_bad_input {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -249,3 +251,5 @@ TEST_CASE("A sizer takes back the state it gave, and nothing else", "[sizer][bad
                     Catch::Contains("lacks an entry (name: piece_rows)"));
   CHECK(sizer.steps() == 5);
 }
+
+}  // namespace test_bad_input

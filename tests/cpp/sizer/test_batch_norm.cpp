@@ -8,6 +8,8 @@
 
 #include <cmath>
 
+namespace test_batch_norm {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -219,3 +221,5 @@ TEST_CASE("A split that is refused does not begin", "[sizer][batch norm]") {
   trained.norm->eval();
   CHECK(trained.step({6, 6}).pieces == 2);
 }
+
+}  // namespace test_batch_norm

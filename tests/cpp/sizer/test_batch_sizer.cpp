@@ -3,6 +3,8 @@
 #include <limits>
 #include <numeric>
 
+namespace test_batch_sizer {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -229,3 +231,5 @@ TEST_CASE("One process without a group splits and retries too", "[sizer]") {
   CHECK(outcome.retries == 0);
   CHECK(outcome.pieces == 4);
 }
+
+}  // namespace test_batch_sizer

@@ -4,6 +4,8 @@
 
 #include <torch/data/example.h>
 
+namespace test_forecasts {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -232,3 +234,5 @@ TEST_CASE("A plan says what its peak consists of", "[sizer]") {
   CHECK(plan->activation_bytes == plan->peak_bytes - 256 - 256 - 12 - 512);
   CHECK((plan->peak_bytes == plan->used_bytes + 50'000'000) == optimizer);
 }
+
+}  // namespace test_forecasts

@@ -9,6 +9,8 @@
 #include "support/catch.h"
 #include "support/sizer_test.h"
 
+namespace test_grad_scaler {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -291,3 +293,5 @@ TEST_CASE("ranks leave out the same step, and another scale is found on all", "[
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }
+
+}  // namespace test_grad_scaler

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <vector>
 
+namespace test_length_law {
+
 using brimful::PeakModel;
 using brimful::TracedLength;
 using brimful::traces_at;
@@ -147,3 +149,5 @@ TEST_CASE("Rows that were not traced at every length count where four lengths ha
   REQUIRE(beyond);
   CHECK(beyond->size() == 2);
 }
+
+}  // namespace test_length_law

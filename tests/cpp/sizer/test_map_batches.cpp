@@ -11,6 +11,8 @@
 #include <memory>
 #include <string>
 
+namespace test_map_batches {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -381,3 +383,5 @@ TEST_CASE("A row of a thousand that fits is found within the retries", "[sizer]"
   CHECK(at::equal(map_batches(noting(sizes), batch), batch * 2 + 1));
   CHECK(sizes.back() == 1);
 }
+
+}  // namespace test_map_batches

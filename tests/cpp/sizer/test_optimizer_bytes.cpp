@@ -12,6 +12,8 @@
 #include <memory>
 #include <vector>
 
+namespace test_optimizer_bytes {
+
 namespace optim = torch::optim;
 using brimful::next_step_bytes;
 namespace memory = brimful::memory;
@@ -86,3 +88,5 @@ TEST_CASE("An optimizer whose step is not known is told by its first step", "[si
   optim::LBFGS optimizer(parameters());
   CHECK(next_step_bytes(optimizer) == 0);
 }
+
+}  // namespace test_optimizer_bytes

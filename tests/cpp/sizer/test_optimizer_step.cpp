@@ -5,6 +5,8 @@
 #include <brimful/error.h>
 #include <brimful/sizer/optimizer_bytes.h>
 
+namespace test_optimizer_step {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -188,3 +190,5 @@ TEST_CASE("Parameters in no reducer are refused beside other ranks, unless that 
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }
+
+}  // namespace test_optimizer_step

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <vector>
 
+namespace test_peak_model {
+
 using brimful::PeakModel;
 using brimful::TracedRows;
 using brimful::memory::peak_bytes;
@@ -191,3 +193,5 @@ TEST_CASE("What is taken to stay, or in other sizes, is no round", "[sizer]") {
     CHECK(collapsed == trace);
   }
 }
+
+}  // namespace test_peak_model

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <optional>
 
+namespace test_piece_history {
+
 using brimful::PieceHistory;
 
 namespace {
@@ -131,3 +133,5 @@ TEST_CASE("Sizes that look as if they fitted are tried a few times, not in every
   }
   CHECK(failures <= 8);
 }
+
+}  // namespace test_piece_history

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <numeric>
 
+namespace test_pieces {
+
 using brimful::equal_pieces;
 using brimful::finer;
 using brimful::finer_within;
@@ -121,3 +123,5 @@ TEST_CASE("Retries end with one row each where they are many, and halve where th
   CHECK(finer_within(1000, 1, 1, 7) == 2);
   CHECK(finer_within(1000, 4, 3, 2) == 8);
 }
+
+}  // namespace test_pieces

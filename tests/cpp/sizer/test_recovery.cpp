@@ -3,6 +3,8 @@
 
 #include <brimful/memory/fault.h>
 
+namespace test_recovery {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -503,3 +505,5 @@ TEST_CASE("A batch that is too large has its facts in C++ too", "[sizer][too lar
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }
+
+}  // namespace test_recovery

@@ -3,6 +3,8 @@
 
 #include <chrono>
 
+namespace test_report {
+
 using brimful::Report;
 using brimful::StepRecorder;
 using brimful::to_string;
@@ -97,3 +99,5 @@ TEST_CASE("A report remembers the last 64 steps in order", "[sizer][report]") {
     CHECK(report.history[static_cast<size_t>(i)].peak_bytes == 86 + i);
   }
 }
+
+}  // namespace test_report

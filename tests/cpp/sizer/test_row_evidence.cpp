@@ -3,6 +3,8 @@
 #include <brimful/sizer/row_evidence.h>
 #include <c10/util/Exception.h>
 
+namespace test_row_evidence {
+
 using namespace brimful::detail;
 
 namespace {
@@ -68,3 +70,5 @@ TEST_CASE("What a list was taken for holds for smaller batches", "[sizer]") {
   }
   CHECK_THROWS_AS(decide_rows({std::nullopt, {of(4, 3)}}, columns), c10::ValueError);
 }
+
+}  // namespace test_row_evidence

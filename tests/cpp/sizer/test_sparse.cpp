@@ -1,6 +1,8 @@
 // A model whose last gradient is sparse: its bucket leaves first or early, and the record rides in a dense one.
 #include "support/sizer_test.h"
 
+namespace test_sparse {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -98,3 +100,5 @@ TEST_CASE("A sparse gradient survives every failure and stays the exact mean",
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }
+
+}  // namespace test_sparse

@@ -13,6 +13,8 @@
 #include <tuple>
 #include <unordered_map>
 
+namespace test_split {
+
 using brimful::Along;
 using brimful::rows_of;
 using brimful::Shared;
@@ -291,3 +293,5 @@ TEST_CASE("What has no rows to split is refused", "[sizer]") {
   CHECK_THROWS_WITH(slice_rows(at::eye(3).to_sparse_csc(), 0, 1), Catch::Contains("SparseCsc"));
   CHECK_THROWS_AS(slice_rows(Along{at::eye(3).to_sparse_csr(), 1}, 0, 1), c10::TypeError);
 }
+
+}  // namespace test_split

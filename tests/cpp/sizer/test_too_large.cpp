@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+namespace test_too_large {
+
 using namespace brimful;
 
 namespace {
@@ -201,3 +203,5 @@ TEST_CASE("Only advice that applies is given", "[sizer][too large]") {
     CHECK(kinds(shortfall) == Kinds{"raise the", "use a"});
   }
 }
+
+}  // namespace test_too_large

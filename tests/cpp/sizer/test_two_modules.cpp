@@ -1,6 +1,8 @@
 // Two wrapped modules in one step, as a GAN has them: the verdict is the worst over both.
 #include "support/sizer_test.h"
 
+namespace test_two_modules {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -127,3 +129,5 @@ TEST_CASE("Two modules in one step have the gradients that they have in one proc
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }
+
+}  // namespace test_two_modules

@@ -9,6 +9,8 @@
 
 #include <optional>
 
+namespace test_unchanged_batch {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -233,3 +235,5 @@ TEST_CASE("Nothing of a step that failed stays in use", "[sizer][faults]") {
   }
   CHECK(failed > 20);
 }
+
+}  // namespace test_unchanged_batch

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <limits>
 
+namespace test_verify_split {
+
 using namespace brimful;
 using namespace brimful::test;
 
@@ -123,3 +125,5 @@ TEST_CASE("Bad input of verify_split is refused", "[sizer][verify][bad input]") 
   CHECK(with(2, {}).type == Type::value_error);
   CHECK_THAT(with(2, {}).text, Catch::Contains("(parameters: 6)"));
 }
+
+}  // namespace test_verify_split

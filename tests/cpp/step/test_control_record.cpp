@@ -6,6 +6,8 @@
 #include <cstring>
 #include <set>
 
+namespace test_control_record {
+
 using namespace brimful;
 
 namespace {
@@ -127,3 +129,5 @@ TEST_CASE("Numbers that a rank may divide by have fingerprints of their own", "[
   second.ref = fingerprint(std::nextafter(8, 9));
   CHECK(ranks_with_another_ref({first, second, first, second}) == std::vector<int>{1, 3});
 }
+
+}  // namespace test_control_record

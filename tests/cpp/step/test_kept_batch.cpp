@@ -4,6 +4,8 @@
 #include <brimful/memory/stats.h>
 #include <brimful/step/kept_batch.h>
 
+namespace test_kept_batch {
+
 using brimful::KeptBatch;
 using Copies = KeptBatch::Copies;
 
@@ -87,3 +89,5 @@ TEST_CASE("A graph that work leaves in a tensor is gone when it is restored", "[
   CHECK(leaf.requires_grad());
   CHECK(leaf.is_leaf());
 }
+
+}  // namespace test_kept_batch

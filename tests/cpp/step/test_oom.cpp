@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+namespace test_oom {
+
 using brimful::describe;
 using brimful::is_out_of_memory;
 using brimful::is_out_of_memory_message;
@@ -194,3 +196,5 @@ TEST_CASE("An error is described in its own words, short", "[step]") {
   CHECK(describe(error_of(7)) == "an exception that is no std::exception");
   CHECK(describe(error_of(std::runtime_error(std::string(5000, 'x')))).size() == 2000);
 }
+
+}  // namespace test_oom

@@ -4,6 +4,8 @@
 
 #include <string>
 
+namespace test_remedy {
+
 using brimful::Refusal;
 using brimful::refusal_in;
 using brimful::Remedy;
@@ -83,3 +85,5 @@ TEST_CASE("Other words are no refusal that could be read", "[step]") {
     CHECK_FALSE(refusal_in(words));
   }
 }
+
+}  // namespace test_remedy

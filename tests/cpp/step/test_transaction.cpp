@@ -3,6 +3,8 @@
 
 #include <brimful/step/transaction.h>
 
+namespace test_transaction {
+
 using brimful::Transaction;
 
 namespace {
@@ -83,3 +85,5 @@ TEST_CASE("Buffers that are replaced are followed, and get their values back", "
   }
   CHECK(count.item<int64_t>() == 6);
 }
+
+}  // namespace test_transaction
