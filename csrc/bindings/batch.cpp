@@ -8,6 +8,7 @@
 #include <string>
 
 #include "bindings/batch_dim.h"
+#include "bindings/list_rows.h"
 #include "bindings/ragged.h"
 #include "bindings/split_types.h"
 
@@ -19,92 +20,29 @@ struct Found {
   std::string path;
 };
 
-/// How many there are along `dim`, of what has a dimension.
-int64_t checked_dim(const py::handle& part, int64_t dims, int64_t dim, const std::string& path) {
-  TORCH_CHECK_VALUE(dim >= -dims && dim < dims,
-                    "a tensor of the batch lacks the dimension of its rows (", path, ": ",
-                    py::str(part.attr("shape")).cast<std::string>(), ", batch_dim: ", dim,
-                    "); give each tensor its own in batch_dim");
-  return c10::maybe_wrap_dim(dim, dims);
-}
-
-/// The rows of a leaf along `dim`, if it has any.
-std::optional<int64_t> rows_of_leaf(const py::handle& leaf, Kind kind, int64_t dim,
-                                    const std::string& path) {
-  if (kind == Kind::packed) {
-    return packed_rows(leaf);
-  }
-  if (kind == Kind::whole) {
-    if (is_array(leaf)) {
-      const auto dims = leaf.attr("ndim").cast<int64_t>();
-      return dims == 0
-                 ? std::nullopt
-                 : std::optional(leaf.attr("shape")[py::int_(checked_dim(leaf, dims, dim, path))]
-                                     .cast<int64_t>());
-    }
-    TORCH_CHECK_TYPE(is_plain(leaf),
-                     "this part of the batch is neither cut into rows nor said to be whole (", path,
-                     ": ", type_name(leaf),
-                     "); say how it is cut with register_split, or with None in batch_dim "
-                     "(kwargs_dim for a keyword) that every piece gets it whole");
-    return std::nullopt;
-  }
-  const auto& tensor = THPVariable_Unpack(leaf.ptr());
-  if (tensor.dim() == 0) {
-    return std::nullopt;
-  }
-  const auto row_dim = checked_dim(leaf, tensor.dim(), dim, path);
-  TORCH_CHECK_VALUE(kind != Kind::jagged || row_dim == 0,
-                    "a jagged tensor has its rows in dimension 0 (", path, ", batch_dim: ", dim,
-                    "); give it 0 in batch_dim");
-  return kind == Kind::jagged ? leaf.attr("size")(0).cast<int64_t>() : tensor.size(row_dim);
-}
-
-/// Whether a part has rows of its own, whatever it is in. Not so an array: a list may have one for each row.
-bool holds_rows(const py::handle& object) {
-  if (const auto own = own_split_of(object)) {
-    return !own->rows_of.is_none();
-  }
-  const auto kind = part_kind(object);
-  if (!has_entries(kind)) {
-    return kind != Kind::whole;
-  }
-  const WalkDepth depth;
-  const auto entries = entries_of(object, kind);
-  return std::any_of(entries.begin(), entries.end(),
-                     [](const Entry& entry) { return holds_rows(entry.value); });
-}
-
-bool is_array_of(const py::handle& object, int64_t rows) {
-  return is_array(object) && object.attr("ndim").cast<int64_t>() > 0 &&
-         object.attr("shape")[py::int_(0)].cast<int64_t>() == rows;
-}
-
-/// Whether a list has an entry for each row.
-bool is_column(const py::handle& list, int64_t rows) {
-  if (static_cast<int64_t>(py::len(list)) != rows || holds_rows(list)) {
-    return false;
-  }
+void require_same(const Found& first, const Found& other) {
   TORCH_CHECK_VALUE(
-      rows < 2 || !std::all_of(list.begin(), list.end(),
-                               [&](const auto& entry) { return is_array_of(entry, rows); }),
-      "a list has as many arrays as there are rows, and each of them as many rows (rows: ", rows,
-      "): it may be cut by its entries or by theirs; pass a tuple of arrays, or a list of tensors");
-  return true;
+      first.rows == other.rows, "tensors of the batch disagree in size (", first.path, ": ",
+      first.rows, ", ", other.path, ": ", other.rows,
+      "); give all the same first dimension, or a list an entry for each row, or say in batch_dim "
+      "where rows are, or pass size_fn and split_fn");
 }
 
 /// Looks for the rows of a batch, which all its parts must have alike.
 class RowFinder {
  public:
-  explicit RowFinder(std::string name) : name_(std::move(name)) {}
+  RowFinder(std::string name, std::optional<int64_t> known, detail::ListReadings& readings)
+      : name_(std::move(name)), known_(known), readings_(readings) {}
 
   std::optional<Found> operator()(const py::handle& batch, const py::object& batch_dim) {
     visit(batch, batch_dim, name_);
+    const auto rows = decide();
     // Whether a list is cut by its entries depends on how many rows the rest has.
     for (size_t i = 0; i < lists_.size(); ++i) {
       const auto list = lists_[i];
-      if (!found_ || !is_column(list.object, found_->rows)) {
-        visit_entries(list.object, Kind::list, list.batch_dim, list.path);
+      const auto of_rest = found_ ? std::optional(found_->rows) : rows;
+      if (!of_rest || !is_column(list.object, list.kind, list.alike, *of_rest, readings_)) {
+        visit_entries(list.object, list.kind, list.batch_dim, list.path);
       }
     }
     return found_;
@@ -113,9 +51,32 @@ class RowFinder {
  private:
   struct List {
     py::object object;
+    Kind kind;
     py::object batch_dim;
     std::string path;
+    std::optional<detail::AlikeList> alike;
   };
+
+  /// What tensors outside of lists, the caller and the lists themselves say together.
+  std::optional<int64_t> decide() {
+    detail::RowEvidence evidence{found_ ? std::optional(found_->rows) : known_, {}};
+    const detail::AlikeList* first = nullptr;
+    for (const auto& list : lists_) {
+      if (list.alike) {
+        const auto& alike = *list.alike;
+        first = first == nullptr && (alike.column_rows || alike.uneven) ? &alike : first;
+        if (found_ && alike.column_rows && !alike.uneven && alike.length != found_->rows) {
+          require_same({*alike.column_rows, alike.name + "[0]"}, *found_);  // no rows: columns
+        }
+        evidence.lists.push_back(alike);
+      }
+    }
+    const auto rows = detail::decide_rows(evidence, readings_);
+    if (!found_ && first != nullptr) {
+      found_ = {rows.value(), first->name};
+    }
+    return rows;
+  }
 
   void visit(const py::handle& object, const py::object& batch_dim, const std::string& path) {
     if (batch_dim.is_none() || object.is_none()) {
@@ -125,11 +86,13 @@ class RowFinder {
       return add(own_rows(*own, object), path);
     }
     const auto kind = part_kind(object);
-    if (kind == Kind::list && !holds_rows(object)) {
-      lists_.push_back({py::reinterpret_borrow<py::object>(object), batch_dim, path});
-      return;
-    }
     if (has_entries(kind)) {
+      auto alike = alike_list(object, kind, batch_dim, path);
+      if (alike || waits_for_rows(object, kind)) {
+        lists_.push_back(
+            {py::reinterpret_borrow<py::object>(object), kind, batch_dim, path, std::move(alike)});
+        return;
+      }
       return visit_entries(object, kind, batch_dim, path);
     }
     TORCH_CHECK_VALUE(!mirrors(batch_dim), "batch_dim has entries where the batch has none (", path,
@@ -154,12 +117,12 @@ class RowFinder {
     if (!found_) {
       found_ = {*rows, path};
     }
-    TORCH_CHECK_VALUE(found_->rows == *rows, "tensors of the batch disagree in size (",
-                      found_->path, ": ", found_->rows, ", ", path, ": ", *rows,
-                      "); give all the same first dimension, or say in batch_dim where rows are");
+    require_same(*found_, {*rows, path});
   }
 
   std::string name_;
+  std::optional<int64_t> known_;
+  detail::ListReadings& readings_;
   std::optional<Found> found_;
   std::vector<List> lists_;
 };
@@ -167,9 +130,11 @@ class RowFinder {
 /// One piece of a batch.
 class Cut {
  public:
-  Cut(int64_t rows, int64_t begin, int64_t end) : range_{rows, begin, end} {}
+  Cut(int64_t rows, int64_t begin, int64_t end, const detail::ListReadings& readings)
+      : range_{rows, begin, end}, readings_(readings) {}
 
-  py::object operator()(const py::handle& object, const py::object& batch_dim) {
+  py::object operator()(const py::handle& object, const py::object& batch_dim,
+                        const std::string& path = "batch") {
     if (batch_dim.is_none() || object.is_none()) {
       return py::reinterpret_borrow<py::object>(object);
     }
@@ -188,7 +153,7 @@ class Cut {
       case Kind::packed:
         return slice_packed(object, range_.begin, range_.end);
       default:
-        return of_structure(object, kind, batch_dim);
+        return of_structure(object, kind, batch_dim, path);
     }
   }
 
@@ -216,21 +181,25 @@ class Cut {
     return object[py::tuple(index)];
   }
 
-  py::object of_structure(const py::handle& object, Kind kind, const py::object& batch_dim) {
+  py::object of_structure(const py::handle& object, Kind kind, const py::object& batch_dim,
+                          const std::string& path) {
     const WalkDepth depth;
-    const auto before = entries_of(object, kind);
-    if (kind == Kind::list && is_column(object, range_.rows)) {
+    if (is_list(object, kind) && static_cast<int64_t>(py::len(object)) == range_.rows &&
+        is_column(object, kind, alike_list(object, kind, batch_dim, path), range_.rows,
+                  readings_)) {
       return column(object);
     }
+    const auto before = entries_of(object, kind);
     const auto dims = batch_dims_of(batch_dim, object, kind, before, "batch");
     auto entries = before;
     for (size_t i = 0; i < entries.size(); ++i) {
-      entries[i].value = (*this)(before[i].value, dims[i]);
+      entries[i].value = (*this)(before[i].value, dims[i], path + path_of(kind, before[i]));
     }
     const py::object piece = rebuild(object, kind, before, entries);
     // A BatchEncoding of transformers holds what its tokenizer said of each row beside its entries.
     const py::object of_rows = py::getattr(piece, "_encodings", py::none());
-    if (kind == Kind::mapping && PyList_Check(of_rows.ptr()) && is_column(of_rows, range_.rows)) {
+    if (kind == Kind::mapping && PyList_Check(of_rows.ptr()) &&
+        is_column(of_rows, Kind::list, {}, range_.rows, readings_)) {
       py::setattr(piece, "_encodings", column(of_rows));
     }
     return piece;
@@ -241,6 +210,7 @@ class Cut {
   }
 
   detail::Range range_;
+  const detail::ListReadings& readings_;
   JaggedSlices jagged_;
 };
 /// What has rows and is no tensor: arrays by shape and dtype; of other types nothing is known.
@@ -286,7 +256,7 @@ Splitter::Splitter(const py::object& batch_dim, std::optional<py::function> size
                     py::repr(batch_dim_).cast<std::string>(), "); leave it out");
 }
 
-int64_t Splitter::rows_of(const py::handle& batch) const {
+int64_t Splitter::rows_of(const py::handle& batch, std::optional<int64_t> known) const {
   if (size_fn_) {
     const py::object size = (*size_fn_)(batch);
     TORCH_CHECK_TYPE(PyIndex_Check(size.ptr()),
@@ -296,22 +266,23 @@ int64_t Splitter::rows_of(const py::handle& batch) const {
     TORCH_CHECK_VALUE(rows >= 0, "size_fn returned a negative number of rows (rows: ", rows, ")");
     return rows;
   }
-  const auto rows = rows_if_any(batch);
+  const auto rows = rows_if_any(batch, "batch", known);
   TORCH_CHECK_TYPE(
       rows, "the batch holds no tensor or array that could be split (type: ", type_name(batch),
       "); pass a tensor, a structure of tensors, or size_fn and split_fn");
   return *rows;
 }
 
-std::optional<int64_t> Splitter::rows_if_any(const py::handle& batch,
-                                             const std::string& name) const {
-  const auto found = RowFinder(name)(batch, batch_dim_);
+std::optional<int64_t> Splitter::rows_if_any(const py::handle& batch, const std::string& name,
+                                             std::optional<int64_t> known) const {
+  const auto found = RowFinder(name, known, readings_)(batch, batch_dim_);
   return found ? std::optional<int64_t>(found->rows) : std::nullopt;
 }
 
 py::object Splitter::slice(const py::handle& batch, int64_t rows, int64_t begin,
                            int64_t end) const {
-  return split_fn_ ? (*split_fn_)(batch, begin, end) : Cut(rows, begin, end)(batch, batch_dim_);
+  return split_fn_ ? (*split_fn_)(batch, begin, end)
+                   : Cut(rows, begin, end, readings_)(batch, batch_dim_);
 }
 
 std::vector<NamedTensor> Splitter::tensors(const py::handle& batch, int64_t rows, int64_t begin,
@@ -334,7 +305,10 @@ void bind_batch(py::module_& m) {
       .def(py::init<const py::object&, std::optional<py::function>, std::optional<py::function>>(),
            py::kw_only(), py::arg("batch_dim") = 0, py::arg("size_fn") = py::none(),
            py::arg("split_fn") = py::none())
-      .def("rows_of", &Splitter::rows_of, py::arg("batch"))
+      .def(
+          "rows_of",
+          [](const Splitter& splitter, const py::object& batch) { return splitter.rows_of(batch); },
+          py::arg("batch"))
       .def("slice", &Splitter::slice, py::arg("batch"), py::arg("rows"), py::arg("begin"),
            py::arg("end"));
 }

@@ -1,4 +1,5 @@
 #pragma once
+#include <brimful/sizer/row_evidence.h>
 #include <brimful/sizer/row_kind.h>
 
 #include <cstdint>
@@ -24,18 +25,20 @@ class Splitter {
                     std::optional<py::function> size_fn = std::nullopt,
                     std::optional<py::function> split_fn = std::nullopt);
 
-  /// Rows of a batch, equal in all its tensors.
-  /// @throws c10::ValueError if tensors disagree (both are named), c10::TypeError if there is no tensor, or a part that is
+  /// Rows of a batch, equal in all its tensors. `known`: how many it is expected to have, such as a target by its batch;
+  /// lists are read by them.
+  /// @throws c10::ValueError if tensors disagree (both are named), or a list may hold rows as well as columns, c10::TypeError if there is no tensor, or a part that is
   /// neither cut nor said to be whole (it is named)
-  int64_t rows_of(const py::handle& batch) const;
+  int64_t rows_of(const py::handle& batch, std::optional<int64_t> known = std::nullopt) const;
 
   /// The same; nothing for a batch without a tensor that has rows. Not for functions of the user's. `name`: of the batch,
   /// in errors.
-  std::optional<int64_t> rows_if_any(const py::handle& batch,
-                                     const std::string& name = "batch") const;
+  std::optional<int64_t> rows_if_any(const py::handle& batch, const std::string& name = "batch",
+                                     std::optional<int64_t> known = std::nullopt) const;
 
-  /// The same structure with rows [begin, end): views of dense tensors. 0-dim tensors, plain objects and what is said
-  /// to be whole are shared by all pieces; a list with as many entries as rows, none of them a tensor, is cut.
+  /// The same structure with rows [begin, end), of a batch that rows_of() was asked about: views of dense tensors and
+  /// arrays. Lists and tuples with an entry for each row are cut; 0-dim tensors, plain objects and what is said to be
+  /// whole are shared by all pieces.
   py::object slice(const py::handle& batch, int64_t rows, int64_t begin, int64_t end) const;
 
   /// The tensors in rows [begin, end), for KeptBatch: those of the batch itself where that is all of it.
@@ -46,6 +49,7 @@ class Splitter {
   py::object batch_dim_;
   std::optional<py::function> size_fn_;
   std::optional<py::function> split_fn_;
+  mutable detail::ListReadings readings_;  ///< of earlier batches
 };
 
 }  // namespace brimful

@@ -103,7 +103,7 @@ class PythonPipeline {
     std::vector<py::object> targets;
     refusing(work, [&] {
       rows = splitter_->rows_of(batch);
-      const auto target_rows = has_target ? splitter_->rows_of(target) : rows;
+      const auto target_rows = has_target ? splitter_->rows_of(target, rows) : rows;
       TORCH_CHECK_VALUE(rows == target_rows, "batch and target disagree in size (rows: ", rows,
                         " and ", target_rows, "); give both the same number");
       TORCH_CHECK_TYPE(!loss_fn.is_none(),
@@ -211,7 +211,7 @@ class PythonPipeline {
   static std::vector<pipeline::Keywords> cut_keywords(
       const std::pair<py::dict, std::shared_ptr<Splitter>>& keywords, int64_t rows,
       const std::vector<int64_t>& split) {
-    const auto of_keywords = keywords.second->rows_if_any(keywords.first, "keywords");
+    const auto of_keywords = keywords.second->rows_if_any(keywords.first, "keywords", rows);
     TORCH_CHECK_VALUE(!of_keywords || *of_keywords == rows,
                       "batch and keywords disagree in size (rows: ", rows, " and ",
                       of_keywords.value_or(0),

@@ -349,7 +349,9 @@ class BatchSizer:
         ``NO_DATA``, a tensor, or a structure of tensors with the same first dimension (or see ``batch_dim``): tuples,
         namedtuples, lists, dicts and other mappings, dataclasses. A ``PackedSequence`` and a jagged tensor are split by
         sequences, a sparse tensor (COO, CSR) by rows. NumPy arrays are cut as tensors are, and so is flex
-        attention's ``BlockMask``. A list of anything else with an entry for each row is cut; strings, numbers,
+        attention's ``BlockMask``. A list or tuple with an entry for each row is cut; tensors that are alike in it are
+        columns where they have the batch's rows, or nothing else tells, and ``ValueError`` says where they could be
+        both. Strings, numbers,
         ``None``, 0-dim tensors, functions and the like are in every piece; what else there is raises ``TypeError``
         until ``register_split`` or ``batch_dim`` says how it is cut. ``split`` (rows per piece) repeats a recorded
         ``Outcome.split``. Gradients must be empty before the call.

@@ -246,3 +246,32 @@ def test_arrays_and_types_of_ones_own_are_cut_and_what_is_unknown_is_refused():
     whole = Rows([2.0])
     shared = Pipeline([first, last], microbatches=4, kwargs_dim={"rows": None})
     assert torch.equal(shared.forward(x, table=table, rows=whole), first(x, table, whole))
+
+
+@pytest.mark.parametrize("rows, layers", [(11, 3), (2, 3), (4, 8), (3, 2)])
+def test_lists_are_read_by_the_rows_of_the_batch(rows, layers):
+    x, y = (part[:rows] for part in data())
+    weights = [torch.randn(rows, 6, dtype=torch.float64) for _ in range(layers)]
+    images = tuple(torch.randn(rows, 3, 6, dtype=torch.float64).unbind())
+    linear = nn.Linear(6, 6, dtype=torch.float64)
+
+    def first(x, weights, samples):
+        assert len(weights) == layers and len(samples) == len(x)
+        return linear(x) * sum(weights) * torch.stack(samples).sum(1)
+
+    def last(h):
+        return h
+
+    def loss_fn(h, targets):
+        assert len(targets) == layers
+        return sum(F.mse_loss(h, target) for target in targets)
+
+    targets = [y * i for i in range(layers)]
+    keywords = {"weights": weights, "samples": images}
+    pipe = Pipeline([first, last], microbatches=2, loss_fn=loss_fn)
+    if rows == 3:  # as many samples as each has rows
+        with pytest.raises(ValueError, match=r"\(keywords\['samples'\]: 3 tensors of 3 rows each"):
+            pipe.step(x, targets, **keywords)
+        return
+    expected = loss_fn(first(x, **keywords), targets).item()
+    assert pipe.step(x, targets, **keywords).loss == pytest.approx(expected, rel=1e-12)

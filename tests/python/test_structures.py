@@ -34,6 +34,10 @@ def tensor(*shape, seed=0):
 
 X, Y = tensor(ROWS, 4), tensor(ROWS, 3, seed=1)
 
+IMAGES = list(tensor(ROWS, 3, 4, 4, seed=2))
+SAMPLES = list(zip(IMAGES, range(ROWS), strict=True))
+RAGGED = [tensor(length, 4, seed=i) for i, length in enumerate(LENGTHS)]
+
 
 @dataclasses.dataclass
 class Sample:
@@ -160,8 +164,10 @@ def made(batch):
 def rows_of_leaf(leaf, dim=0):
     if isinstance(leaf, torch.nn.utils.rnn.PackedSequence):
         return unpack_sequence(leaf)
+    if isinstance(leaf, numpy.ndarray):
+        return [torch.from_numpy(row) for row in leaf]
     if not isinstance(leaf, torch.Tensor):
-        return list(leaf)
+        return [torch.from_numpy(row) if isinstance(row, numpy.ndarray) else row for row in leaf]
     if leaf.is_nested:
         return list(leaf.unbind())
     return list((leaf if leaf.layout == torch.strided else leaf.to_dense()).unbind(dim))
@@ -172,7 +178,23 @@ CASES = {
     "tensor": (X, {}, lambda b: [b]),
     "tuple": ((X, Y), {}, list),
     "list": ([X, [Y, (X,)]], {}, lambda b: [b[0], b[1][0], b[1][1][0]]),
-    "as many as rows": ([X] * ROWS, {}, list),
+    "as many as rows": ([X] * ROWS, {"batch_dim": [0] * ROWS}, list),
+    "rows in a list": ((IMAGES, Y), {}, list),
+    "rows in a tuple": ({"x": tuple(IMAGES), "y": Y}, {}, lambda b: [b["x"], b["y"]]),
+    "transposed rows": (tuple(zip(*SAMPLES, strict=True)), {}, list),
+    "rows of several sizes": ((RAGGED, Y), {}, list),
+    "rows of several sizes alone": ((RAGGED, tuple(RAGGED)), {}, list),
+    "rows that are dicts": (([{"boxes": x} for x in RAGGED], Y), {}, lambda b: [b[1]]),
+    "0-dim tensors": ((tuple(IMAGES), tuple(torch.arange(ROWS).unbind())), {}, list),
+    "words in a tuple": ((X, tuple("abcdefg")), {}, list),
+    "arrays": ({"x": X, "a": Y.numpy()}, {}, lambda b: [b["x"], b["a"]]),
+    "arrays alone": ((X.numpy(), Y.numpy()), {}, list),
+    "arrays in a list": (([x.numpy() for x in IMAGES], Y), {}, list),
+    "triplets": ((X, [Y, Y + 1, Y + 2]), {}, lambda b: [b[0], *b[1]]),
+    "triplets alone": ([Y, Y + 1, Y + 2], {}, list),
+    "two views": ([X, X + 1], {}, list),
+    "two views in a tuple": ((X, X + 1), {}, list),
+    "pairs of pairs": ([[X, X + 1], [Y, Y + 1]], {}, lambda b: [*b[0], *b[1]]),
     "dict": ({"x": X, "y": {"z": Y}}, {}, lambda b: [b["x"], b["y"]["z"]]),
     "namedtuple": (Pair(X, Y), {}, lambda b: [b.x, b.y]),
     "max": (torch.return_types.max((X, Y)), {}, lambda b: [b.values, b.indices]),
@@ -198,8 +220,8 @@ CASES = {
 }
 
 
-def split(batch, sizes, **options):
-    splitter = _C.Splitter(**options)
+def split(batch, sizes, splitter=None, **options):
+    splitter = splitter or _C.Splitter(**options)
     rows = splitter.rows_of(batch)
     ends = list(itertools.accumulate(sizes))
     assert ends[-1] == rows
@@ -232,16 +254,58 @@ def test_the_pieces_of_every_split_are_the_batch(name):
     batch, options, leaves = CASES[name]
     batch = made(batch)
     before = [[str(row) for row in rows_of_leaf(leaf)] for leaf in leaves(batch)]
+    splitter = _C.Splitter(**options)
     for sizes in compositions(ROWS):
-        pieces = split(batch, sizes, **options)
+        pieces = split(batch, sizes, splitter)
         for piece, size in zip(pieces, sizes, strict=True):
             assert type(piece) is type(batch)
             assert all(len(rows_of_leaf(leaf)) == size for leaf in leaves(piece))
-            assert _C.Splitter(**options).rows_of(piece) == size
+            assert splitter.rows_of(piece) == size
         for i, leaf in enumerate(leaves(batch)):
             found = [row for piece in pieces for row in rows_of_leaf(leaves(piece)[i])]
             same_rows(found, rows_of_leaf(leaf))
     assert before == [[str(row) for row in rows_of_leaf(leaf)] for leaf in leaves(batch)]
+
+
+def test_the_rows_of_a_list_are_samples():
+    for batch in [(IMAGES, Y), (tuple(IMAGES), tuple(range(ROWS))), {"x": IMAGES, "y": Y[:, 0]}]:
+        assert _C.Splitter().rows_of(batch) == ROWS
+    piece = split((IMAGES, Y), [3, 4])[1]
+    assert all(a is b for a, b in zip(piece[0], IMAGES[3:], strict=True))
+    dicts = [{"boxes": x} for x in RAGGED]
+    assert split((dicts, Y), [3, 4])[0][0] == dicts[:3]
+
+
+# What could be rows as well as columns: (the batch, what the message says of it)
+AMBIGUOUS = {
+    "more samples than channels": (IMAGES, r"\(batch: 7 tensors of 3 rows each"),
+    "as many as rows": ([X] * ROWS, r"\(batch: 7 tensors of 7 rows"),
+    "beside as many rows": (([X] * ROWS, Y), r"\(batch\[0\]: 7 tensors of 7 rows"),
+    "two samples": ((IMAGES[:2], [0, 1]), r"\(batch\[0\]: 2 tensors of 3 rows"),
+    "two lists": ((IMAGES, IMAGES), r"\(batch\[0\]: 7 tensors of 3 rows"),
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_a_list_that_could_be_both_is_refused(name):
+    batch, words = AMBIGUOUS[name]
+    with pytest.raises(ValueError, match=words + r".*batch_dim.*size_fn and split_fn"):
+        _C.Splitter().rows_of(batch)
+
+
+def test_an_earlier_batch_says_what_a_smaller_one_leaves_open():
+    triplets, samples = _C.Splitter(), _C.Splitter()
+    assert triplets.rows_of([Y, Y + 1, Y + 2]) == ROWS
+    last = [y[:3] for y in (Y, Y + 1, Y + 2)]
+    assert triplets.rows_of(last) == 3
+    assert [len(y) for y in triplets.slice(last, 3, 0, 2)] == [2, 2, 2]
+    assert samples.rows_of((IMAGES, list(range(ROWS)))) == ROWS
+    for rows in (1, 2, 3):
+        last = IMAGES[:rows], list(range(rows))
+        assert samples.rows_of(last) == rows
+        piece = samples.slice(last, rows, 0, 1)
+        assert (len(piece[0]), piece[1]) == (1, [0])
+        assert piece[0][0] is IMAGES[0]
 
 
 def test_dense_pieces_are_views():
@@ -258,6 +322,7 @@ def test_what_has_no_rows_is_in_every_piece():
     plain += [numpy.float32(2), numpy.dtype("int8"), slice(7), range(7), pathlib.Path("x"), Pair]
     plain += [numpy.array(2.0), datetime.date(2026, 1, 1), torch.nn.Linear(7, 7), frozenset({1})]
     whole = {"text": "seven..", "none": None, "n": 7, "size": size, "plain": tuple(plain)}
+    whole |= {"fields": Pair(1, 2), "tuple": (1, 2)}
     batch = {"x": X, "scale": scale, **whole, "two": ["a", "b"], "set": {1, 2}}
     for piece in split(batch, [4, 3]):
         assert all(piece[key] is value for key, value in whole.items())
@@ -298,6 +363,7 @@ def test_a_registered_type_is_cut_by_its_functions():
     assert first[1]["none"] is none and second[2][0] is settings
     assert _C.Splitter().rows_of(graphs) == ROWS  # alone too
     assert split((X, [graphs] * ROWS), [4, 3])[1][1][0].nodes == list("efg")
+    assert split((X, [{"g": graphs}] * ROWS), [4, 3])[1][1][0]["g"].nodes == list("efg")
     with pytest.raises(ValueError, match=r"batch\[0\]: 7, batch\[1\]: 6"):
         split((X, Graphs([1] * 6)), [4, 3])
 
@@ -329,6 +395,11 @@ def test_a_column_of_anything_is_cut():
     clouds = [Cloud() for _ in range(ROWS)]
     first, second = split((clouds, X), [4, 3])
     assert (first[0], second[0]) == (clouds[:4], clouds[4:])
+    samples = [{"cloud": cloud, "x": x} for cloud, x in zip(clouds, IMAGES, strict=True)]
+    assert split({"samples": tuple(samples), "y": Y}, [4, 3])[1]["samples"] == tuple(samples[4:])
+    columns = [{"cloud": cloud, "x": X} for cloud in clouds[:3]]
+    with pytest.raises(TypeError, match=r"\(batch\[0\]\[0\]\['cloud'\]: <class"):
+        split((columns, X), [4, 3])
 
 
 def test_arrays_are_cut_as_tensors_are():
@@ -350,8 +421,11 @@ def test_arrays_are_cut_as_tensors_are():
 def test_a_list_of_an_array_for_each_row_is_cut_by_its_entries():
     arrays = [numpy.arange(i + 1) for i in range(ROWS)]
     assert [len(a) for a in split((X, arrays), [4, 3])[1][1]] == [5, 6, 7]
-    with pytest.raises(ValueError, match="may be cut by its entries or by theirs"):
+    with pytest.raises(ValueError, match="may hold a row in each entry, or a column"):
         split((X, [numpy.zeros(ROWS)] * ROWS), [4, 3])
+    unlike = [numpy.zeros(ROWS, dtype="int32"), *[numpy.zeros(ROWS)] * (ROWS - 1)]
+    with pytest.raises(ValueError, match="may be cut by its entries or by theirs"):
+        split((X, unlike), [4, 3])
 
 
 @pytest.mark.parametrize(
@@ -528,6 +602,20 @@ def flat_loss(model, piece):
 
 # A step: (model, batch, arguments of BatchSizer, loss function)
 STEPS = {
+    "rows in a list": (
+        linear,
+        (list(X), Y),
+        {},
+        lambda m, p: squares(m(torch.stack(p[0])), p[1]),
+    ),
+    "transposed rows": (
+        linear,
+        tuple(zip(*zip(RAGGED, Y.numpy(), strict=True), strict=True)),
+        {},
+        lambda m, p: squares(
+            torch.stack([m(x).sum(0) for x in p[0]]), torch.from_numpy(numpy.stack(p[1]))
+        ),
+    ),
     "dataclass": (linear, Sample(X, Y), {}, lambda m, p: squares(m(p.x), p.y)),
     "encoding": (linear, encoding(), {}, lambda m, p: squares(m(p.x), p["y"])),
     "packed": (
@@ -632,6 +720,18 @@ BAD = {
         {},
         ValueError,
         r"\(batch\[0\]: 5, batch\[1\]: 7\)",
+    ),
+    "no columns, and not as many as rows": (
+        (RAGGED[:4], Y),
+        {},
+        ValueError,
+        r"\(rows: 7, batch\[0\]: 4 entries of several sizes\).*size_fn and split_fn",
+    ),
+    "columns of other sizes": (
+        [X, X[:6]],
+        {},
+        ValueError,
+        r"disagree in size \(rows: 7, batch: 2 entries of several sizes\)",
     ),
     "other dimensions": (
         (SEQUENCE, X),
