@@ -68,12 +68,12 @@ requires requires(Model& model) {
   model.module()->buffers();
 }
 BatchSizer::BatchSizer(Model& model, BatchSizerOptions options)
-    : BatchSizer(StepGroup({model.reducer()}, {}), detail::transaction_of(model),
-                 detail::options_for(model, std::move(options))) {}
+    : BatchSizer(StepGroup({model.reducer()}, {}), brimful::detail::transaction_of(model),
+                 brimful::detail::options_for(model, std::move(options))) {}
 
 template <typename Batch, typename LossFn>
 Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn, StepOptions options) {
-  if constexpr (detail::IsOptional<Batch>::value) {
+  if constexpr (brimful::detail::IsOptional<Batch>::value) {
     if (batch) {
       return step(*batch, loss_fn, options);
     }
@@ -92,7 +92,7 @@ Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn, StepOptions 
     if (!input.error && predicts()) {
       input.kind = kind_of(batch);
     }
-    return step(input, detail::work_of(batch, loss_fn));
+    return step(input, brimful::detail::work_of(batch, loss_fn));
   }
 }
 
@@ -102,7 +102,7 @@ std::optional<Plan> BatchSizer::plan(const Batch& batch, const LossFn& loss_fn) 
   if (!input.error) {
     input.kind = kind_of(batch);
   }
-  return plan(input, detail::work_of(batch, loss_fn));
+  return plan(input, brimful::detail::work_of(batch, loss_fn));
 }
 
 /// A loop over `loader` that looks one batch ahead, so that every rank knows which others have more.
