@@ -119,7 +119,7 @@ std::optional<int64_t> number_in(const std::string& text) {
 
 }  // namespace
 
-std::string read_file(const std::string& path) {
+std::string read_or_empty(const std::string& path) {
   std::ifstream file(path);
   return {std::istreambuf_iterator<char>(file), {}};
 }
@@ -168,18 +168,19 @@ std::vector<std::string> cgroup_folders(std::string_view cgroups, std::string_vi
 }
 
 std::vector<Bound> cgroup_bounds(const std::string& root, const ProcessMemory& process) {
-  const std::string cgroups = read_file(root + "/proc/self/cgroup");
-  const std::string mounts = read_file(root + "/proc/self/mountinfo");
+  const std::string cgroups = read_or_empty(root + "/proc/self/cgroup");
+  const std::string mounts = read_or_empty(root + "/proc/self/mountinfo");
   std::vector<Bound> bounds;
   for (const auto& files : kVersions) {
     for (const auto& folder : cgroup_folders(cgroups, mounts, files.version)) {
       const std::string where = folder + "/" + files.bound;
-      const auto bytes = number_in(read_file(root + where));
+      const auto bytes = number_in(read_or_empty(root + where));
       if (!bytes || *bytes >= kNoBound) {
         continue;
       }
-      const auto in_use = number_in(read_file(root + folder + "/" + files.in_use));
-      const auto idle = number_after(read_file(root + folder + "/memory.stat"), files.idle_cache);
+      const auto in_use = number_in(read_or_empty(root + folder + "/" + files.in_use));
+      const auto idle =
+          number_after(read_or_empty(root + folder + "/memory.stat"), files.idle_cache);
       const int64_t held =
           in_use ? std::max<int64_t>(0, *in_use - idle.value_or(0)) : process.anonymous_bytes;
       bounds.push_back({files.version, where, *bytes, std::max<int64_t>(0, *bytes - held)});

@@ -27,7 +27,7 @@ HeldByOthers on_cuda(c10::Device device) {
 
 HeldByOthers held_by_others_under(const std::string& root, int64_t tensor_bytes) {
   HeldByOthers held;
-  const auto status = read_file(root + "/proc/self/status");
+  const auto status = read_or_empty(root + "/proc/self/status");
   const auto process = parse_status(status);
   if (!status.empty()) {
     held.process_bytes = at_least_0(process.anonymous_bytes - tensor_bytes);
@@ -37,7 +37,7 @@ HeldByOthers held_by_others_under(const std::string& root, int64_t tensor_bytes)
     held.others_bytes = at_least_0(bytes - free_bytes - process.anonymous_bytes);
     held.where = where;
   };
-  const auto meminfo = read_file(root + "/proc/meminfo");
+  const auto meminfo = read_or_empty(root + "/proc/meminfo");
   const auto total = number_after(meminfo, "MemTotal:");
   const auto available = number_after(meminfo, "MemAvailable:");
   if (total && available) {

@@ -23,7 +23,7 @@ struct ProcessMemory {
 ProcessMemory parse_status(std::string_view status);
 
 /// Empty where it cannot be read.
-std::string read_file(const std::string& path);
+std::string read_or_empty(const std::string& path);
 
 /// The number that follows `key` in the line that begins with it.
 std::optional<int64_t> number_after(std::string_view text, std::string_view key);

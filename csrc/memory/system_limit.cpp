@@ -82,13 +82,13 @@ ProcessMemory parse_status(std::string_view status) {
 }
 
 SystemLimit tightest_limit(const SystemFacts& facts) {
-  const auto process = parse_status(read_file(facts.root + "/proc/self/status"));
+  const auto process = parse_status(read_or_empty(facts.root + "/proc/self/status"));
   auto bounds = cgroup_bounds(facts.root, process);
   if (facts.address_limit) {
     bounds.push_back({LimitSource::address_space, "RLIMIT_AS", *facts.address_limit,
                       std::max<int64_t>(0, *facts.address_limit - process.address_bytes)});
   }
-  const auto meminfo = read_file(facts.root + "/proc/meminfo");
+  const auto meminfo = read_or_empty(facts.root + "/proc/meminfo");
   if (const auto available = number_after(meminfo, "MemAvailable:")) {
     bounds.push_back(
         {LimitSource::available, "/proc/meminfo", *available * kKiB, *available * kKiB});

@@ -9,12 +9,13 @@ namespace brimful::probes {
 namespace {
 
 std::optional<int64_t> kernel_kills() {
-  const auto folders = memory::cgroup_folders(memory::read_file("/proc/self/cgroup"),
-                                              memory::read_file("/proc/self/mountinfo"),
+  const auto folders = memory::cgroup_folders(memory::read_or_empty("/proc/self/cgroup"),
+                                              memory::read_or_empty("/proc/self/mountinfo"),
                                               memory::LimitSource::cgroup_v2);
-  return folders.empty() ? std::nullopt
-                         : memory::number_after(
-                               memory::read_file(folders.front() + "/memory.events"), "oom_kill ");
+  return folders.empty()
+             ? std::nullopt
+             : memory::number_after(memory::read_or_empty(folders.front() + "/memory.events"),
+                                    "oom_kill ");
 }
 
 /// The first of them that is set.

@@ -87,7 +87,7 @@ int read_memory(Asker& asker, Gpu& gpu) {
 
 /// GPUs that share the host's memory have none of their own to tell.
 void take_host_memory(const std::string& root, Gpu& gpu) {
-  const auto meminfo = memory::read_file(root + "/proc/meminfo");
+  const auto meminfo = memory::read_or_empty(root + "/proc/meminfo");
   const auto total = memory::number_after(meminfo, "MemTotal:");
   const auto available = memory::number_after(meminfo, "MemAvailable:");
   if (!total || !available) {

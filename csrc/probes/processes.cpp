@@ -11,7 +11,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using memory::number_after;
-using memory::read_file;
+using memory::read_or_empty;
 
 // The inode of the first pid namespace (PROC_PID_INIT_INO of Linux): containers have others.
 constexpr const char* kHostPids = "pid:[4026531836]";
@@ -54,7 +54,7 @@ std::optional<std::vector<int64_t>> listed_children(const std::string& root, int
     if (!fs::exists(file, ignored)) {
       return std::nullopt;
     }
-    std::string text = read_file(file.string());
+    std::string text = read_or_empty(file.string());
     std::replace(text.begin(), text.end(), ' ', '\n');
     for (size_t begin = 0; begin < text.size();) {
       const auto end = std::min(text.find('\n', begin), text.size());
@@ -73,7 +73,7 @@ std::vector<int64_t> children_of(const std::string& root, int64_t pid) {
   }
   std::vector<int64_t> children;
   for (const auto other : all_pids(root)) {
-    if (number_after(read_file(folder_of(root, other) + "/status"), "PPid:") == pid) {
+    if (number_after(read_or_empty(folder_of(root, other) + "/status"), "PPid:") == pid) {
       children.push_back(other);
     }
   }
@@ -85,13 +85,13 @@ std::optional<double> quota_in(const std::string& folder, memory::LimitSource ve
   std::optional<int64_t> quota;
   std::optional<int64_t> period;
   if (version == memory::LimitSource::cgroup_v2) {
-    const auto text = read_file(folder + "/cpu.max");
+    const auto text = read_or_empty(folder + "/cpu.max");
     quota = number_after(text, "");
     const auto space = text.find(' ');
     period = space == std::string::npos ? std::nullopt : number_after(text.substr(space), "");
   } else {
-    quota = number_after(read_file(folder + "/cpu.cfs_quota_us"), "");
-    period = number_after(read_file(folder + "/cpu.cfs_period_us"), "");
+    quota = number_after(read_or_empty(folder + "/cpu.cfs_quota_us"), "");
+    period = number_after(read_or_empty(folder + "/cpu.cfs_period_us"), "");
   }
   if (!quota || !period || *quota <= 0 || *period <= 0) {
     return std::nullopt;
@@ -103,7 +103,7 @@ std::optional<double> quota_in(const std::string& folder, memory::LimitSource ve
 
 std::optional<Process> read_process_under(const std::string& root, int64_t pid) {
   const auto folder = folder_of(root, pid);
-  const auto status = read_file(folder + "/status");
+  const auto status = read_or_empty(folder + "/status");
   if (status.empty()) {
     return std::nullopt;
   }
@@ -113,7 +113,7 @@ std::optional<Process> read_process_under(const std::string& root, int64_t pid) 
   process.name = line_after(status, "Name:");
   process.rss_bytes = kib_after(status, "VmRSS:");
   process.swap_bytes = kib_after(status, "VmSwap:");
-  const auto pages = read_file(folder + "/smaps_rollup");
+  const auto pages = read_or_empty(folder + "/smaps_rollup");
   const auto clean = kib_after(pages, "Private_Clean:");
   const auto dirty = kib_after(pages, "Private_Dirty:");
   if (clean && dirty) {
@@ -146,8 +146,8 @@ bool pids_are_the_hosts_under(const std::string& root) {
 }
 
 std::optional<double> cpu_quota_under(const std::string& root) {
-  const auto cgroups = read_file(root + "/proc/self/cgroup");
-  const auto mounts = read_file(root + "/proc/self/mountinfo");
+  const auto cgroups = read_or_empty(root + "/proc/self/cgroup");
+  const auto mounts = read_or_empty(root + "/proc/self/mountinfo");
   std::optional<double> tightest;
   for (const auto version : {memory::LimitSource::cgroup_v2, memory::LimitSource::cgroup_v1}) {
     for (const auto& folder : memory::cgroup_folders(cgroups, mounts, version, "cpu")) {

@@ -12,14 +12,14 @@ namespace {
 
 HostMemory read_host() {
   HostMemory host;
-  const auto meminfo = memory::read_file("/proc/meminfo");
+  const auto meminfo = memory::read_or_empty("/proc/meminfo");
   if (const auto total = memory::number_after(meminfo, "MemTotal:")) {
     host.total_bytes = *total * kKiB;
   }
   if (const auto available = memory::number_after(meminfo, "MemAvailable:")) {
     host.available_bytes = *available * kKiB;
   }
-  const auto process = memory::parse_status(memory::read_file("/proc/self/status"));
+  const auto process = memory::parse_status(memory::read_or_empty("/proc/self/status"));
   for (const auto& bound : memory::cgroup_bounds("", process)) {
     if (!host.limit_free_bytes || bound.free_bytes < *host.limit_free_bytes) {
       host.limit_bytes = bound.bytes;

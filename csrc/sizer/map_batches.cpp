@@ -22,15 +22,20 @@ namespace brimful::detail {
 namespace {
 constexpr size_t kKinds = 64;
 
-/// What calls of one kind have found. Sizes are counted in elements: rows of several lengths have one law, nearly.
+/// What calls of one kind with rows of one length have found.
 struct Memo {
   PieceHistory history;
-  int64_t piece_elements = 0;  ///< of a piece that fits; 0: memory has not run out
+  int64_t piece_rows = 0;  ///< of a piece that fits; 0: memory has not run out
   int64_t calls = 0;
 };
+struct Entry {
+  std::string kind;
+  int64_t elements = 1;  ///< of a row
+  Memo memo;
+};
 struct Memos {
-  std::mutex mutex;                                 ///< calls come from any thread
-  std::list<std::pair<std::string, Memo>> entries;  ///< the last called first
+  std::mutex mutex;          ///< calls come from any thread
+  std::list<Entry> entries;  ///< the last called first
 };
 Memos& memos() {
   static auto* instance = new Memos;
@@ -47,12 +52,22 @@ Memo recall(const MapKind& kind, c10::Device device) {
   }
   const std::lock_guard<std::mutex> lock(memos().mutex);
   const auto key = key_of(kind, device);
-  for (const auto& [known, memo] : memos().entries) {
-    if (known == key) {
-      return memo;
+  Memo begin;  // of rows of another length: in proportion
+  for (const auto& entry : memos().entries) {
+    if (entry.kind != key) {
+      continue;
+    }
+    if (entry.elements == kind.elements) {
+      return entry.memo;
+    }
+    if (begin.piece_rows == 0 && entry.memo.piece_rows > 0) {
+      const auto elements =
+          static_cast<double>(entry.memo.piece_rows) * static_cast<double>(entry.elements);
+      begin.piece_rows =
+          std::max<int64_t>(static_cast<int64_t>(elements / static_cast<double>(kind.elements)), 1);
     }
   }
-  return {};
+  return begin;
 }
 
 void remember(const MapKind& kind, c10::Device device, const Memo& memo) {
@@ -62,8 +77,9 @@ void remember(const MapKind& kind, c10::Device device, const Memo& memo) {
   const std::lock_guard<std::mutex> lock(memos().mutex);
   auto& entries = memos().entries;
   const auto key = key_of(kind, device);
-  entries.remove_if([&](const auto& entry) { return entry.first == key; });
-  entries.emplace_front(key, memo);
+  entries.remove_if(
+      [&](const auto& entry) { return entry.kind == key && entry.elements == kind.elements; });
+  entries.push_front({key, kind.elements, memo});
   if (entries.size() > kKinds) {
     entries.pop_back();
   }
@@ -93,7 +109,6 @@ class Mapping {
         tensors_(tensors),
         options_(options),
         random_({}, {options.device}),
-        elements_(kind.elements),
         memo_(recall(kind, options.device)),
         used_before_(memory::stats(options.device).used_bytes) {
     for (const auto& keeper : options.keepers) {
@@ -105,9 +120,8 @@ class Mapping {
     TORCH_CHECK_VALUE(options.max_retries >= 0,
                       "max_retries must not be negative (max_retries: ", options.max_retries, ")");
     auto pieces = options.pieces;
-    if (memo_.piece_elements > 0) {
-      const auto most = std::max<int64_t>(memo_.piece_elements / elements_, 1);
-      pieces = std::max(pieces, memo_.history.coarser(rows * elements_, pieces_for(rows, most),
+    if (memo_.piece_rows > 0) {
+      pieces = std::max(pieces, memo_.history.coarser(rows, pieces_for(rows, memo_.piece_rows),
                                                       room(), memo_.calls));
     }
     piece_rows_ = pieces_for(rows, pieces);  // rounded up
@@ -213,10 +227,10 @@ class Mapping {
       released_ = true;
     }
     if (!release) {
-      memo_.history.note_failure(count * elements_, room(), memo_.calls);
+      memo_.history.note_failure(count, room(), memo_.calls);
       piece_rows_ =
           pieces_for(count, finer_within(count, 1, std::ssize(tried_), options_.max_retries));
-      memo_.piece_elements = piece_rows_ * elements_;
+      memo_.piece_rows = piece_rows_;
       peak_bytes_ = 0;
     }
     std::ostringstream line;
@@ -233,9 +247,9 @@ class Mapping {
 
   void note_peak() {
     const auto most = std::min(piece_rows_, rows_);
-    memo_.history.note(most * elements_, pieces_for(rows_, most), peak_bytes_ - used_before_);
-    if (memo_.piece_elements > 0) {
-      memo_.piece_elements = std::max(memo_.piece_elements, most * elements_);
+    memo_.history.note(most, pieces_for(rows_, most), peak_bytes_ - used_before_);
+    if (memo_.piece_rows > 0) {
+      memo_.piece_rows = std::max(memo_.piece_rows, most);
     }
   }
 
@@ -260,7 +274,6 @@ class Mapping {
   const MapOptions& options_;
   Transaction random_;
   KeptBatch batch_;
-  int64_t elements_;  ///< of a row
   Memo memo_;
   int64_t used_before_;
   int64_t peak_bytes_ = 0;  ///< of pieces of the size that fits

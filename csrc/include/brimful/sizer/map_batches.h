@@ -43,7 +43,8 @@ struct MapKind {
   int64_t elements = 1;  ///< of a row
 };
 /// `piece` gives the results of rows [begin, end); returns those of all rows. `tensors`, as PieceWork::tensors, is called
-/// before it. Of the 64 kinds (but for `elements`) that were called last it remembers the sizes that fitted.
+/// before it. Of the 64 kinds that were called last it remembers the sizes that fitted; rows of another length begin in
+/// proportion.
 BRIMFUL_API std::vector<at::Tensor> map_rows(int64_t rows, const MapPiece& piece,
                                              const MapTensors& tensors, const MapOptions& options,
                                              const MapKind& kind = {});
