@@ -21,6 +21,14 @@ from brimful import Pipeline, split_sequential
 pytestmark = pytest.mark.usefixtures("no_limit")
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Python's handler: workers of pytest-xdist ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_in(seconds):
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
