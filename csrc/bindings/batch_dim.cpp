@@ -4,7 +4,7 @@
 
 namespace brimful {
 namespace {
-std::string text_of(const py::handle& object) {
+std::string shown(const py::handle& object) {
   return py::repr(object).cast<std::string>();
 }
 
@@ -35,7 +35,7 @@ std::string keys_of(const py::handle& names, const std::vector<Entry>& entries) 
   for (size_t i = 0; i < entries.size(); ++i) {
     const py::object key =
         names.is_none() ? entries[i].key : py::reinterpret_borrow<py::object>(names)[py::int_(i)];
-    text += (i == 0 ? "" : ", ") + text_of(key);
+    text += (i == 0 ? "" : ", ") + shown(key);
   }
   return text;
 }
@@ -49,7 +49,7 @@ py::object checked_batch_dim(const py::handle& batch_dim, const std::string& pat
   const auto kind = part_kind(batch_dim);
   TORCH_CHECK_TYPE(kind == Kind::mapping || kind == Kind::list || kind == Kind::tuple,
                    "batch_dim must be an int, None, or a dict or sequence of them (", path, ": ",
-                   text_of(batch_dim), ")");
+                   shown(batch_dim), ")");
   py::dict by_key;
   py::list in_order;
   for (const auto& entry : entries_of(batch_dim, kind)) {
@@ -86,7 +86,7 @@ std::vector<py::object> batch_dims_of(const py::object& batch_dim, const py::han
       kind == Kind::tuple ? py::getattr(object, "_fields", py::none()) : py::object(py::none());
   for (const auto& [key, value] : by_key) {
     TORCH_CHECK_VALUE(names_entry(key, names, entries),
-                      "batch_dim names an entry that the batch lacks (key: ", text_of(key), ", ",
+                      "batch_dim names an entry that the batch lacks (key: ", shown(key), ", ",
                       path, " has: ", keys_of(names, entries), "); leave it out or mend the batch");
   }
   for (size_t i = 0; i < entries.size(); ++i) {

@@ -69,6 +69,9 @@ void Stopwatch::launched(int64_t bucket, const c10::intrusive_ptr<c10d::Work>& w
 }
 
 void Stopwatch::waited(int64_t bucket) {
+  if (!done_ || bucket >= std::ssize(*done_)) {
+    return;  // the step died before its backward
+  }
   if (device_.is_cpu()) {
     auto& done = done_->at(bucket);
     if (done == 0) {

@@ -148,7 +148,7 @@ def elastic_job(rank, path):
     if rank.index == 1:
         with pytest.raises(ValueError, match=r"this rank is not in the group \(rank: 1\)"):
             brimful.DistributedDataParallel(net(0), process_group=alone)
-    sizer = brimful.BatchSizer(model)
+    sizer = brimful.BatchSizer(model, local=True)
     if rank.index == 0:
         dcp.save({"sizer": PerRank(sizer)}, checkpoint_id=path, process_group=alone)
     dist.barrier()
