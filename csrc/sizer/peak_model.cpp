@@ -12,7 +12,7 @@ namespace {
 constexpr double kPeakToleranceBytes = 64;
 constexpr double kTolerance = 0.001;
 constexpr double kPartPagesBytes = 2 * 4096;  // parts are rounded by themselves
-constexpr double kPeakTolerance = 0.005;  // where the sequence is another one
+constexpr double kPeakTolerance = 0.005;      // where the sequence is another one
 
 bool is_same_sequence(const memory::Trace& one, const memory::Trace& other) {
   return std::equal(one.begin(), one.end(), other.begin(), other.end(),
