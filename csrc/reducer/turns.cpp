@@ -311,6 +311,9 @@ void Reducer::abort_turn(FailureKind kind, const std::string& text) {
     o.own_error = nullptr;
     o.untold.reset();
     o.aborted = true;
+    if (o.mode == State::Mode::idle) {
+      each->start_backward(false);  // none has: what waits for the buckets counts on it
+    }
   }
   try {
     for (const auto& each : all) {
