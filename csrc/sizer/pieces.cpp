@@ -8,6 +8,8 @@ namespace brimful {
 namespace {
 constexpr size_t kEqualSizes = 4;
 constexpr int64_t kManyRetries = 8;
+constexpr double kLargestStep =
+    4;  // times as many pieces, in the last retries rather than in the first
 
 /// The largest of 1, 2, 3, 4, 6, 8, 12 ... that is at most `size`.
 int64_t common_size(int64_t size) {
@@ -77,10 +79,11 @@ int64_t finer(int64_t rows, int64_t pieces) {
 int64_t finer_within(int64_t rows, int64_t pieces, int64_t failures, int64_t max_retries) {
   const auto halved = finer(rows, pieces);
   const auto retries = max_retries - failures + 1;  // this one included
-  if (retries < 1 || max_retries < kManyRetries) {
+  const auto left = static_cast<double>(pieces_for(rows, pieces));
+  const bool can_wait = left <= 2 * std::pow(kLargestStep, static_cast<double>(retries - 1));
+  if (retries < 1 || max_retries < kManyRetries || can_wait) {
     return halved;
   }
-  const auto left = static_cast<double>(pieces_for(rows, pieces));
   const auto factor = std::pow(left, 1 / static_cast<double>(retries));
   const auto wanted = std::ceil(static_cast<double>(pieces) * factor * (1 - 1e-12));
   return std::clamp(static_cast<int64_t>(wanted), halved, rows);
