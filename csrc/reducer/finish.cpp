@@ -81,7 +81,7 @@ std::vector<ControlRecord> Reducer::finish() {
   for (const auto& record : s.tail->records()) {
     ms_by_rank.push_back(record.work_ms);
   }
-  s.watch.end_step(s.step - 1, ms_by_rank);
+  s.watch.end_step(s.step - 1, ms_by_rank, s.agreeing_ms());
   const auto records = s.tail->records();
   if (s.updates && !s.joining && worst(records) < Verdict::retry) {
     s.updates->settle(records, [&](const ControlRecord& own) { return exchange(own); });

@@ -155,6 +155,7 @@ void Reducer::begin_attempt(int buffer_source) {
   const std::lock_guard<std::mutex> lock(s.mutex);
   take_up_plan();
   s.watch.begin_step();
+  s.agreeing_before_ms = s.traffic->agreeing_ms;
   s.mode = State::Mode::managed;
   s.plain_step = false;
   s.backward_due = false;
@@ -266,7 +267,7 @@ void Reducer::complete(Part part) {
   }
   const int64_t end = part == Part::early ? s.last() : s.last() + 1;
   if (part == Part::last) {
-    s.record.work_ms = static_cast<float>(s.watch.now_ms());
+    s.record.work_ms = static_cast<float>(s.watch.now_ms() - s.agreeing_ms());
     collect_hook_results();
   }
   s.completing = true;

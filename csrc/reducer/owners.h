@@ -17,9 +17,10 @@ class Reducer;
 struct GroupTraffic {
   std::atomic<bool> several =
       false;  ///< there were others, on some rank, when the last one was made
-  std::atomic<int64_t> numbers = 0;  ///< given so far where the group has no store to count them
-  std::atomic<int64_t> begun = 0;    ///< plain backwards
-  std::atomic<int64_t> turns = 0;    ///< agreed on, equal on all ranks
+  std::atomic<int64_t> numbers = 0;     ///< given so far where the group has no store to count them
+  std::atomic<int64_t> begun = 0;       ///< plain backwards
+  std::atomic<int64_t> turns = 0;       ///< agreed on, equal on all ranks
+  std::atomic<double> agreeing_ms = 0;  ///< for the other ranks to agree
 };
 std::shared_ptr<GroupTraffic> traffic_of(const c10d::ProcessGroup* group);
 

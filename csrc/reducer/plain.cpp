@@ -47,6 +47,7 @@ void Reducer::prepare_forward() {
   settle();
   s.forward_open = s.sync && at::GradMode::is_enabled();
   s.watch.begin_step();
+  s.agreeing_before_ms = s.traffic->agreeing_ms;
 }
 
 void Reducer::forward_done() {

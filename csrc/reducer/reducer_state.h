@@ -135,6 +135,8 @@ struct Reducer::State {
   int64_t turn = 0;                          ///< when
   std::optional<Exchange> parting;           ///< what this rank said when its step died
   uint64_t parting_number = 0;               ///< and of which reducer
+  double agreeing_before_ms = 0;             ///< the group's agreeing_ms when the step began
+  double agreeing_ms() const { return traffic->agreeing_ms - agreeing_before_ms; }  ///< of the step
 
   int64_t step = 0;
   Counters counters;

@@ -82,10 +82,10 @@ void Stopwatch::waited(int64_t bucket) {
   }
 }
 
-void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank) {
+void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank, double agreeing_ms) {
   times_.step = step;
   times_.copy_ms = std::chrono::duration<double, std::milli>(copy_).count();
-  times_.wait_ms = ms_since(wait_begin_);
+  times_.wait_ms = ms_since(wait_begin_) + agreeing_ms;
   times_.total_ms = now_ms();
   span_ms_ = ms_since(in_backward_ ? backward_begin_ : wait_begin_);
   // The one host wait of the step is behind these events: no wait here.

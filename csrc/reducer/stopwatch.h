@@ -33,7 +33,8 @@ class Stopwatch {
   void begin_wait() { wait_begin_ = Clock::now(); }
   /// The bucket's collective has ended, or on CUDA the current stream waits for it.
   void waited(int64_t bucket);
-  void end_step(int64_t step, const std::vector<float>& ms_by_rank);
+  /// `agreeing_ms`: it waited for other ranks before its end.
+  void end_step(int64_t step, const std::vector<float>& ms_by_rank, double agreeing_ms);
   double now_ms() const { return ms_since(begin_); }
   /// From the first gradient of the last backward to the end of the step, of the last step.
   double span_ms() const { return span_ms_; }

@@ -147,6 +147,9 @@ void Reducer::exchange_turn(uint64_t kind) {
   } catch (...) {
     s.broken = std::current_exception();
   }
+  s.traffic->agreeing_ms +=
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - s.waiting_since)
+          .count();
 }
 
 /// All ranks know why: a step of another model here, or a rank that failed.

@@ -123,6 +123,7 @@ class Mapping {
     if (memo_.piece_rows > 0) {
       pieces = std::max(pieces, memo_.history.coarser(rows, pieces_for(rows, memo_.piece_rows),
                                                       room(), memo_.calls));
+      remembered_ = pieces > options.pieces;
     }
     piece_rows_ = pieces_for(rows, pieces);  // rounded up
   }
@@ -219,7 +220,9 @@ class Mapping {
 
   void make_finer(int64_t count, const std::string& shortage) {
     const bool release = !released_ && release_helps(shortage, options_.device);
-    if (static_cast<int64_t>(tried_.size()) > options_.max_retries || (count == 1 && !release)) {
+    // A row that fitted in an earlier call: a call that remembered nothing would have come to it with retries left.
+    const bool again = count == 1 && std::exchange(remembered_, false);
+    if (std::ssize(tried_) > options_.max_retries || (count == 1 && !release && !again)) {
       throw_too_large(shortage);
     }
     if (release) {
@@ -278,6 +281,7 @@ class Mapping {
   int64_t used_before_;
   int64_t peak_bytes_ = 0;  ///< of pieces of the size that fits
   int64_t piece_rows_ = 0;
+  bool remembered_ = false;  ///< it began with an earlier call's size, smaller than its own
   int64_t done_ = 0;
   std::vector<TriedSplit> tried_;  ///< pieces that ran out
   bool released_ = false;

@@ -126,6 +126,7 @@ def test_hooks_of_parameters_fire_in_w():
         scaler=None,
         keepers=[],
         before_action=lambda rank, index, text: action.append(text) if rank == 0 else None,
+        patience_s=5,
         splitter=brimful._C.Splitter(),
         group=None,
         reducers=[],

@@ -72,11 +72,16 @@ class Scale(torch.nn.Module):
 
 
 def fp32_sum_job(rank, dtype, wire):
+    """The mean of one large gradient and small ones, by the rank of the large one."""
     model = wrap(Scale(dtype), wire_dtype=wire)
-    x = torch.full((64,), 1.0 if rank.index == 0 else 2.0**-9, dtype=dtype)
-    model(x).sum().backward()
-    assert model.module.weight.grad.dtype == dtype
-    return model.module.weight.grad.float().unique().tolist()
+    means = []
+    for large in range(rank.size):
+        model.zero_grad()
+        x = torch.full((64,), 1.0 if rank.index == large else 2.0**-9, dtype=dtype)
+        model(x).sum().backward()
+        assert model.module.weight.grad.dtype == dtype
+        means.append(model.module.weight.grad.float().unique().tolist())
+    return means
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -84,9 +89,9 @@ def test_float32_on_the_wire_sums_low_precision_exactly(ranks, dtype):
     small = 2.0**-9
     exact = torch.tensor((1 + 3 * small) / 4).to(dtype).item()
     for values in ranks(fp32_sum_job, dtype, torch.float32, size=4):
-        assert values == [exact]
+        assert values == [[exact]] * 4
     if dtype == torch.bfloat16:  # what it guards against: it depends on the order of the sum
-        assert ranks(fp32_sum_job, dtype, None, size=4)[0] != [exact]
+        assert ranks(fp32_sum_job, dtype, None, size=4)[0] != [[exact]] * 4
 
 
 def retry_job(rank, failing):

@@ -328,7 +328,6 @@ TEST_CASE("An allocation refused anywhere in a mapping changes nothing in its re
   for (bool fired = true; fired; ++index) {
     CAPTURE(index);
     REQUIRE(index < 200);
-    brimful::detail::forget_map_sizes();
     const memory::FaultAt fault(index);
     {
       const auto result = map_batches(fn, batch, options);

@@ -146,7 +146,6 @@ TEST_CASE("A mapping that changes its batch is right, or says that it is not", "
   for (int64_t index = 0; fired; ++index) {
     const auto x = filled({kRows, 3}, 0);
     at::Tensor found;
-    brimful::detail::forget_map_sizes();
     std::optional<memory::FaultAt> fault(index);
     const auto caught = catching([&] {
       found = map_batches([](const at::Tensor& piece) { return piece.div_(4).sin(); }, x, options);
