@@ -210,6 +210,18 @@ void Reducer::collect_hook_results() {
   }
 }
 
+std::exception_ptr Reducer::State::error_of_hook(c10::ivalue::Future& result) const {
+  if (result.hasError()) {
+    return result.exception_ptr();
+  }
+  try {  // torch.futures.Future.set_exception() makes an exception the value
+    hook->parseHookResult(result.value());
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
 uint64_t Reducer::State::collectives() const {
   try {
     return group->getSequenceNumberForGroup();
@@ -228,19 +240,20 @@ void Reducer::check_last_hook(bool throws) {
   }
   const auto made = s.collectives() - s.hook_began;
   const auto usual = s.collectives_of_hook.find(s.last_hooked);
-  if (!hook->hasError()) {
+  const auto error = s.error_of_hook(*hook);
+  if (!error) {
     s.collectives_of_hook.insert_or_assign(s.last_hooked, made);
     return;
   }
   if (told_broken()) {
-    s.broken = hook->exception_ptr();
+    s.broken = error;
     return;
   }
   if (usual != s.collectives_of_hook.end() && usual->second != made) {
-    break_chain(hook->exception_ptr());
+    break_chain(error);
   }
   if (throws) {
-    hook->waitAndThrow();
+    std::rethrow_exception(error);
   }
 }
 

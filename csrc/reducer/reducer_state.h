@@ -179,6 +179,7 @@ struct Reducer::State {
   // launch.cpp
   void send(int64_t index);
   uint64_t collectives() const;
+  std::exception_ptr error_of_hook(c10::ivalue::Future& result) const;
   c10d::GradBucket hook_bucket(int64_t index) const;
 
   // planning.cpp

@@ -332,10 +332,14 @@ def test_a_hooks_result_of_another_size_fails_the_step_everywhere(ranks):
         assert one[i].startswith("ValueError") and "another size than its bucket's buffer" in one[i]
 
 
+def raise_planted(future):
+    raise PlantedError("planted in the future")
+
+
 def broken_chain_job(rank, failing):
     """A hook that raises between its collectives leaves the others waiting: all raise, soon."""
     errors = []
-    for where in ("call", "future"):
+    for where in ("call", "then", "future"):
         group = dist.new_group(timeout=datetime.timedelta(seconds=15))
         step = [0]
 
@@ -345,14 +349,20 @@ def broken_chain_job(rank, failing):
             first = dist.all_reduce(buffer[:1].clone(), group=group, async_op=True).get_future()
             if fails and where == "call":
                 raise PlantedError("planted in the call")
+            if fails and where == "then":
+                return first.then(raise_planted)
+
+            result = torch.futures.Future()
 
             def second(future):
                 if fails:
-                    raise PlantedError("planted in the future")
+                    result.set_exception(PlantedError("planted in the future"))
+                    return
                 work = dist.all_reduce(buffer / rank.size, group=group, async_op=True)
-                return work.get_future().wait()[0]
+                work.get_future().add_done_callback(lambda last: result.set_result(last.value()[0]))
 
-            return first.then(second)
+            first.add_done_callback(second)  # waits for nothing: gloo would wait for its timeout
+            return result
 
         model = brimful.DistributedDataParallel(
             net(), process_group=group, bucket_cap_mb=SMALL_BUCKETS_MB, plan="registration"
