@@ -19,7 +19,7 @@ export PYTHON
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-cpp test-consumer test-layers test-python test-slow test-oldest smoke wheel sdist soak build \
+.PHONY: help demo test test-cpp test-consumer test-layers test-python test-cuda-sim test-slow test-oldest smoke wheel sdist soak build \
   package configure lint lint-static stubtest tidy format bench docs pictures asan tsan setup setup-lint setup-clang \
   setup-browser clean distclean
 
@@ -29,7 +29,7 @@ help: ## Show this list
 demo: package ## Train a small CNN on Fashion-MNIST with two ranks and too little memory
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_fashion_mnist.py
 
-test: test-cpp test-consumer test-layers test-python ## Run all tests: C++, consumer project, layers, Python
+test: test-cpp test-consumer test-layers test-python test-cuda-sim ## Run all tests: C++, consumer project, layers, Python
 
 test-cpp: build
 	@$(BIN)/ctest --test-dir $(BUILD) --parallel $(JOBS) --output-on-failure --no-tests=error
@@ -42,6 +42,12 @@ test-layers: setup
 
 test-python: build
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
+
+# The simulated device has to be loaded before torch, so these are processes of their own (tests/cuda_sim).
+test-cuda-sim: build ## Run the tests marked gpu on the simulated CUDA device, and that device's own
+	@SIM_CUDA_MEMORY_MB=6144 $(BIN)/python tests/cuda_sim/run.py --libraries $(BUILD)/cuda_sim -- $(BIN)/python -m pytest \
+	  --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal -m "gpu and not real_gpu and not slow" tests/python \
+	  tests/cuda_sim/tests
 
 soak: build ## Thousands of random faults in random steps of random models (minutes)
 	@$(BIN)/python -m pytest -m slow tests/python/test_soak.py

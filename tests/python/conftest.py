@@ -1,3 +1,5 @@
+import ctypes
+
 import pytest
 import torch
 from rank_processes import run_ranks
@@ -35,9 +37,13 @@ def fresh_compiler():
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device (torch.cuda.is_available() is false)")
+    """`gpu` tests run on a real device, else on the simulated one, which has to be loaded first."""
+    simulated = hasattr(ctypes.CDLL(None), "sim_cuda_calls")
+    here = torch.cuda.is_available()
+    gpu = pytest.mark.skip(reason="runs on the simulated CUDA device: make test-cuda-sim")
+    real_gpu = pytest.mark.skip(reason="needs a real CUDA device")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        if item.get_closest_marker("gpu") and not here:
+            item.add_marker(gpu)
+        if item.get_closest_marker("real_gpu") and (simulated or not here):
+            item.add_marker(real_gpu)

@@ -4,12 +4,13 @@ import os
 import subprocess
 from pathlib import Path
 
-SOURCE = Path(__file__).parent.parent / "cpp" / "support" / "fake_nvml.cpp"
+SOURCES = Path(__file__).parent.parent / "cuda_sim" / "nvml"
 
 
 def build(folder):
     library = Path(folder) / "libnvidia-ml.so.1"
     compiler = os.environ.get("CXX", "c++")
-    command = [compiler, "-std=c++20", "-shared", "-fPIC", "-o", str(library), str(SOURCE)]
+    command = [compiler, "-std=c++20", "-shared", "-fPIC", "-o", str(library)]
+    command += map(str, sorted(SOURCES.glob("*.cpp")))
     subprocess.run(command, check=True, timeout=100)
     return library

@@ -162,6 +162,7 @@ def test_skips_between_devices_wait_for_their_copies():
         torch.testing.assert_close(pipe.forward(x), expected)
 
 
+@pytest.mark.real_gpu  # it looks at the times of kernels
 @two_devices
 def test_copies_run_beside_the_computing_of_both_devices():
     """In the profile some copy between the devices lies within a kernel's time on its source."""

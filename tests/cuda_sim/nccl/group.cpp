@@ -1,0 +1,88 @@
+// Groups of calls, and what is done of them: one piece of work of a stream for each communicator.
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "communicator.h"
+
+extern "C" void sim_cuda_enqueue(cudaStream_t stream, void (*work)(void*), void* data);
+
+namespace sim_nccl {
+namespace {
+
+thread_local int depth = 0;
+thread_local std::vector<Transfer> waiting;
+
+struct Work {
+  std::shared_ptr<Links> links;
+  std::vector<Transfer> transfers;
+};
+
+void run(const Work& work) {
+  std::vector<Part> sends;
+  std::vector<Part> receives;
+  for (const Transfer& transfer : work.transfers) {
+    if (transfer.before) {
+      transfer.before();
+    }
+    sends.insert(sends.end(), transfer.sends.begin(), transfer.sends.end());
+    receives.insert(receives.end(), transfer.receives.begin(), transfer.receives.end());
+  }
+  exchange(*work.links, std::move(sends), std::move(receives));
+  for (const Transfer& transfer : work.transfers) {
+    if (transfer.after && !work.links->aborted) {
+      transfer.after();
+    }
+  }
+}
+
+void enqueue(std::vector<Transfer> transfers) {
+  const cudaStream_t stream = transfers.front().stream;
+  auto links = transfers.front().comm->links;
+  auto* work = new Work{std::move(links), std::move(transfers)};
+  sim_cuda_enqueue(
+      stream,
+      [](void* data) {
+        const std::unique_ptr<Work> owned(static_cast<Work*>(data));
+        run(*owned);
+      },
+      work);
+}
+
+}  // namespace
+
+ncclResult_t begin(Transfer transfer) {
+  waiting.push_back(std::move(transfer));
+  if (depth == 0) {
+    enqueue(std::exchange(waiting, {}));
+  }
+  return ncclSuccess;
+}
+
+}  // namespace sim_nccl
+
+extern "C" {
+
+ncclResult_t ncclGroupStart() {
+  ++sim_nccl::depth;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd() {
+  if (--sim_nccl::depth > 0) {
+    return ncclSuccess;
+  }
+  auto all = std::exchange(sim_nccl::waiting, {});
+  while (!all.empty()) {
+    const ncclComm_t comm = all.front().comm;
+    const auto others = std::stable_partition(
+        all.begin(), all.end(), [&](const auto& transfer) { return transfer.comm == comm; });
+    std::vector<sim_nccl::Transfer> rest(std::make_move_iterator(others),
+                                         std::make_move_iterator(all.end()));
+    all.erase(others, all.end());
+    sim_nccl::enqueue(std::move(all));
+    all = std::move(rest);
+  }
+  return ncclSuccess;
+}
+}

@@ -1,0 +1,90 @@
+// Operators for the simulated devices. When this library is loaded, each operator that has a CUDA kernel and a CPU kernel
+// gets a stand-in for the first. Results are blocks of CUDA's real caching allocator.
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <set>
+#include <string>
+
+#include "call.h"
+#include "copy.h"
+
+namespace sim_operators {
+namespace {
+
+/// Torch's own: they make, name or move memory, and launch nothing.
+const std::set<std::string> kNative = {
+    "aten::empty.memory_format",
+    "aten::empty_strided",
+    "aten::as_strided",
+    "aten::view",
+    "aten::view.dtype",
+    "aten::_reshape_alias",
+    "aten::unfold",
+    "aten::resize_",
+    "aten::set_",
+    "aten::set_.source_Tensor",
+    "aten::set_.source_Storage",
+    "aten::set_.source_Storage_storage_offset",
+    "aten::_local_scalar_dense",
+    "aten::record_stream",
+    "aten::is_set_to",
+    "aten::is_pinned",
+    "aten::_pin_memory",
+    "aten::view_as_real",
+    "aten::view_as_complex",
+    "aten::_efficientzerotensor",
+};
+/// Without a CUDA kernel of their own, but with choices inside that end in cuDNN, cuBLAS or a kernel.
+const std::set<std::string> kComposite = {"aten::convolution", "aten::convolution_backward",
+                                          "aten::convolution_overrideable"};
+
+std::set<std::string> names_with_stand_in() {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  std::set<std::string> all = kComposite;
+  for (const auto& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {
+    all.insert(c10::toString(name));
+  }
+  std::set<std::string> found;
+  for (const std::string& name : all) {
+    if (!name.starts_with("aten::") || kNative.contains(name)) {
+      continue;
+    }
+    const size_t dot = name.find('.');
+    const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
+    const auto op = dispatcher.findSchema({name.substr(0, dot), overload});
+    if (op && op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
+      found.insert(name);
+    }
+  }
+  return found;
+}
+
+/// Each stand-in takes the place of a kernel, of which torch warns.
+struct Quiet : c10::WarningHandler {
+  void process(const c10::Warning& /*warning*/) override {}
+};
+
+std::unique_ptr<torch::Library> install() {
+  auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten",
+                                                  c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  Quiet quiet;
+  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  for (const std::string& name : names_with_stand_in()) {
+    library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&call_on_cpu>());
+  }
+  library->impl("copy_", TORCH_FN(copy_));
+  // What torch would choose for a device of this kind and nobody stands in for.
+  at::globalContext().setUserEnabledCuDNN(false);
+  at::globalContext().setSDPUseFlash(false);
+  at::globalContext().setSDPUseMemEfficient(false);
+  at::globalContext().setSDPUseCuDNN(false);
+  return library;
+}
+
+const std::unique_ptr<torch::Library> installed = install();
+
+}  // namespace
+}  // namespace sim_operators

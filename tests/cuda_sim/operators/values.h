@@ -1,0 +1,32 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <optional>
+
+namespace sim_operators {
+
+/// The value with each of its tensors changed: an argument or a result of an operator.
+template <class Change>
+c10::IValue changed(const c10::IValue& value, Change&& change) {
+  if (value.isTensor()) {
+    return change(value.toTensor());
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& item : value.toTensorVector()) {
+      list.push_back(change(item));
+    }
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const auto& item : value.toOptionalTensorVector()) {
+      list.push_back(item ? std::optional(change(*item)) : std::nullopt);
+    }
+    return list;
+  }
+  return value;
+}
+
+}  // namespace sim_operators

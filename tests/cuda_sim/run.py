@@ -1,0 +1,37 @@
+"""Runs a program on simulated CUDA devices: python run.py [--libraries FOLDER] -- COMMAND [ARGUMENT ...]
+
+The libraries are in FOLDER, else in the only build/*/cuda_sim of the working folder.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+
+def environment(libraries):
+    """What a process needs to see the simulated devices; what is set already stays."""
+    runtime = Path(libraries).resolve() / "libcudart.so.13"
+    if not runtime.exists():
+        raise SystemExit(f"run.py: there is no {runtime}: build tests/cuda_sim (README.md)")
+    first = [str(runtime), *filter(None, [os.environ.get("LD_PRELOAD")])]
+    return {"SIM_CUDA_STRICT": "1", **os.environ, "LD_PRELOAD": ":".join(first)}
+
+
+def only_build():
+    found = list(Path("build").glob("*/cuda_sim/libcudart.so.13"))
+    if len(found) != 1:
+        raise SystemExit(f"run.py: name the folder by --libraries (found: {len(found)})")
+    return found[0].parent
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--libraries", type=Path)
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+    os.execvpe(options.command[0], options.command, environment(options.libraries or only_build()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+// The runtime's functions of events.
+#include <chrono>
+
+#include "state.h"
+
+extern "C" {
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) {
+  SIM_ENTER();
+  *out = new CUevent_st(flags);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t* out) {
+  return cudaEventCreateWithFlags(out, 0);
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  SIM_ENTER();
+  delete event;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned /*flags*/) {
+  SIM_ENTER();
+  sim::real(stream)->enqueue([mark = event->renew()] { mark->set(); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return cudaEventRecordWithFlags(event, stream, 0);
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned /*flags*/) {
+  SIM_ENTER();
+  const auto mark = event->latest();
+  if (mark && !mark->is_done()) {
+    sim::real(stream)->enqueue([mark] { mark->wait(); }, sim::When::by_thread);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  SIM_ENTER();
+  const auto mark = event->latest();
+  return !mark || mark->is_done() ? cudaSuccess : sim::fail(cudaErrorNotReady);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  SIM_ENTER();
+  if (const auto mark = event->latest()) {
+    mark->wait();
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
+  SIM_ENTER();
+  const auto from = start->latest();
+  const auto to = end->latest();
+  if (!from || !to || ((start->flags | end->flags) & cudaEventDisableTiming) != 0) {
+    return sim::fail(cudaErrorInvalidResourceHandle);
+  }
+  if (!from->is_done() || !to->is_done()) {
+    return sim::fail(cudaErrorNotReady);
+  }
+  *ms = std::chrono::duration<float, std::milli>(to->time() - from->time()).count();
+  return cudaSuccess;
+}
+}

@@ -1,0 +1,62 @@
+// What a test plants and asks.
+#include "sim_cuda.h"
+#include "state.h"
+
+using sim::state;
+
+extern "C" {
+
+void sim_cuda_plant_error(int device, int error) {
+  const std::lock_guard lock(state().mutex);
+  state().devices.at(device).sticky = static_cast<cudaError_t>(error);
+}
+
+void sim_cuda_plant_fault(const char* function, int error, long after, long times) {
+  const std::lock_guard lock(state().mutex);
+  state().faults[function] = {static_cast<cudaError_t>(error), after, times};
+}
+
+long sim_cuda_calls(const char* function) {
+  const std::lock_guard lock(state().mutex);
+  return state().calls[function];
+}
+
+void sim_cuda_set_foreign(int device, size_t bytes) {
+  const std::lock_guard lock(state().mutex);
+  state().devices.at(device).foreign = bytes;
+}
+
+void sim_cuda_set_delay(long us) {
+  sim::delay_us() = us;
+}
+
+int sim_cuda_asynchronous() {
+  return sim::delay_us() >= 0 ? 1 : 0;
+}
+
+int sim_cuda_active(int device) {
+  const std::lock_guard lock(state().mutex);
+  return state().devices.at(device).active ? 1 : 0;
+}
+
+void sim_cuda_enqueue(cudaStream_t stream, void (*work)(void*), void* data) {
+  sim::real(stream)->enqueue([=] { work(data); }, sim::When::by_thread);
+}
+
+int sim_cuda_machine_devices() {
+  return sim::settings().devices;
+}
+
+void sim_cuda_machine_memory(int device, size_t* total, size_t* own, size_t* foreign) {
+  *total = sim::settings().total_bytes;
+  *own = *foreign = 0;
+  const auto& visible = sim::visible_devices();
+  const std::lock_guard lock(state().mutex);
+  for (size_t i = 0; i < visible.size(); ++i) {
+    if (visible[i] == device) {
+      *own = state().devices[i].used;
+      *foreign = state().devices[i].foreign;
+    }
+  }
+}
+}

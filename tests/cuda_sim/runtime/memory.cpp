@@ -1,0 +1,158 @@
+// Memory of the devices and pinned memory: blocks of host memory, counted for the device.
+#include "memory.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace sim {
+namespace {
+
+constexpr size_t kAlignment = 512;
+
+size_t left_of(const Device& device) {
+  const size_t total = settings().total_bytes;
+  return total - std::min(total, device.used + device.foreign);
+}
+
+uintptr_t number(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer);
+}
+
+}  // namespace
+
+cudaError_t allocate(void** out, size_t bytes, Kind kind) {
+  *out = nullptr;
+  if (bytes == 0) {
+    return cudaSuccess;
+  }
+  if (bytes > size_t{1} << 48) {
+    return fail(cudaErrorMemoryAllocation);
+  }
+  State& s = state();
+  const size_t rounded = (bytes + kAlignment - 1) & ~(kAlignment - 1);
+  const std::lock_guard lock(s.mutex);
+  Device& device = s.devices[current_device()];
+  if (kind == Kind::device && rounded > left_of(device)) {
+    return fail(cudaErrorMemoryAllocation);
+  }
+  void* block = std::aligned_alloc(kAlignment, rounded);
+  if (block == nullptr) {
+    return fail(cudaErrorMemoryAllocation);
+  }
+  if (kind == Kind::device) {
+    device.used += rounded;
+  }
+  s.blocks[number(block)] = {rounded, kind, current_device()};
+  *out = block;
+  return cudaSuccess;
+}
+
+cudaError_t release(void* pointer) {
+  if (pointer == nullptr) {
+    return cudaSuccess;
+  }
+  State& s = state();
+  Block block{};
+  {
+    const std::lock_guard lock(s.mutex);
+    const auto found = s.blocks.find(number(pointer));
+    if (found == s.blocks.end()) {
+      return fail(cudaErrorInvalidValue);
+    }
+    block = found->second;
+  }
+  for (cudaStream_t stream : streams_of(block.device)) {
+    stream->synchronize();
+  }
+  const std::lock_guard lock(s.mutex);
+  if (s.blocks.erase(number(pointer)) == 0) {
+    return fail(cudaErrorInvalidValue);
+  }
+  if (block.kind == Kind::device) {
+    s.devices[block.device].used -= block.bytes;
+  }
+  if (block.kind != Kind::registered) {
+    std::free(pointer);
+  }
+  return cudaSuccess;
+}
+
+cudaPointerAttributes attributes_of(const void* pointer) {
+  cudaPointerAttributes found{};
+  found.type = cudaMemoryTypeUnregistered;
+  found.device = -1;
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  auto at = s.blocks.upper_bound(number(pointer));
+  if (at == s.blocks.begin()) {
+    return found;
+  }
+  --at;
+  const Block& block = at->second;
+  if (number(pointer) >= at->first + block.bytes) {
+    return found;
+  }
+  const bool on_device = block.kind == Kind::device;
+  found.type = on_device ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
+  found.device = block.device;
+  found.devicePointer = const_cast<void*>(pointer);
+  found.hostPointer = on_device ? nullptr : const_cast<void*>(pointer);
+  return found;
+}
+
+}  // namespace sim
+
+extern "C" {
+
+cudaError_t cudaMalloc(void** out, size_t bytes) {
+  SIM_ENTER();
+  return sim::allocate(out, bytes, sim::Kind::device);
+}
+
+cudaError_t cudaFree(void* pointer) {
+  SIM_ENTER();
+  return sim::release(pointer);
+}
+
+cudaError_t cudaMallocHost(void** out, size_t bytes) {
+  SIM_ENTER();
+  return sim::allocate(out, bytes, sim::Kind::host);
+}
+
+cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned /*flags*/) {
+  SIM_ENTER();
+  return sim::allocate(out, bytes, sim::Kind::host);
+}
+
+cudaError_t cudaFreeHost(void* pointer) {
+  SIM_ENTER();
+  return sim::release(pointer);
+}
+
+cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned /*flags*/) {
+  SIM_ENTER();
+  const std::lock_guard lock(sim::state().mutex);
+  sim::state().blocks[reinterpret_cast<uintptr_t>(pointer)] = {bytes, sim::Kind::registered,
+                                                               sim::current_device()};
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostUnregister(void* pointer) {
+  SIM_ENTER();
+  return sim::release(pointer);
+}
+
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  SIM_ENTER();
+  const std::lock_guard lock(sim::state().mutex);
+  *total = sim::settings().total_bytes;
+  *free = sim::left_of(sim::state().devices[sim::current_device()]);
+  return cudaSuccess;
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  SIM_ENTER();
+  *attributes = sim::attributes_of(pointer);
+  return cudaSuccess;
+}
+}

@@ -1,0 +1,61 @@
+#include "settings.h"
+
+#include <cstdlib>
+
+namespace sim {
+namespace {
+
+long variable(const char* name, long otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? otherwise : std::atol(text);
+}
+
+// As the real runtime, it takes the numbers up to the first that names no device.
+std::vector<int> read_visible_devices() {
+  const int machine = settings().devices;
+  std::vector<int> found;
+  const char* at = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (at == nullptr) {
+    for (int i = 0; i < machine; ++i) {
+      found.push_back(i);
+    }
+    return found;
+  }
+  while (*at != 0) {
+    char* end = nullptr;
+    const long number = std::strtol(at, &end, 10);
+    if (end == at || number < 0 || number >= machine) {
+      break;
+    }
+    found.push_back(static_cast<int>(number));
+    if (*end != ',') {
+      break;
+    }
+    at = end + 1;
+  }
+  return found;
+}
+
+}  // namespace
+
+const Settings& settings() {
+  static const Settings all{
+      .devices = static_cast<int>(variable("SIM_CUDA_DEVICES", 2)),
+      .total_bytes = static_cast<size_t>(variable("SIM_CUDA_MEMORY_MB", 256)) << 20,
+      .strict = variable("SIM_CUDA_STRICT", 0) != 0,
+      .operators = variable("SIM_CUDA_NO_OPERATORS", 0) == 0,
+  };
+  return all;
+}
+
+std::atomic<long>& delay_us() {
+  static std::atomic<long> now = variable("SIM_CUDA_DELAY_US", -1);
+  return now;
+}
+
+const std::vector<int>& visible_devices() {
+  static const auto* found = new std::vector<int>(read_visible_devices());
+  return *found;
+}
+
+}  // namespace sim

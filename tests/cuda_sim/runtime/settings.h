@@ -1,0 +1,24 @@
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <vector>
+
+namespace sim {
+
+/// The variables SIM_CUDA_*, as they are when the first function of the runtime is called.
+struct Settings {
+  int devices;         // SIM_CUDA_DEVICES
+  size_t total_bytes;  // SIM_CUDA_MEMORY_MB, of each device
+  bool strict;         // SIM_CUDA_STRICT
+  bool operators;      // SIM_CUDA_NO_OPERATORS is not set
+};
+
+const Settings& settings();
+
+/// SIM_CUDA_DELAY_US, until a test sets another; -1: work is done inside the call that asks for it.
+std::atomic<long>& delay_us();
+
+/// The devices of the machine that CUDA_VISIBLE_DEVICES leaves: read once, as by the real runtime.
+const std::vector<int>& visible_devices();
+
+}  // namespace sim

@@ -1,0 +1,32 @@
+#pragma once
+// What a test may plant in the simulated devices and ask of them, and what the other fakes share with the runtime.
+// From Python: ctypes.CDLL("libcudart.so.13").sim_cuda_calls(b"cudaMalloc").
+#include <driver_types.h>
+
+#include <cstddef>
+
+extern "C" {
+
+/// From now on every call for this device fails with this error, as after an illegal memory access; 0 ends it.
+void sim_cuda_plant_error(int device, int error);
+/// Calls of this function of the runtime fail with this error: after `after` more calls, `times` times.
+void sim_cuda_plant_fault(const char* function, int error, long after, long times);
+/// How often this function of the runtime was called.
+long sim_cuda_calls(const char* function);
+/// Memory of this device that another process is to have.
+void sim_cuda_set_foreign(int device, size_t bytes);
+/// From now on streams start their work this much later, as SIM_CUDA_DELAY_US says; -1: inside the call.
+void sim_cuda_set_delay(long us);
+/// Whether streams work behind the host's back.
+int sim_cuda_asynchronous();
+
+/// Whether this process has used this device, and so has a primary context on it.
+int sim_cuda_active(int device);
+/// Runs `work` in a thread of the stream, whatever SIM_CUDA_DELAY_US is: for work that may wait for another process.
+void sim_cuda_enqueue(cudaStream_t stream, void (*work)(void*), void* data);
+
+/// How many devices the machine has, whatever CUDA_VISIBLE_DEVICES leaves of them.
+int sim_cuda_machine_devices();
+/// Bytes of a device of the machine, what this process has of it and what the other process has of it.
+void sim_cuda_machine_memory(int device, size_t* total, size_t* own, size_t* foreign);
+}

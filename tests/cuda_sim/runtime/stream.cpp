@@ -1,0 +1,85 @@
+#include "stream.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "settings.h"
+
+namespace sim {
+
+void Mark::set() {
+  const std::lock_guard lock(mutex_);
+  done_ = true;
+  time_ = Clock::now();
+  changed_.notify_all();
+}
+
+void Mark::wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return done_; });
+}
+
+bool Mark::is_done() {
+  const std::lock_guard lock(mutex_);
+  return done_;
+}
+
+Clock::time_point Mark::time() {
+  const std::lock_guard lock(mutex_);
+  return time_;
+}
+
+}  // namespace sim
+
+void CUstream_st::enqueue(std::function<void()> work, sim::When when) {
+  const long delay_us = sim::delay_us();
+  if (when == sim::When::in_call && delay_us < 0 && idle()) {
+    work();
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  const auto start = sim::Clock::now() + std::chrono::microseconds(std::max(delay_us, 0L));
+  queue_.emplace_back(start, std::move(work));
+  if (!std::exchange(started_, true)) {
+    std::thread([this] { run(); }).detach();
+  }
+  changed_.notify_all();
+}
+
+void CUstream_st::synchronize() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return queue_.empty() && !busy_; });
+}
+
+bool CUstream_st::idle() {
+  const std::lock_guard lock(mutex_);
+  return queue_.empty() && !busy_;
+}
+
+// Never ends: a destroyed stream's thread stays with its empty queue.
+void CUstream_st::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return !queue_.empty(); });
+    auto [start, work] = std::move(queue_.front());
+    queue_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    std::this_thread::sleep_until(start);
+    work();
+    work = nullptr;  // what it holds goes before the stream is seen to be idle
+    lock.lock();
+    busy_ = false;
+    changed_.notify_all();
+  }
+}
+
+std::shared_ptr<sim::Mark> CUevent_st::latest() {
+  const std::lock_guard lock(mutex_);
+  return mark_;
+}
+
+std::shared_ptr<sim::Mark> CUevent_st::renew() {
+  const std::lock_guard lock(mutex_);
+  return mark_ = std::make_shared<sim::Mark>();
+}

@@ -1,0 +1,73 @@
+#pragma once
+#include <driver_types.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+namespace sim {
+
+using Clock = std::chrono::steady_clock;
+
+/// What is waited for of an event: each record makes one, which the streams that wait for it share.
+class Mark {
+ public:
+  void set();
+  void wait();
+  bool is_done();
+  /// When it was set.
+  Clock::time_point time();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  Clock::time_point time_;
+};
+
+enum class When {
+  in_call,  // inside the call if nothing is before it and streams do not work behind the host's back
+  by_thread  // in the stream's thread: it may wait
+};
+
+}  // namespace sim
+
+/// A queue of work that is done in order. Without SIM_CUDA_DELAY_US work is done inside the call that asks for it,
+/// unless the stream waits; with it a thread starts each piece of work that much later, so that work which is not
+/// ordered by events is seen to be unordered.
+struct CUstream_st {
+  CUstream_st(int of_device, int with_priority) : device(of_device), priority(with_priority) {}
+
+  void enqueue(std::function<void()> work, sim::When when = sim::When::in_call);
+  void synchronize();
+  bool idle();
+
+  const int device;
+  const int priority;
+
+ private:
+  void run();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::pair<sim::Clock::time_point, std::function<void()>>> queue_;
+  bool busy_ = false;
+  bool started_ = false;
+};
+
+struct CUevent_st {
+  explicit CUevent_st(unsigned with_flags) : flags(with_flags) {}
+
+  std::shared_ptr<sim::Mark> latest();
+  std::shared_ptr<sim::Mark> renew();
+
+  const unsigned flags;
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<sim::Mark> mark_;
+};

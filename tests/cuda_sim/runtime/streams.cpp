@@ -1,0 +1,93 @@
+// The runtime's functions of streams. What is captured into a graph is nothing: see absent.cpp.
+#include <algorithm>
+#include <utility>
+
+#include "state.h"
+
+extern "C" {
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned /*flags*/, int priority) {
+  SIM_ENTER();
+  const int device = sim::current_device();
+  *out = new CUstream_st(device, priority);
+  const std::lock_guard lock(sim::state().mutex);
+  sim::state().devices[device].streams.push_back(*out);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) {
+  return cudaStreamCreateWithPriority(out, flags, 0);
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t* out) {
+  return cudaStreamCreateWithPriority(out, 0, 0);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  SIM_ENTER();
+  stream->synchronize();
+  const std::lock_guard lock(sim::state().mutex);
+  auto& streams = sim::state().devices[stream->device].streams;
+  streams.erase(std::find(streams.begin(), streams.end(), stream));
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  *priority = sim::real(stream)->priority;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  SIM_ENTER();
+  return sim::real(stream)->idle() ? cudaSuccess : sim::fail(cudaErrorNotReady);
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  SIM_ENTER();
+  sim::real(stream)->synchronize();
+  const cudaError_t error = sim::sticky();  // of the work that was waited for
+  return error == cudaSuccess ? error : sim::fail(error);
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
+  SIM_ENTER();
+  sim::real(stream)->enqueue([=] { function(data); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data,
+                                  unsigned /*flags*/) {
+  SIM_ENTER();
+  sim::real(stream)->enqueue([=] { function(stream, cudaSuccess, data); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t /*stream*/, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return sim::enter(__func__);
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t /*stream*/, cudaStreamCaptureStatus* status,
+                                     unsigned long long* id, cudaGraph_t* graph,
+                                     const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
+                                     size_t* count) {
+  *status = cudaStreamCaptureStatusNone;
+  const auto clear = [](auto* out) {
+    if (out != nullptr) {
+      *out = {};
+    }
+  };
+  clear(id);
+  clear(graph);
+  clear(nodes);
+  clear(edges);
+  clear(count);
+  return sim::enter(__func__);
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  static thread_local cudaStreamCaptureMode now = cudaStreamCaptureModeGlobal;
+  std::swap(*mode, now);
+  return cudaSuccess;
+}
+}

@@ -1,0 +1,38 @@
+"""What the simulated device offers to tests."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+MIB = 1 << 20
+
+_process = ctypes.CDLL(None)
+sim = _process if hasattr(_process, "sim_cuda_calls") else None
+
+
+def set_delay(us):
+    """Streams start their work `us` microseconds later; None: inside the call."""
+    sim.sim_cuda_set_delay(ctypes.c_long(-1 if us is None else us))
+
+
+def plant_fault(function, error, after=0, times=1):
+    """Calls of this function of the runtime fail: after `after` more calls, `times` times."""
+    sim.sim_cuda_plant_fault(function.encode(), error, ctypes.c_long(after), ctypes.c_long(times))
+
+
+def calls(function):
+    sim.sim_cuda_calls.restype = ctypes.c_long
+    return sim.sim_cuda_calls(function.encode())
+
+
+def program(source, **environment):
+    """Runs Python source as a program on the simulated device: its status and what it said."""
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return done.returncode, done.stdout + done.stderr

@@ -1,0 +1,72 @@
+"""Process groups over the simulated NCCL, and gloo with tensors of the devices."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+
+def collectives(rank):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
+        x = torch.full((1000,), rank + 1, device="cuda", dtype=dtype)
+        dist.all_reduce(x)
+        assert x.tolist() == [3] * 1000
+    largest = torch.tensor([float(rank), -float(rank)], device="cuda")
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    assert largest.tolist() == [1, 0]
+    mean = torch.tensor([float(rank)], device="cuda")
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    assert mean.item() == 0.5
+    parts = torch.empty(2, 3, device="cuda")
+    dist.all_gather_into_tensor(parts, torch.full((3,), float(rank), device="cuda"))
+    assert parts.tolist() == [[0.0] * 3, [1.0] * 3]
+    piece = torch.empty(2, device="cuda")
+    dist.reduce_scatter_tensor(piece, torch.arange(4.0, device="cuda"))
+    assert piece.tolist() == [4.0 * rank, 4.0 * rank + 2]
+    dist.broadcast(piece, 1)
+    assert piece.tolist() == [4.0, 6.0]
+    swapped = torch.empty(2, device="cuda")
+    dist.all_to_all_single(swapped, torch.tensor([10.0 * rank, 10.0 * rank + 1], device="cuda"))
+    assert swapped.tolist() == [float(rank), 10.0 + rank]
+
+
+def messages(rank):
+    sent = torch.full((3 << 20,), float(rank), device="cuda")  # more than sockets hold
+    got = torch.empty_like(sent)
+    requests = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]
+    )
+    for request in requests:
+        request.wait()
+    assert got[-1].item() == 1 - rank
+
+
+def model(rank):
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4).cuda(), device_ids=[rank])
+    wrapped(torch.ones(2, 4, device="cuda") * (rank + 1)).sum().backward()
+    torch.testing.assert_close(wrapped.module.weight.grad.cpu(), torch.full((4, 4), 3.0))
+
+
+def everything(rank, group):
+    backend = dist.group.WORLD._get_backend(torch.device("cuda"))
+    assert type(backend).__name__ == group
+    for part in (collectives, messages, model):
+        part(rank)
+
+
+@pytest.mark.parametrize("second, group", [("0", "ProcessGroupNCCL"), ("1", "ProcessGroupNCCL2")])
+def test_nccl_s_collectives_messages_and_ddp(second, group):
+    """By torch's classic group, and by that of later versions."""
+    run_ranks(everything, group, environment={"TORCH_DIST_USE_NCCL2": second})
+
+
+def on_gloo(rank):
+    x = torch.full((1000,), float(rank + 1), device="cuda")
+    dist.all_reduce(x)
+    assert x.sum().item() == 3000
+    model(rank)
+
+
+def test_gloo_takes_tensors_of_the_devices():
+    run_ranks(on_gloo, backend="gloo")
