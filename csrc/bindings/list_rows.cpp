@@ -142,7 +142,7 @@ std::optional<int64_t> rows_of_leaf(const py::handle& leaf, Kind kind, int64_t d
                      "this part of the batch is neither cut into rows nor said to be whole (", path,
                      ": ", type_name(leaf),
                      "); say how it is cut with register_split, or with None in batch_dim "
-                     "(kwargs_dim for a keyword) that every piece gets it whole");
+                     "(a Pipeline's kwargs_dim for a keyword) that every piece gets it whole");
     return std::nullopt;
   }
   const auto& tensor = THPVariable_Unpack(leaf.ptr());

@@ -11,11 +11,12 @@
 namespace brimful::probes {
 namespace {
 
-constexpr size_t kSummaryColumns = 9;
-constexpr size_t kWords = 2;  // columns that are not numbers
+constexpr size_t kSummaryColumns = 11;
+constexpr size_t kWords = 3;  // columns that are not numbers
 using Cells = std::array<std::string, kSummaryColumns>;
-const Cells kTitles{"module",      "output", "calls",        "parameters",   "buffers",
-                    "activations", "saved",  "forward peak", "backward peak"};
+const Cells kTitles{"module",     "input",         "output",       "calls",
+                    "parameters", "multiply-adds", "buffers",      "activations",
+                    "saved",      "forward peak",  "backward peak"};
 
 std::string grouped(int64_t number) {
   std::string digits = std::to_string(number);
@@ -34,14 +35,14 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return text.empty() ? "scalar" : text;
 }
 
-std::string outputs_text(const ModuleRow& row) {
+std::string shapes_text(const std::vector<std::vector<int64_t>>& shapes) {
   constexpr size_t kShown = 2;
   std::string text;
-  for (size_t k = 0; k < std::min(row.outputs.size(), kShown); ++k) {
+  for (size_t k = 0; k < std::min(shapes.size(), kShown); ++k) {
     text += k == 0 ? "" : ", ";
-    text += shape_text(row.outputs[k]);
+    text += shape_text(shapes[k]);
   }
-  const size_t more = row.outputs.size() - std::min(row.outputs.size(), kShown);
+  const size_t more = shapes.size() - std::min(shapes.size(), kShown);
   return more == 0 ? text : text + ", and " + std::to_string(more) + " more";
 }
 
@@ -66,9 +67,11 @@ std::string bytes_text(int64_t bytes) {
 Cells cells_of(const ModuleRow& row) {
   const bool ran = row.calls > 0;
   return {label_of(row),
-          outputs_text(row),
+          shapes_text(row.inputs),
+          shapes_text(row.outputs),
           ran ? std::to_string(row.calls) : "",
           parameters_text(row),
+          row.multiply_adds == 0 ? "" : grouped(row.multiply_adds),
           bytes_text(row.buffer_bytes),
           bytes_text(row.activation_bytes),
           bytes_text(row.saved_bytes),

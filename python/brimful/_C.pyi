@@ -1039,6 +1039,7 @@ class ModuleRow:
     type: str
     depth: int
     calls: int
+    inputs: list[list[int]]
     outputs: list[list[int]]
     output_bytes: int
     trainable: int
@@ -1046,6 +1047,7 @@ class ModuleRow:
     parameter_bytes: int
     shares: bool
     buffer_bytes: int
+    multiply_adds: int
     activation_bytes: int
     saved_bytes: int
     forward_peak_bytes: int

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from brimful import _C, _pipeline_arguments as _arguments
-from brimful._module_spans import ModuleSpans
+from brimful._module_spans import ModuleRows, ModuleSpans
 from brimful._summary import LossFn, _collected_between_steps, _Step, _sum_of_outputs, summary
 from brimful._unchanged import Unchanged
 
@@ -22,8 +22,8 @@ _PARAMETER_COPIES = 2  # itself and its gradient
 class _ModuleTimes(ModuleSpans):
     """Seconds of a step by child of the model, forward and backward."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        super().__init__(model, device, 0)
+    def __init__(self, model: torch.nn.Module, rows: ModuleRows, device: torch.device) -> None:
+        super().__init__(model, rows, device, 0)
         self.seconds: dict[int, float] = {}
 
     def _now(self) -> float:
@@ -32,7 +32,7 @@ class _ModuleTimes(ModuleSpans):
         return time.perf_counter()
 
     def begin(self, backward: bool) -> None:
-        self._in_backward, self.stack = backward, []
+        self._in_forward, self.stack = not backward, []
         self._since = self._now()
         self._note_nodes()
 
@@ -53,12 +53,12 @@ def _sum(model: torch.nn.Module, sample: Any) -> Any:
 
 def _times(model: torch.nn.Sequential, sample: Any, loss_fn: LossFn) -> list[float]:
     step = _Step(model, loss_fn, None, True, None)
-    places = {module: place for place, module in enumerate(model.modules())}
-    children = [places[child] for _, child in model.named_children()]
+    rows = ModuleRows(model, by_call=False)
+    children = [rows.place(child, in_forward=False) for _, child in model.named_children()]
     rounds = []
     with _collected_between_steps(), Unchanged(model, sample, None, step.device) as unchanged:
         for _ in range(1 + _ROUNDS):  # the first makes what is made once and for all
-            with _ModuleTimes(model, step.device) as times:
+            with _ModuleTimes(model, rows, step.device) as times:
                 step.run(sample, times.part)
             unchanged.empty_gradients()
             rounds.append([times.seconds.get(child, 0.0) for child in children])

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from brimful import _C
-from brimful._module_spans import ModuleSpans, SavedBytes, module_rows
+from brimful._module_spans import ModuleRows, ModuleSpans, SavedBytes
 from brimful._modules import unwrapped
 from brimful._unchanged import Unchanged
 
@@ -34,6 +34,10 @@ def summary(
     optimizer: torch.optim.Optimizer | None = None,
     train: bool = True,
     autocast: torch.dtype | bool | None = None,
+    by_call: bool = False,
+    batch_dim: Any = 0,
+    size_fn: Callable[[Any], int] | None = None,
+    split_fn: Callable[[Any, int, int], Any] | None = None,
 ) -> _C.StepSummary:
     """Run steps with this batch, and return what they take of memory, module by module; then undo them.
 
@@ -43,7 +47,9 @@ def summary(
     With ``train=False`` it is the forward alone, in ``eval()`` and without gradients. ``autocast`` is a dtype, or
     ``True`` for the device's own, and is in force around the forward.
 
-    Each row of ``modules`` counts the module and all that is inside it, all of its calls: ``activation_bytes`` is what
+    Each row of ``modules`` counts the module and all that is inside it, all of its calls, or with ``by_call`` one call
+    (modules that do not run then have no row): ``inputs`` and ``outputs`` are the shapes of the last call's tensors,
+    ``multiply_adds`` half the operations that ``torch.utils.flop_counter`` counts in forward, ``activation_bytes`` what
     its forwards left in memory, ``saved_bytes`` what they saved for backward and no module had saved before,
     ``forward_peak_bytes`` and ``backward_peak_bytes`` the most that the device held in all while it ran. ``peak_bytes``
     is the step's, to the byte on the CPU. ``predicted_bytes`` is what steps with a few rows had said of it (the
@@ -55,11 +61,13 @@ def summary(
     parameters and its state, are held meanwhile and not counted. A data-parallel wrapper is left out: other ranks take
     no part.
 
+    ``batch_dim``, ``size_fn`` and ``split_fn`` are a ``BatchSizer``'s.
+
     Raises ``ValueError`` for a batch without rows and for a loss that needs no gradient, ``TypeError`` for other types,
     and what the model raises. From one thread, with no other that allocates; waits for the device.
     """
     _check(model, loss_fn, optimizer, autocast)
-    splitter = _C.Splitter()
+    splitter = _C.Splitter(batch_dim=batch_dim, size_fn=size_fn, split_fn=split_fn)
     rows = splitter.rows_of(batch)
     if rows < 1:
         raise ValueError(f"there is nothing to measure in a batch without rows (rows: {rows})")
@@ -75,7 +83,7 @@ def summary(
         traces = _small_traces(step, batch, rows, splitter, unchanged)
         _foretell(found, traces, uncounted)
         try:
-            _measure_modules(found, step, batch, uncounted, unchanged)
+            _measure_modules(found, step, batch, uncounted, unchanged, by_call)
             _measure_step(found, step, batch, uncounted, traces)
         except torch.OutOfMemoryError as error:
             _look_beyond(found, batch, traces)
@@ -225,16 +233,21 @@ def _foretell(found: _C.StepSummary, traces: Traces, uncounted: int) -> None:
 
 
 def _measure_modules(
-    found: _C.StepSummary, step: _Step, batch: Any, uncounted: int, unchanged: Unchanged
+    found: _C.StepSummary,
+    step: _Step,
+    batch: Any,
+    uncounted: int,
+    unchanged: Unchanged,
+    by_call: bool,
 ) -> None:
-    rows = module_rows(step.model)
+    rows = ModuleRows(step.model, by_call)
     with SavedBytes(step.model, rows, batch) as saved:
         step.run(batch, saved.part)
     unchanged.between_runs()
-    with ModuleSpans(step.model, step.device, uncounted) as spans:
+    with ModuleSpans(step.model, rows, step.device, uncounted) as spans:
         step.run(batch, spans.part)
     unchanged.between_runs()
-    found.modules = _C._charge_modules(rows, spans.spans)
+    found.modules = _C._charge_modules(rows.rows, spans.spans)
 
 
 def _measure_step(

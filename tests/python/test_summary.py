@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import brimful
 
@@ -243,6 +244,69 @@ def test_a_layer_that_is_called_50_times_has_50_outputs():
 
 
 @pytest.mark.smoke
+def test_multiply_adds_are_those_of_torchs_counter():
+    model, batch = convolutions(), torch.randn(ROWS, 3, 16, 16)
+    with FlopCounterMode(display=False) as counter:
+        model(batch)
+    found = brimful.summary(model, batch)
+    assert found.modules[0].multiply_adds == counter.get_total_flops() // 2
+    rows = {row.name: row for row in found.modules}
+    assert rows["0"].multiply_adds == ROWS * 16 * 16 * 8 * 3 * 9
+    assert rows["0"].inputs == [[ROWS, 3, 16, 16]]
+    wide = brimful.summary(Checkpointed(), torch.randn(ROWS, 64)).modules[0]
+    assert wide.multiply_adds == ROWS * (64 * 128 + 3 * 2 * 128 * 512), "forward, once"
+
+
+def test_a_row_for_each_call():
+    model, batch = Reused(3), torch.randn(ROWS, 64)
+    together = brimful.summary(model, batch)
+    each = brimful.summary(model, batch, by_call=True)
+    assert [row.name for row in each.modules] == ["", "layer", "layer", "layer"]
+    assert [row.calls for row in each.modules] == [1] * 4
+    assert [row.shares for row in each.modules] == [False, False, True, True]
+    calls = each.modules[1:]
+    for name in ("multiply_adds", "activation_bytes", "output_bytes", "saved_bytes"):
+        assert sum(getattr(row, name) for row in calls) == getattr(together.modules[1], name)
+    assert max(row.backward_peak_bytes for row in calls) == together.modules[1].backward_peak_bytes
+    assert each.peak_bytes == together.peak_bytes
+    checkpointed = brimful.summary(Checkpointed(), torch.randn(ROWS, 64), by_call=True)
+    assert [row.calls for row in checkpointed.modules] == [1] * len(checkpointed.modules)
+
+
+def test_a_loss_that_calls_parts_of_the_model_has_their_rows():
+    model = convolutions()
+    found = brimful.summary(
+        model, torch.randn(ROWS, 3, 16, 16), loss_fn=lambda m, b: m[0](b).mean(), by_call=True
+    )
+    assert [(row.name, row.calls) for row in found.modules] == [("", 0), ("0", 1)]
+
+
+class Opaque:
+    def __init__(self, data):
+        self.data = data
+
+
+def test_batches_that_only_their_own_functions_can_split():
+    batch = Opaque(torch.randn(ROWS, 3, 16, 16))
+    model = convolutions()
+    with pytest.raises(TypeError, match="register_split"):
+        brimful.summary(model, batch, loss_fn=lambda m, b: m(b.data).mean())
+    found = brimful.summary(
+        model,
+        batch,
+        loss_fn=lambda m, b: m(b.data).mean(),
+        size_fn=lambda b: len(b.data),
+        split_fn=lambda b, begin, end: Opaque(b.data[begin:end]),
+    )
+    assert found.rows == ROWS
+    assert found.predicted_bytes == pytest.approx(found.peak_bytes, rel=0.01)
+    turned = torch.randn(3, ROWS, 16, 16)
+    found = brimful.summary(
+        model, turned, loss_fn=lambda m, b: m(b.transpose(0, 1)).mean(), batch_dim=1
+    )
+    assert found.rows == ROWS
+
+
 def test_what_is_kept_and_saved_by_hand():
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(inplace=True), nn.Linear(256, 8))
     found = brimful.summary(model, torch.randn(ROWS, 64))

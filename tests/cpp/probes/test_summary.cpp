@@ -18,7 +18,9 @@ StepSummary two_layers() {
   layer.depth = 1;
   layer.calls = 50;
   layer.trainable = 1234567;
+  layer.inputs = {{8, 5}};
   layer.outputs = {{8, 16}, {}};
+  layer.multiply_adds = 7654321;
   summary.modules = {model, layer};
   summary.mode = "train";
   summary.device = "cpu";
@@ -55,6 +57,8 @@ TEST_CASE("the table tells shapes, calls and grouped numbers", "[summary]") {
   const std::string table = to_string(two_layers());
   CHECK(table.find("\n  0 (List<Linear>)") != std::string::npos);
   CHECK(table.find("8 x 16, scalar") != std::string::npos);
+  CHECK(table.find("8 x 5") != std::string::npos);
+  CHECK(table.find("7,654,321") != std::string::npos);
   CHECK(table.find("50") != std::string::npos);
   CHECK(table.find("1,234,567") != std::string::npos);
   CHECK(table.find("largest batch") == std::string::npos);

@@ -17,21 +17,23 @@ struct MemorySpan {
   int64_t change_bytes = 0;  ///< in use at its end less in use at its beginning
 };
 
-/// One module, all of its calls and all that is inside it.
+/// One module and all that is inside it: all of its calls, or one of them.
 struct ModuleRow {
   std::string name;  ///< "" for the model itself
   std::string type;
   int64_t depth = 0;
   int64_t calls = 0;                          ///< in one forward of the model
-  std::vector<std::vector<int64_t>> outputs;  ///< shapes of the last call's tensors
+  std::vector<std::vector<int64_t>> inputs;   ///< shapes of the last call's tensors
+  std::vector<std::vector<int64_t>> outputs;  ///< the same
   int64_t output_bytes = 0;                   ///< of all calls
   int64_t trainable = 0;                      ///< elements of parameters, each parameter once
   int64_t frozen = 0;
   int64_t parameter_bytes = 0;
-  bool shares = false;  ///< a module before it has one of its own parameters as well
+  bool shares = false;  ///< a row before it has one of its own parameters as well
   int64_t buffer_bytes = 0;
-  int64_t activation_bytes = 0;    ///< more in use when its forwards returned than when they began
-  int64_t saved_bytes = 0;         ///< storages that its forwards saved first for backward
+  int64_t multiply_adds = 0;     ///< of its forwards: half the operations (FLOPs) that torch counts
+  int64_t activation_bytes = 0;  ///< more in use when its forwards returned than when they began
+  int64_t saved_bytes = 0;       ///< storages that its forwards saved first for backward
   int64_t forward_peak_bytes = 0;  ///< the most that was in use in all while it ran
   int64_t backward_peak_bytes = 0;
 };
