@@ -156,7 +156,8 @@ Recording stop_recording(const std::vector<Label>& labels) {
   Recording recording;
   recording.rank = variable("RANK", 0);
   recording.ranks = variable("WORLD_SIZE", 1);
-  recording.began_unix_ns = self.began_unix_ns;
+  recording.origin = origin_now();
+  recording.origin.unix_ns = self.began_unix_ns;
   recording.duration_ns = now_ns<std::chrono::steady_clock>() - self.began_ns;
   if (self.owns_tracking) {
     stop_tracking();

@@ -16,7 +16,7 @@ namespace brimful::memory {
 namespace {
 
 constexpr std::string_view kMagic = "brimful memory\n";
-constexpr uint64_t kVersion = 1;
+constexpr uint64_t kVersion = 2;  // 1 had no host, command and pid
 constexpr size_t kSumBytes = 8;
 
 uint64_t sum_of(std::string_view bytes) {  // FNV-1a
@@ -223,8 +223,11 @@ std::string to_bytes(const Recording& recording) {
   out.number(kVersion);
   out.difference(recording.rank);
   out.difference(recording.ranks);
-  out.difference(recording.began_unix_ns);
+  out.difference(recording.origin.unix_ns);
   out.difference(recording.duration_ns);
+  out.text(recording.origin.host);
+  out.text(recording.origin.command);
+  out.difference(recording.origin.pid);
   out.number(recording.sites.size());
   for (const Site& site : recording.sites) {
     out.text(valid_utf8(site.file));
@@ -272,14 +275,20 @@ Recording load_recording(const std::string& path) {
   const std::string bytes = read_file(path);
   Reader in(checked_content(bytes, path), path);
   const uint64_t version = in.number();
-  TORCH_CHECK_VALUE(version == kVersion,
+  TORCH_CHECK_VALUE(version == 1 || version == kVersion,
                     "the recording is of another version of brimful (path: ", path,
                     ", format: ", version, ", known: ", kVersion, "); read it with that one");
   Recording recording;
+  recording.path = path;
   recording.rank = static_cast<int>(in.difference());
   recording.ranks = static_cast<int>(in.difference());
-  recording.began_unix_ns = in.difference();
+  recording.origin.unix_ns = in.difference();
   recording.duration_ns = in.difference();
+  if (version > 1) {
+    recording.origin.host = in.text();
+    recording.origin.command = in.text();
+    recording.origin.pid = in.difference();
+  }
   for (size_t left = in.count(); left > 0; --left) {
     Site& site = recording.sites.emplace_back();
     site.file = in.text();

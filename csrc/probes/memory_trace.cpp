@@ -27,7 +27,7 @@ void add_steps(ChromeTrace& trace, int process, const memory::Recording& recordi
   int64_t step = device.first_step;
   const auto add = [&](int64_t end_ns) {
     trace.slice(process, 0, "step " + std::to_string(step), "step",
-                us(recording.began_unix_ns + begin_ns), us(end_ns - begin_ns));
+                us(recording.origin.unix_ns + begin_ns), us(end_ns - begin_ns));
   };
   for (const auto& event : device.events) {
     if (event.kind == memory::EventKind::step) {
@@ -52,9 +52,9 @@ std::string to_chrome_trace(const std::vector<memory::Recording>& recordings) {
       const auto timeline = timeline_of(device, kTraceColumns);
       for (const auto& column : timeline.columns) {
         trace.counter(process, "memory of " + device.device,
-                      us(recording.began_unix_ns + column.time_ns), values_of(column.by_category));
+                      us(recording.origin.unix_ns + column.time_ns), values_of(column.by_category));
       }
-      trace.mark(process, "peak", us(recording.began_unix_ns + timeline.peak_ns));
+      trace.mark(process, "peak", us(recording.origin.unix_ns + timeline.peak_ns));
       ++process;
     }
   }

@@ -109,7 +109,7 @@ class Snapshot {
     for (const auto& event : device.events) {
       if (event.kind != EventKind::step) {
         const auto& block = device.blocks[event.block];
-        const int64_t time_us = (recording.began_unix_ns + event.time_ns) / 1000;
+        const int64_t time_us = (recording.origin.unix_ns + event.time_ns) / 1000;
         if (event.kind == EventKind::birth) {
           write_entry(recording, "alloc", block, time_us);
         } else {
@@ -119,7 +119,7 @@ class Snapshot {
         split_now_and_then();
       }
     }
-    write_end((recording.began_unix_ns + recording.duration_ns) / 1000);
+    write_end((recording.origin.unix_ns + recording.duration_ns) / 1000);
     out_.end_list();
   }
 

@@ -5,6 +5,7 @@
 
 #include "base/format.h"
 #include "base/markup.h"
+#include "memory/most_bytes_first.h"
 
 namespace brimful::probes {
 namespace {
@@ -40,11 +41,9 @@ void write_causes(std::ostream& out, const OomFacts& facts) {
 
 void write_tables(std::ostream& out, const OomFacts& facts) {
   out << "<h2>By category</h2>\n<table>\n";
-  for (size_t k = 0; k < memory::kCategories; ++k) {
-    if (facts.by_category[k] > 0) {
-      write_row(out, facts.by_category[k], facts.used_bytes,
-                memory::name_of(static_cast<memory::Category>(k)), "");
-    }
+  for (const auto category : memory::most_bytes_first(facts.by_category)) {
+    write_row(out, facts.by_category[static_cast<size_t>(category)], facts.used_bytes,
+              memory::name_of(category), "");
   }
   out << "</table>\n<h2>By line</h2>\n<table>\n";
   for (const OomSite& site : facts.sites) {
@@ -65,7 +64,7 @@ std::string to_html(const OomFacts& facts) {
       << format_bytes(facts.request_bytes) << " were asked for at <code>"
       << escape_markup(facts.place) << "</code>, " << format_bytes(facts.used_bytes)
       << " were in use" << (facts.limit_bytes ? " of " + format_bytes(*facts.limit_bytes) : "")
-      << ".</p>\n";
+      << ".</p>\n<p><code>" << escape_markup(to_string(facts.origin)) << "</code></p>\n";
   write_causes(out, facts);
   write_tables(out, facts);
   out << "<h2>All that is known</h2>\n<pre>" << escape_markup(full_text(facts))

@@ -127,6 +127,7 @@ void write_report(const std::string& path, const OomFacts& facts) {
 
 std::string observe(c10::Device device, int64_t request_bytes, bool retried) {
   OomFacts facts;
+  facts.origin = memory::origin_now();
   facts.request_bytes = request_bytes;
   read_moment(facts);
   read_device(facts, device);

@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "base/format.h"
+#include "memory/most_bytes_first.h"
 
 namespace brimful::probes {
 namespace {
@@ -13,17 +14,10 @@ constexpr size_t kShortSites = 4;
 constexpr size_t kShortAdvice = 3;
 
 std::string categories(const OomFacts& facts) {
-  std::vector<std::pair<int64_t, std::string>> parts;
-  for (size_t k = 0; k < memory::kCategories; ++k) {
-    if (facts.by_category[k] > 0) {
-      parts.emplace_back(facts.by_category[k], memory::name_of(static_cast<memory::Category>(k)));
-    }
-  }
-  std::stable_sort(parts.begin(), parts.end(),
-                   [](const auto& a, const auto& b) { return a.first > b.first; });
   std::string text;
-  for (const auto& [bytes, name] : parts) {
-    text += (text.empty() ? "" : ", ") + name + " " + format_bytes(bytes);
+  for (const auto category : memory::most_bytes_first(facts.by_category)) {
+    text += (text.empty() ? "" : ", ") + std::string(memory::name_of(category)) + " " +
+            format_bytes(facts.by_category[static_cast<size_t>(category)]);
   }
   return text;
 }

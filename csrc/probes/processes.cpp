@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <thread>
+#include "base/one_line.h"
 #include "base/units.h"
 #include "memory/system_bounds.h"
 #include "probes/proc_files.h"
@@ -99,10 +100,7 @@ std::optional<double> quota_in(const std::string& folder, memory::LimitSource ve
   return static_cast<double>(*quota) / static_cast<double>(*period);
 }
 
-}  // namespace
-
-std::optional<Process> read_process_under(const std::string& root, int64_t pid) {
-  const auto folder = folder_of(root, pid);
+std::optional<Process> read_status(const std::string& folder, int64_t pid) {
   const auto status = read_or_empty(folder + "/status");
   if (status.empty()) {
     return std::nullopt;
@@ -110,14 +108,25 @@ std::optional<Process> read_process_under(const std::string& root, int64_t pid) 
   Process process;
   process.pid = pid;
   process.parent = number_after(status, "PPid:").value_or(0);
-  process.name = line_after(status, "Name:");
+  process.name = one_line(line_after(status, "Name:"));
   process.rss_bytes = kib_after(status, "VmRSS:");
   process.swap_bytes = kib_after(status, "VmSwap:");
+  return process;
+}
+
+}  // namespace
+
+std::optional<Process> read_process_under(const std::string& root, int64_t pid) {
+  const auto folder = folder_of(root, pid);
+  auto process = read_status(folder, pid);
+  if (!process) {
+    return std::nullopt;
+  }
   const auto pages = read_or_empty(folder + "/smaps_rollup");
   const auto clean = kib_after(pages, "Private_Clean:");
   const auto dirty = kib_after(pages, "Private_Dirty:");
   if (clean && dirty) {
-    process.uss_bytes = *clean + *dirty + kib_after(pages, "Private_Hugetlb:").value_or(0);
+    process->uss_bytes = *clean + *dirty + kib_after(pages, "Private_Hugetlb:").value_or(0);
   }
   return process;
 }
@@ -137,6 +146,20 @@ std::vector<Process> read_descendants_under(const std::string& root, int64_t pid
     waiting.insert(waiting.end(), more.begin(), more.end());
   }
   return found;
+}
+
+std::vector<Process> largest_processes_under(const std::string& root, size_t most) {
+  std::vector<Process> all;
+  for (const auto pid : all_pids(root)) {
+    auto process = read_status(folder_of(root, pid), pid);
+    if (process && process->rss_bytes.value_or(0) > 0) {
+      all.push_back(std::move(*process));
+    }
+  }
+  std::stable_sort(all.begin(), all.end(),
+                   [](const auto& a, const auto& b) { return *a.rss_bytes > *b.rss_bytes; });
+  all.resize(std::min(all.size(), most));
+  return all;
 }
 
 bool pids_are_the_hosts_under(const std::string& root) {
@@ -162,6 +185,10 @@ std::optional<double> cpu_quota_under(const std::string& root) {
 
 std::optional<Process> read_process(int64_t pid) {
   return read_process_under("", pid);
+}
+
+std::vector<Process> largest_processes(size_t most) {
+  return largest_processes_under("", most);
 }
 
 std::vector<Process> read_descendants(int64_t pid) {

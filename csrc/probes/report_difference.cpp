@@ -128,6 +128,7 @@ std::string to_html_difference(const memory::Recording& before, const memory::Re
     page.name = page.recording == &both[0] ? "before" : "after";
   }
   std::ostringstream body;
+  write_sources(body, both);
   for (const auto& device : devices) {
     write_device(body, device, pages, &both[1]);
   }

@@ -53,19 +53,11 @@ void write_facts(std::ostream& out, const PageTimeline& page) {
 }
 
 void write_categories(std::ostream& out, const memory::Peak& peak) {
-  std::vector<Category> sorted;
-  for (size_t k = 0; k < memory::kCategories; ++k) {
-    if (peak.by_category[k] != 0) {
-      sorted.push_back(static_cast<Category>(k));
-    }
-  }
   const auto bytes_of = [&](Category category) {
     return peak.by_category[static_cast<size_t>(category)];
   };
-  std::stable_sort(sorted.begin(), sorted.end(),
-                   [&](Category a, Category b) { return bytes_of(a) > bytes_of(b); });
   out << "<h3>At the peak, by category</h3>\n<table class=categories>\n";
-  for (const Category category : sorted) {
+  for (const Category category : memory::most_bytes_first(peak.by_category)) {
     out << "<tr><td class=n>" << format_bytes(bytes_of(category)) << "</td>";
     write_bar(out, category, bytes_of(category), peak.bytes);
     out << "<td>" << category_html(category) << "</td></tr>\n";
@@ -142,6 +134,7 @@ memory::Peak peak_of(const memory::DeviceRecording& device) {
 std::string to_html(const std::vector<Recording>& recordings) {
   const auto pages = timelines_of(recordings);
   std::ostringstream body;
+  write_sources(body, recordings);
   if (pages.empty()) {
     body << "<p class=note>There is no device in this recording.</p>\n";
   } else if (pages.size() > 1) {

@@ -6,6 +6,7 @@
 
 #include "base/json.h"
 #include "base/markup.h"
+#include "base/one_line.h"
 
 namespace brimful::probes {
 namespace {
@@ -16,6 +17,7 @@ using memory::Category;
 constexpr size_t kChartColumns = 8192;
 constexpr size_t kAllColumns = 4 * kChartColumns;
 constexpr size_t kLeastColumns = 1024;
+constexpr size_t kSourcesShown = 2;  // more are folded
 
 /// From below; what changes least comes first.
 constexpr std::array kStack{
@@ -80,7 +82,7 @@ std::string to_json(const PageTimeline& page, int64_t first_unix_ns) {
   const auto& [name, recording, device, timeline] = page;
   const auto us = [](int64_t ns) { return std::to_string(ns / 1000); };
   std::string text = "{\"name\":" + json_string(name);
-  text += ",\"offset_us\":" + us(recording->began_unix_ns - first_unix_ns);
+  text += ",\"offset_us\":" + us(recording->origin.unix_ns - first_unix_ns);
   text += ",\"end_us\":" + us(recording->duration_ns);
   text += ",\"peak\":{\"bytes\":" + std::to_string(timeline.peak.bytes) +
           ",\"time_us\":" + us(timeline.peak_ns) + "}";
@@ -117,7 +119,7 @@ std::vector<PageTimeline> timelines_of(const std::vector<memory::Recording>& rec
 std::string to_json(const std::vector<PageTimeline>& timelines) {
   int64_t first_unix_ns = INT64_MAX;
   for (const auto& page : timelines) {
-    first_unix_ns = std::min(first_unix_ns, page.recording->began_unix_ns);
+    first_unix_ns = std::min(first_unix_ns, page.recording->origin.unix_ns);
   }
   std::string text = "[";
   for (const auto& page : timelines) {
@@ -165,6 +167,25 @@ std::string count_text(int64_t count) {
     text.insert(static_cast<size_t>(at), 1, ',');
   }
   return text;
+}
+
+void write_sources(std::ostream& out, const std::vector<memory::Recording>& recordings) {
+  std::vector<std::string> lines;
+  for (const auto& recording : recordings) {
+    const auto origin = to_string(recording.origin);
+    if (!recording.path.empty() || !origin.empty()) {
+      lines.push_back("<p class=note><code>" + escape_markup(one_line(recording.path)) + "</code>" +
+                      (recording.path.empty() || origin.empty() ? "" : ": ") +
+                      escape_markup(origin) + "</p>\n");
+    }
+  }
+  const bool folded = lines.size() > kSourcesShown;
+  out << (folded ? "<details><summary>" + std::to_string(lines.size()) + " recordings</summary>\n"
+                 : "");
+  for (const auto& line : lines) {
+    out << line;
+  }
+  out << (folded ? "</details>\n" : "");
 }
 
 void write_page(std::ostream& out, const std::string& title, const std::string& body,

@@ -35,6 +35,8 @@ void write_bar(std::ostream& out, memory::Category category, int64_t bytes, int6
 std::string time_text(int64_t ns);
 std::string count_text(int64_t count);
 
+/// The recordings' files, and where, when and of what they were made.
+void write_sources(std::ostream& out, const std::vector<memory::Recording>& recordings);
 void write_page(std::ostream& out, const std::string& title, const std::string& body,
                 const std::vector<PageTimeline>& timelines);
 

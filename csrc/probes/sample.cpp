@@ -10,6 +10,8 @@
 namespace brimful::probes {
 namespace {
 
+constexpr size_t kLargestShown = 10;
+
 HostMemory read_host() {
   HostMemory host;
   const auto meminfo = memory::read_or_empty("/proc/meminfo");
@@ -63,6 +65,8 @@ Sample take_sample(int64_t pid) {
     const auto whose = pid == 0 ? getpid() : pid;
     sample.process = read_process(whose);
     sample.children = read_descendants(whose);
+  } else {
+    sample.largest = largest_processes(kLargestShown);
   }
   sample.host = read_host();
   if (pid == 0 || pid == getpid()) {

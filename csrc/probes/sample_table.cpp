@@ -116,6 +116,15 @@ std::string process_table(const Sample& sample) {
   return "\n" + table(rows);
 }
 
+std::string largest_table(const std::vector<Process>& largest) {
+  std::vector<Row> rows{{"pid", "resident", "process"}};
+  for (const auto& process : largest) {
+    rows.push_back(
+        {std::to_string(process.pid), bytes_or_unknown(process.rss_bytes), process.name});
+  }
+  return "\n" + table(rows);
+}
+
 }  // namespace
 
 std::string to_table(const Sample& sample) {
@@ -128,6 +137,9 @@ std::string to_table(const Sample& sample) {
   }
   if (sample.process) {
     text += process_table(sample);
+  }
+  if (!sample.largest.empty()) {
+    text += largest_table(sample.largest);
   }
   return text;
 }

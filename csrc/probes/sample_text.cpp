@@ -188,8 +188,10 @@ std::string to_json(const Sample& sample) {
   if (sample.process) {
     write(json, *sample.process);
   }
-  for (const auto& child : sample.children) {
-    write(json, child);
+  for (const auto* const others : {&sample.children, &sample.largest}) {
+    for (const auto& process : *others) {
+      write(json, process);
+    }
   }
   json.close(']');
   write_fields(json, sample.host);

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from brimful import _C
+from brimful._wrapping import member_of
 
 _MOST = 2**31 - 1
 
@@ -42,12 +43,13 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
 
 
 def group(value: Any) -> Any:
-    if value is not None and not isinstance(value, torch.distributed.ProcessGroup):
-        remedy = "; pass its get_group()" if hasattr(value, "get_group") else ""
+    if value is None:
+        return None
+    if hasattr(value, "get_group"):
         raise TypeError(
-            f"group must be a torch.distributed.ProcessGroup (type: {type(value)}){remedy}"
+            f"group must be a torch.distributed.ProcessGroup (type: {type(value)}); pass its get_group()"
         )
-    return value
+    return member_of(value)
 
 
 def stages(value: Any) -> list[Any]:

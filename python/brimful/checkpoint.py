@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from brimful import _C
-from brimful._wrapping import Contents
+from brimful._wrapping import Contents, member_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -174,7 +174,7 @@ class BucketPlan:
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
-    return group
+    return None if group is None else member_of(group)
 
 
 def _own_device(storage: Any, location: str) -> Any:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import brimful
-from brimful.checkpoint import BucketPlan, PerRank
+from brimful.checkpoint import BucketPlan, PerRank, load, save_on_rank0
 
 EPOCH = 8
 
@@ -148,6 +148,14 @@ def elastic_job(rank, path):
     if rank.index == 1:
         with pytest.raises(ValueError, match=r"this rank is not in the group \(rank: 1\)"):
             brimful.DistributedDataParallel(net(0), process_group=alone)
+        for call in (
+            lambda: save_on_rank0({}, f"{path}/state", group=alone),
+            lambda: load(f"{path}/state", group=alone),
+            lambda: PerRank(net(0), group=alone),
+            lambda: brimful.Pipeline([net(0)], microbatches=1, group=alone),
+        ):
+            with pytest.raises(ValueError, match=r"this rank is not in the group \(rank: 1\)"):
+                call()
     sizer = brimful.BatchSizer(model, local=True)
     if rank.index == 0:
         dcp.save({"sizer": PerRank(sizer)}, checkpoint_id=path, process_group=alone)

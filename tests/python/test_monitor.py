@@ -233,6 +233,16 @@ def test_top_shows_the_table_once(library):
     none = run("-m", "brimful", "top", "--once", BRIMFUL_NVML="libbrimful-no-such.so")
     assert none.returncode == 0
     assert "no NVIDIA driver here (libbrimful-no-such.so" in none.stdout
+    head, *rows = none.stdout.split("\n\n")[-1].splitlines()
+    assert head.split() == ["pid", "resident", "process"]
+    assert 0 < len(rows) <= 10
+    assert any(re.match(r"\d+ +[\d.]+ [KMGT]iB  \S", row) for row in rows)
+    everybody = json.loads(
+        run("-m", "brimful", "top", "--once", "--json", BRIMFUL_NVML="no-such.so").stdout
+    )["processes"]
+    assert [p["rss_bytes"] for p in everybody] == sorted(
+        (p["rss_bytes"] for p in everybody), reverse=True
+    )
 
 
 def test_top_speaks_json(library):

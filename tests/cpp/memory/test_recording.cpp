@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <system_error>
 #include <thread>
 
@@ -207,12 +208,16 @@ TEST_CASE("A file gives back what was recorded", "[memory][recording]") {
   const auto path = scratch("whole");
   auto recording = small_recording();
   recording.rank = 3;
+  CHECK(recording.origin.pid == getpid());
+  CHECK(recording.origin.command.find("brimful_tests") != std::string::npos);
   recording.sites.push_back({"\xff<script>", -1, "f"});
   save_recording(recording, path);
   const auto loaded = load_recording(path);
   std::filesystem::remove(path);
   CHECK(loaded.rank == 3);
-  CHECK(loaded.began_unix_ns == recording.began_unix_ns);
+  CHECK(loaded.path == path);
+  CHECK(to_string(loaded.origin) == to_string(recording.origin));
+  CHECK(loaded.origin.unix_ns == recording.origin.unix_ns);
   CHECK(loaded.duration_ns == recording.duration_ns);
   REQUIRE(loaded.sites.size() == recording.sites.size());
   CHECK(loaded.sites.back().file == "\xef\xbf\xbd<script>");
@@ -236,6 +241,25 @@ TEST_CASE("A file gives back what was recorded", "[memory][recording]") {
     CHECK(after.blocks[k].phase == before.blocks[k].phase);
     CHECK(after.blocks[k].category == before.blocks[k].category);
   }
+}
+
+TEST_CASE("A file of the first format has no origin but its time", "[memory][recording]") {
+  const auto path = scratch("first");
+  std::string bytes = "brimful memory\n";
+  bytes += std::string("\x01\x00\x02\x0a\x00\x00\x00", 7);  // rank 0 of 1, 5 ns, no site, no device
+  uint64_t sum = 0xcbf29ce484222325ULL;
+  for (const char byte : bytes) {
+    sum = (sum ^ static_cast<uint8_t>(byte)) * 0x100000001b3ULL;
+  }
+  for (int k = 0; k < 8; ++k) {
+    bytes.push_back(static_cast<char>(sum >> (8 * k)));
+  }
+  std::ofstream(path, std::ios::binary) << bytes;
+  const auto loaded = load_recording(path);
+  std::filesystem::remove(path);
+  CHECK(loaded.ranks == 1);
+  CHECK(loaded.origin.unix_ns == 5);
+  CHECK(to_string(loaded.origin) == "1970-01-01 00:00:00 UTC");
 }
 
 TEST_CASE("A file that is cut off or damaged is told from a recording", "[memory][recording]") {

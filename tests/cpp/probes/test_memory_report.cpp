@@ -193,6 +193,19 @@ TEST_CASE("Names cannot leave their place in the page", "[probes][report]") {
   }
 }
 
+TEST_CASE("The page names its files and where they are of", "[probes][report]") {
+  auto recording = recording_of(made_up(10, 5));
+  recording.path = "a<b>.brimful";
+  recording.origin = {"node7", "python train.py", 42, 1'767'225'600'000'000'000};
+  const std::string line =
+      "<code>a&lt;b&gt;.brimful</code>: python train.py (pid 42) on host node7, "
+      "2026-01-01 00:00:00 UTC";
+  CHECK(to_html({recording}).find(line) != std::string::npos);
+  CHECK(to_html_difference(recording, recording).find(line) != std::string::npos);
+  const auto page = to_html(std::vector(4, recording));
+  CHECK(page.find("<summary>4 recordings</summary>") != std::string::npos);
+}
+
 TEST_CASE("What the ring lost is on the page", "[probes][report]") {
   auto device = made_up(10, 5);
   device.lost_events = 1234;
@@ -228,7 +241,7 @@ TEST_CASE("Ranks share a page", "[probes][report]") {
   auto first = recording_of(made_up(100, 50));
   auto second = recording_of(made_up(200, 60));
   second.rank = 1;
-  second.began_unix_ns = 5'000'000;
+  second.origin.unix_ns = 5'000'000;
   const auto page = to_html({first, second});
   const auto data = data_of(page);
   REQUIRE(data.size() == 2);

@@ -90,6 +90,21 @@ TEST_CASE("the short form has at most twelve lines and the page is safe", "[oom_
   CHECK(findings(OomFacts{}).empty());
 }
 
+TEST_CASE("the page has its origin, and the largest category first", "[oom_report]") {
+  auto facts = facts_of(90, 10);
+  of(facts, Category::parameters) = 5 * kMiB;
+  of(facts, Category::activations) = 70 * kMiB;
+  of(facts, Category::gradients) = 15 * kMiB;
+  facts.origin = {"node<7>", "python train.py", 42, 1'767'225'600'000'000'000};
+  const auto page = to_html(facts);
+  CHECK(page.find("python train.py (pid 42) on host node&lt;7&gt;, 2026-01-01 00:00:00 UTC") !=
+        std::string::npos);
+  const auto table = page.find("By category");
+  const auto place = [&](const char* name) { return page.find(name, table); };
+  CHECK(place("activations") < place("gradients"));
+  CHECK(place("gradients") < place("parameters"));
+}
+
 TEST_CASE("a refusal tells what filled the memory while tracking is on", "[oom_report]") {
   watch_ooms();
   CHECK(refusal("untracked").find("In use") == std::string::npos);
@@ -103,6 +118,8 @@ TEST_CASE("a refusal tells what filled the memory while tracking is on", "[oom_r
   const auto last = last_oom();
   REQUIRE(last);
   CHECK(last->request_bytes == 4096);
+  CHECK(last->origin.pid == getpid());
+  CHECK(last->origin.command.find("brimful_tests") != std::string::npos);
   CHECK(last->sites.front().place == "the big one");
 }
 

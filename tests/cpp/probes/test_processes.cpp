@@ -48,6 +48,24 @@ class MadeUpProc {
 
 }  // namespace
 
+TEST_CASE("Names drive no terminal, and the largest processes come first", "[probes]") {
+  const MadeUpProc proc;
+  proc.write("/proc/3/status", "Name:\tkthreadd\nPPid:\t2\n");  // the kernel's: has no memory
+  proc.write("/proc/7/status", "Name:\ta\x1b[2Jb\nPPid:\t1\nVmRSS:\t 100 kB\n");
+  proc.write("/proc/8/status", "Name:\tlarge\nPPid:\t1\nVmRSS:\t 300 kB\n");
+  proc.write("/proc/9/status", "Name:\tmiddle\nPPid:\t1\nVmRSS:\t 200 kB\n");
+  CHECK(read_process_under(proc.root, 7)->name == "a\\x1b[2Jb");
+  const auto names = [&](size_t most) {
+    std::string text;
+    for (const auto& process : largest_processes_under(proc.root, most)) {
+      text += process.name + " ";
+    }
+    return text;
+  };
+  CHECK(names(2) == "large middle ");
+  CHECK(names(9) == "large middle a\\x1b[2Jb ");
+}
+
 TEST_CASE("A process's memory is what /proc says", "[probes]") {
   const MadeUpProc proc;
   proc.process(7, 1);

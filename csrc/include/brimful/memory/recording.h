@@ -2,6 +2,7 @@
 #include <brimful/export.h>
 #include <brimful/memory/categories.h>
 #include <brimful/memory/live_table.h>
+#include <brimful/memory/origin.h>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -47,10 +48,11 @@ struct DeviceRecording {
 struct Recording {
   int rank = 0;
   int ranks = 1;
-  int64_t began_unix_ns = 0;
+  Origin origin;  ///< when it began
   int64_t duration_ns = 0;
   std::vector<Site> sites;  ///< the first is that of what no line is known for
   std::vector<DeviceRecording> devices;
+  std::string path;  ///< of the file that it was read from
 };
 
 /// Room for 1.4 million events.

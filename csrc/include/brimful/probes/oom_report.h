@@ -1,6 +1,7 @@
 #pragma once
 #include <brimful/export.h>
 #include <brimful/memory/categories.h>
+#include <brimful/memory/origin.h>
 #include <brimful/probes/fragmentation.h>
 #include <brimful/probes/leak.h>
 
@@ -50,6 +51,7 @@ struct OomProcess {
 
 /// As things stood at the refusal.
 struct OomFacts {
+  memory::Origin origin;
   std::string device = "cpu";
   int64_t request_bytes = 0;
   int64_t used_bytes = 0;

@@ -11,7 +11,7 @@ namespace brimful::probes {
 struct Process {
   int64_t pid = 0;
   int64_t parent = 0;
-  std::string name;                  ///< the kernel's: at most 15 characters
+  std::string name;  ///< the kernel's: at most 15 characters, control characters as "\x1b"
   std::optional<int64_t> rss_bytes;  ///< resident; memory shared with others counts in each
   std::optional<int64_t> uss_bytes;  ///< what would be free if it ended: private pages only
   std::optional<int64_t> swap_bytes;
@@ -23,6 +23,9 @@ BRIMFUL_API std::optional<Process> read_process(int64_t pid);
 
 /// All that `pid` started and that they started, ancestors first.
 BRIMFUL_API std::vector<Process> read_descendants(int64_t pid);
+
+/// Those of this machine, or container, with the most resident memory, the largest first; without their private pages.
+BRIMFUL_API std::vector<Process> largest_processes(size_t most);
 
 /// True where pids of this process are the driver's: outside of containers. False where that cannot be known.
 BRIMFUL_API bool pids_are_the_hosts();

@@ -38,12 +38,14 @@ struct Sample {
   double unix_s = 0;
   std::optional<Process> process;
   std::vector<Process> children;  ///< and theirs
+  std::vector<Process> largest;   ///< where no process was asked for: those with the most resident
   HostMemory host;
   std::vector<TorchMemory> torch;  ///< CUDA devices once CUDA is in use: looking makes no context
   GpuReport gpus;
 };
 
-/// Of process `pid`: 0 is this one, and has torch's memory too; a negative number leaves processes and torch out. Reads files
+/// Of process `pid`: 0 is this one, and has torch's memory too; a negative number takes the ten
+/// largest processes in its place. Reads files
 /// of /proc and asks NVML: about a millisecond, more for huge processes. Any thread.
 BRIMFUL_API Sample take_sample(int64_t pid = 0);
 
