@@ -44,17 +44,19 @@ test-python: build
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
 
 # The simulated device has to be loaded before torch, so these are processes of their own (tests/cuda_sim).
+SIMULATED = SIM_CUDA_MEMORY_MB=6144 $(BIN)/python tests/cuda_sim/run.py --libraries $(BUILD)/cuda_sim -- \
+  $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
+
 test-cuda-sim: build ## Run the tests marked gpu on the simulated CUDA device, and that device's own
-	@SIM_CUDA_MEMORY_MB=6144 $(BIN)/python tests/cuda_sim/run.py --libraries $(BUILD)/cuda_sim -- $(BIN)/python -m pytest \
-	  --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal -m "gpu and not real_gpu and not slow" tests/python \
-	  tests/cuda_sim/tests
+	@$(SIMULATED) -m "gpu and not real_gpu and not slow" tests/python tests/cuda_sim/tests
 
 soak: build ## Thousands of random faults in random steps of random models (minutes)
 	@$(BIN)/python -m pytest -m slow tests/python/test_soak.py
 
-test-slow: build ## Run the tests with trainers, Ray and Optuna, in an environment of their own beside .venv
+test-slow: build ## Run the tests with trainers, Ray and Optuna, in an environment of their own, and all of torch's operators
 	@tools/setup_integrations.sh $(VENV)
 	@$(VENV)-integrations/bin/python -m pytest -m "slow or not slow" tests/integrations tests/python/test_migration.py
+	@$(SIMULATED) -m "gpu and slow" tests/cuda_sim/tests
 
 # Without optimisation, and by clang++, so that both compilers see the library.
 test-oldest: ## Build and install against the oldest torch that is supported, and run the smoke tests

@@ -8,16 +8,22 @@
 namespace sim_operators {
 namespace {
 
-/// The bytes from a tensor's first value to its last.
+/// How many values from a tensor's first to its last, whether they are its own or lie between them.
+int64_t span_of(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) {
+    return 0;
+  }
+  int64_t span = 1;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    span += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  return span;
+}
+
 void move_values(const at::Tensor& from, const at::Tensor& to) {
-  if (from.numel() == 0) {
-    return;
+  if (const auto span = static_cast<size_t>(span_of(from))) {
+    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), span * from.itemsize());
   }
-  size_t bytes = from.itemsize();
-  for (int64_t i = 0; i < from.dim(); ++i) {
-    bytes += (from.size(i) - 1) * from.stride(i) * from.itemsize();
-  }
-  std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), bytes);
 }
 
 }  // namespace
@@ -60,6 +66,7 @@ void Aliases::write_back() {
     }
     theirs.resize_(ours.sizes());
     if (theirs.strides() != ours.strides()) {
+      theirs.resize_({span_of(ours)});
       theirs.as_strided_(ours.sizes(), ours.strides());
     }
     if (moved) {

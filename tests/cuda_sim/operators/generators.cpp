@@ -7,12 +7,12 @@
 namespace sim_operators {
 
 at::Generator cpu_generator(at::Generator cuda) {
-  constexpr uint64_t kOdd = 0x9E3779B97F4A7C15u;  // seeds that follow each other give far ones
+  constexpr uint64_t kOdd = 0x9E3779B97F4A7C15u;  // so that draws are far from those of other seeds
   constexpr uint64_t kOffset = 4;                 // torch wants a multiple of it
   const std::lock_guard lock(cuda.mutex());
   const uint64_t offset = cuda.get_offset();
   cuda.set_offset(offset + kOffset);
-  return at::detail::createCPUGenerator(cuda.current_seed() * kOdd + offset);
+  return at::detail::createCPUGenerator(cuda.current_seed() + offset * kOdd);
 }
 
 DefaultGenerator::DefaultGenerator(const at::Generator& other)

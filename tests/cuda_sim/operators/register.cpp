@@ -10,6 +10,7 @@
 
 #include "call.h"
 #include "copy.h"
+#include "without_cpu_kernel.h"
 
 namespace sim_operators {
 namespace {
@@ -76,6 +77,7 @@ std::unique_ptr<torch::Library> install() {
     library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&call_on_cpu>());
   }
   library->impl("copy_", TORCH_FN(copy_));
+  implement_without_cpu_kernel(*library);
   // What torch would choose for a device of this kind and nobody stands in for.
   at::globalContext().setUserEnabledCuDNN(false);
   at::globalContext().setSDPUseFlash(false);

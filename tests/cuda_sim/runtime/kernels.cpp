@@ -8,20 +8,21 @@
 #include <string_view>
 #include <thread>
 
+#include "sim_cuda.h"
 #include "state.h"
 
 namespace {
 
-constexpr int kTold = 20;
+constexpr long kTold = 20;
+std::atomic<long> not_run{0};
 
 /// A kernel that nobody stands in for: its results would be wrong from here on.
 void refuse(std::string_view name) {
-  static std::atomic<int> told{0};
-  if (sim::settings().strict) {
+  if (sim::strict()) {
     std::fprintf(stderr, "SIM_CUDA_STRICT: a kernel without a CPU stand-in: %s\n", name.data());
     std::abort();
   }
-  if (told++ < kTold) {
+  if (not_run++ < kTold) {
     std::fprintf(stderr, "simulated CUDA: kernel not run: %s\n", name.data());
   }
 }
@@ -41,7 +42,13 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t stream) 
 
 extern "C" {
 
-struct CUstream_st;
+void sim_cuda_set_strict(int strict) {
+  sim::strict() = strict != 0;
+}
+
+long sim_cuda_kernels_not_run() {
+  return not_run;
+}
 
 unsigned __cudaPushCallConfiguration(dim3 /*grid*/, dim3 /*block*/, size_t /*shared*/,
                                      CUstream_st* /*stream*/) {

@@ -42,7 +42,6 @@ const Settings& settings() {
   static const Settings all{
       .devices = static_cast<int>(variable("SIM_CUDA_DEVICES", 2)),
       .total_bytes = static_cast<size_t>(variable("SIM_CUDA_MEMORY_MB", 256)) << 20,
-      .strict = variable("SIM_CUDA_STRICT", 0) != 0,
       .operators = variable("SIM_CUDA_NO_OPERATORS", 0) == 0,
   };
   return all;
@@ -50,6 +49,11 @@ const Settings& settings() {
 
 std::atomic<long>& delay_us() {
   static std::atomic<long> now = variable("SIM_CUDA_DELAY_US", -1);
+  return now;
+}
+
+std::atomic<bool>& strict() {
+  static std::atomic<bool> now = variable("SIM_CUDA_STRICT", 0) != 0;
   return now;
 }
 

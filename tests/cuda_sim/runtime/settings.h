@@ -9,7 +9,6 @@ namespace sim {
 struct Settings {
   int devices;         // SIM_CUDA_DEVICES
   size_t total_bytes;  // SIM_CUDA_MEMORY_MB, of each device
-  bool strict;         // SIM_CUDA_STRICT
   bool operators;      // SIM_CUDA_NO_OPERATORS is not set
 };
 
@@ -17,6 +16,9 @@ const Settings& settings();
 
 /// SIM_CUDA_DELAY_US, until a test sets another; -1: work is done inside the call that asks for it.
 std::atomic<long>& delay_us();
+
+/// SIM_CUDA_STRICT, until a test sets another: a kernel that nobody stands in for ends the process.
+std::atomic<bool>& strict();
 
 /// The devices of the machine that CUDA_VISIBLE_DEVICES leaves: read once, as by the real runtime.
 const std::vector<int>& visible_devices();

@@ -20,6 +20,11 @@ void sim_cuda_set_delay(long us);
 /// Whether streams work behind the host's back.
 int sim_cuda_asynchronous();
 
+/// From now on a kernel that nobody stands in for ends the process, as SIM_CUDA_STRICT=1 says, or does not.
+void sim_cuda_set_strict(int strict);
+/// How many kernels that nobody stands in for were not run.
+long sim_cuda_kernels_not_run();
+
 /// Whether this process has used this device, and so has a primary context on it.
 int sim_cuda_active(int device);
 /// Runs `work` in a thread of the stream, whatever SIM_CUDA_DELAY_US is: for work that may wait for another process.

@@ -70,3 +70,27 @@ def on_gloo(rank):
 
 def test_gloo_takes_tensors_of_the_devices():
     run_ranks(on_gloo, backend="gloo")
+
+
+def synchronised_batch_norm(rank):
+    """Its statistics are those of all ranks' rows, its gradient that of the whole batch."""
+    x = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
+    whole = nn.BatchNorm1d(3)
+    wanted = x.clone().requires_grad_()
+    expected = whole(wanted)
+    expected.pow(3).sum().backward()
+    rows = slice(0, 2) if rank == 0 else slice(2, 6)
+    own = nn.SyncBatchNorm(3).cuda()
+    given = x[rows].cuda().requires_grad_()
+    out = own(given)
+    out.pow(3).sum().backward()
+    torch.testing.assert_close(out.detach().cpu(), expected[rows].detach())
+    torch.testing.assert_close(given.grad.cpu(), wanted.grad[rows], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(own.running_var.cpu(), whole.running_var)
+    weight = own.weight.grad.clone()
+    dist.all_reduce(weight)
+    torch.testing.assert_close(weight.cpu(), whole.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_synchronised_batch_norm_takes_the_rows_of_all_ranks():
+    run_ranks(synchronised_batch_norm)

@@ -122,3 +122,33 @@ def test_a_kernel_without_a_stand_in_ends_a_strict_process():
     status, said = program(NO_STAND_IN, SIM_CUDA_STRICT="0")
     assert status == 0
     assert "kernel not run: " in said
+
+
+def recurrent(kind, dtype, device):
+    torch.manual_seed(0)
+    model = kind(6, 5, num_layers=2, batch_first=True).to(device, dtype)
+    x = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    x.requires_grad_()
+    out, state = model(x)
+    total = out.pow(2).sum() + sum(
+        s.sum() for s in (state if isinstance(state, tuple) else [state])
+    )
+    return out, *torch.autograd.grad(total, [x, *model.parameters()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks_give_what_they_give_on_the_cpu(kind, dtype):
+    """Whose cells CUDA fuses, and of which the CPU has no kernels."""
+    tolerance = {} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.3}
+    expected = recurrent(kind, dtype, "cpu")
+    for theirs, ours in zip(expected, recurrent(kind, dtype, "cuda"), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, **tolerance)
+
+
+def test_products_may_be_wider_than_what_is_multiplied():
+    a, b = torch.randn(2, 3, 4).bfloat16(), torch.randn(2, 4, 5).bfloat16()
+    found = torch.bmm(a.cuda(), b.cuda(), out_dtype=torch.float32)
+    torch.testing.assert_close(found.cpu(), torch.bmm(a.float(), b.float()))
+    found = torch.mm(a[0].cuda(), b[0].cuda(), out_dtype=torch.float32)
+    torch.testing.assert_close(found.cpu(), torch.mm(a[0].float(), b[0].float()))
