@@ -42,8 +42,9 @@ void Peers::use(c10::Device device) {
   TORCH_CHECK_VALUE(device.is_cuda(),
                     "stages of several processes are on the CPU or on CUDA devices (device: ",
                     device, "); move them there");
-  const bool has_nccl = serves(*group_, c10::DeviceType::CUDA) &&
-                        group_->getBackend(c10::DeviceType::CUDA)->getBackendName() == "nccl";
+  const bool has_nccl =
+      serves(*group_, c10::DeviceType::CUDA) &&
+      group_->getBackend(c10::DeviceType::CUDA)->getBackendName().starts_with("nccl");  // or nccl2
   TORCH_CHECK_VALUE(has_nccl, "the group has no NCCL for stages on CUDA devices (device: ", device,
                     "); make it with init_process_group(\"cpu:gloo,cuda:nccl\")");
   device_ = device;
