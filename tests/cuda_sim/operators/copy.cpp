@@ -4,6 +4,7 @@
 
 #include "aliases.h"
 #include "backend.h"
+#include "deferred.h"
 
 namespace sim_operators {
 namespace {
@@ -20,6 +21,9 @@ bool is_one_block(const at::Tensor& to, const at::Tensor& from) {
 at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   if (!to.is_cuda() || !from.is_cuda() || is_one_block(to, from)) {
     return at::native::copy_(to, from, non_blocking);
+  }
+  if (copy_later(to, from)) {
+    return to;
   }
   finish_stream(from.device());
   finish_stream(to.device());

@@ -39,8 +39,14 @@ const std::set<std::string> kNative = {
     "aten::_efficientzerotensor",
 };
 /// Without a CUDA kernel of their own, but with choices inside that end in cuDNN, cuBLAS or a kernel.
-const std::set<std::string> kComposite = {"aten::convolution", "aten::convolution_backward",
-                                          "aten::convolution_overrideable"};
+const std::set<std::string> kComposite = {
+    "aten::convolution",
+    "aten::convolution_backward",
+    "aten::convolution_overrideable",
+    "aten::ldexp.Tensor",
+    "aten::ldexp.out",
+    "aten::ldexp_",
+};
 
 std::set<std::string> names_with_stand_in() {
   auto& dispatcher = c10::Dispatcher::singleton();

@@ -13,8 +13,7 @@ bool pageable(const void* pointer) {
 
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t given) {
   CUstream_st* stream = sim::real(given);
-  const bool later = sim::delay_us() >= 0 || !stream->idle();
-  if (later && pageable(from)) {
+  if (stream->defers() && pageable(from)) {
     // Pageable memory is read before the call returns, as by the real runtime.
     auto kept = std::make_shared<std::string>(static_cast<const char*>(from), bytes);
     stream->enqueue([=] { std::memcpy(to, kept->data(), bytes); });
@@ -47,7 +46,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
   SIM_ENTER();
   copy(to, from, bytes, nullptr);
   sim::real(nullptr)->synchronize();
-  return cudaSuccess;
+  return sim::settled();
 }
 
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch,

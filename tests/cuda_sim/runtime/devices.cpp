@@ -92,7 +92,7 @@ cudaError_t cudaDeviceSynchronize() {
   for (cudaStream_t stream : sim::streams_of(sim::current_device())) {
     stream->synchronize();
   }
-  return cudaSuccess;
+  return sim::settled();
 }
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {

@@ -23,7 +23,8 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned /*flags*/) {
   SIM_ENTER();
-  sim::real(stream)->enqueue([mark = event->renew()] { mark->set(); });
+  CUstream_st* on = sim::real(stream);
+  on->enqueue([mark = event->renew(on)] { mark->set(); });
   return cudaSuccess;
 }
 
@@ -51,7 +52,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   if (const auto mark = event->latest()) {
     mark->wait();
   }
-  return cudaSuccess;
+  return sim::settled();
 }
 
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {

@@ -30,8 +30,16 @@ void sim_cuda_set_delay(long us) {
   sim::delay_us() = us;
 }
 
-int sim_cuda_asynchronous() {
-  return sim::delay_us() >= 0 ? 1 : 0;
+void sim_cuda_hold(cudaStream_t stream) {
+  sim::real(stream)->hold();
+}
+
+void sim_cuda_release(cudaStream_t stream) {
+  sim::real(stream)->release();
+}
+
+int sim_cuda_defers(cudaStream_t stream) {
+  return sim::real(stream)->defers() ? 1 : 0;
 }
 
 int sim_cuda_active(int device) {

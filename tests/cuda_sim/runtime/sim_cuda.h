@@ -17,8 +17,10 @@ long sim_cuda_calls(const char* function);
 void sim_cuda_set_foreign(int device, size_t bytes);
 /// From now on streams start their work this much later, as SIM_CUDA_DELAY_US says; -1: inside the call.
 void sim_cuda_set_delay(long us);
-/// Whether streams work behind the host's back.
-int sim_cuda_asynchronous();
+/// From now on this stream starts nothing, until it is released or somebody waits for it: the host, or a stream that
+/// waits for one of its events. So a wait that is missing is seen, whatever the machine does meanwhile.
+void sim_cuda_hold(cudaStream_t stream);
+void sim_cuda_release(cudaStream_t stream);
 
 /// From now on a kernel that nobody stands in for ends the process, as SIM_CUDA_STRICT=1 says, or does not.
 void sim_cuda_set_strict(int strict);
@@ -27,6 +29,8 @@ long sim_cuda_kernels_not_run();
 
 /// Whether this process has used this device, and so has a primary context on it.
 int sim_cuda_active(int device);
+/// Whether what is asked of this stream now is done behind the host's back: with a delay, held, or after other work.
+int sim_cuda_defers(cudaStream_t stream);
 /// Runs `work` in a thread of the stream, whatever SIM_CUDA_DELAY_US is: for work that may wait for another process.
 void sim_cuda_enqueue(cudaStream_t stream, void (*work)(void*), void* data);
 

@@ -61,6 +61,11 @@ cudaError_t sticky() {
   return devices.empty() ? cudaSuccess : devices[current].sticky;
 }
 
+cudaError_t settled() {
+  const cudaError_t error = sticky();
+  return error == cudaSuccess ? error : fail(error);
+}
+
 cudaError_t enter_without_device(const char* function) {
   State& s = state();
   const std::lock_guard lock(s.mutex);

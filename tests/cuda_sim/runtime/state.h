@@ -56,6 +56,9 @@ cudaError_t peek_last();
 /// The error that the current device has for good, if it has one.
 cudaError_t sticky();
 
+/// What a call returns after it has waited: the device may have failed meanwhile.
+cudaError_t settled();
+
 /// Whether a call may go on: counts it, fails it where a fault is planted, and after a sticky error fails all.
 cudaError_t enter(const char* function);
 /// The same for a function that answers without a device, and after a sticky error.

@@ -15,6 +15,9 @@ void Mark::set() {
 }
 
 void Mark::wait() {
+  if (!is_done()) {
+    stream_->release();
+  }
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return done_; });
 }
@@ -32,13 +35,13 @@ Clock::time_point Mark::time() {
 }  // namespace sim
 
 void CUstream_st::enqueue(std::function<void()> work, sim::When when) {
-  const long delay_us = sim::delay_us();
-  if (when == sim::When::in_call && delay_us < 0 && idle()) {
+  if (when == sim::When::in_call && !defers()) {
     work();
     return;
   }
   const std::lock_guard lock(mutex_);
-  const auto start = sim::Clock::now() + std::chrono::microseconds(std::max(delay_us, 0L));
+  const std::chrono::microseconds delay(std::max(sim::delay_us().load(), 0L));
+  const auto start = sim::Clock::now() + delay;
   queue_.emplace_back(start, std::move(work));
   if (!std::exchange(started_, true)) {
     std::thread([this] { run(); }).detach();
@@ -47,8 +50,25 @@ void CUstream_st::enqueue(std::function<void()> work, sim::When when) {
 }
 
 void CUstream_st::synchronize() {
+  release();
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return queue_.empty() && !busy_; });
+}
+
+void CUstream_st::hold() {
+  const std::lock_guard lock(mutex_);
+  held_ = true;
+}
+
+void CUstream_st::release() {
+  const std::lock_guard lock(mutex_);
+  held_ = false;
+  changed_.notify_all();
+}
+
+bool CUstream_st::defers() {
+  const std::lock_guard lock(mutex_);
+  return sim::delay_us() >= 0 || held_ || busy_ || !queue_.empty();
 }
 
 bool CUstream_st::idle() {
@@ -60,7 +80,7 @@ bool CUstream_st::idle() {
 void CUstream_st::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return !queue_.empty(); });
+    changed_.wait(lock, [&] { return !queue_.empty() && !held_; });
     auto [start, work] = std::move(queue_.front());
     queue_.pop_front();
     busy_ = true;
@@ -79,7 +99,7 @@ std::shared_ptr<sim::Mark> CUevent_st::latest() {
   return mark_;
 }
 
-std::shared_ptr<sim::Mark> CUevent_st::renew() {
+std::shared_ptr<sim::Mark> CUevent_st::renew(CUstream_st* stream) {
   const std::lock_guard lock(mutex_);
-  return mark_ = std::make_shared<sim::Mark>();
+  return mark_ = std::make_shared<sim::Mark>(stream);
 }

@@ -16,13 +16,17 @@ using Clock = std::chrono::steady_clock;
 /// What is waited for of an event: each record makes one, which the streams that wait for it share.
 class Mark {
  public:
+  explicit Mark(CUstream_st* stream) : stream_(stream) {}
+
   void set();
+  /// A stream that is held goes on.
   void wait();
   bool is_done();
   /// When it was set.
   Clock::time_point time();
 
  private:
+  CUstream_st* const stream_;  // on which it was recorded; streams are never deleted
   std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = false;
@@ -43,8 +47,14 @@ struct CUstream_st {
   CUstream_st(int of_device, int with_priority) : device(of_device), priority(with_priority) {}
 
   void enqueue(std::function<void()> work, sim::When when = sim::When::in_call);
+  /// A stream that is held goes on.
   void synchronize();
   bool idle();
+  /// From now on it starts nothing, until it is released or somebody waits for it.
+  void hold();
+  void release();
+  /// Whether what is asked of it now is done behind the host's back.
+  bool defers();
 
   const int device;
   const int priority;
@@ -57,13 +67,14 @@ struct CUstream_st {
   std::deque<std::pair<sim::Clock::time_point, std::function<void()>>> queue_;
   bool busy_ = false;
   bool started_ = false;
+  bool held_ = false;
 };
 
 struct CUevent_st {
   explicit CUevent_st(unsigned with_flags) : flags(with_flags) {}
 
   std::shared_ptr<sim::Mark> latest();
-  std::shared_ptr<sim::Mark> renew();
+  std::shared_ptr<sim::Mark> renew(CUstream_st* stream);
 
   const unsigned flags;
 

@@ -45,8 +45,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   SIM_ENTER();
   sim::real(stream)->synchronize();
-  const cudaError_t error = sim::sticky();  // of the work that was waited for
-  return error == cudaSuccess ? error : sim::fail(error);
+  return sim::settled();
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {

@@ -19,6 +19,7 @@ if importlib.util.find_spec("expecttest") is None:
     sys.modules["expecttest"] = stand_in
 op_db = importlib.import_module("torch.testing._internal.common_methods_invocations").op_db
 
+DEVICES = ("cpu", "cuda", "cuda:0")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -32,7 +33,7 @@ def moved(values, device):
     def move(value):
         if isinstance(value, torch.Tensor):
             return value.detach().to(device).requires_grad_(value.requires_grad)
-        if isinstance(value, torch.device) or value == "cpu":
+        if isinstance(value, torch.device) or (isinstance(value, str) and value in DEVICES):
             return torch.device(device)
         return value
 
@@ -76,7 +77,7 @@ def samples(op, dtype, count):
     return itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=differentiable), count)
 
 
-def compare(op, dtype, count=None):
+def compare(op, dtype, count=None, **tolerance):
     """Checks up to `count` samples; how many there were."""
     compared = 0
     for sample in samples(op, dtype, count):
@@ -88,6 +89,6 @@ def compare(op, dtype, count=None):
                 assert theirs == ours
                 continue
             assert ours.is_cuda
-            torch.testing.assert_close(ours.cpu(), theirs, equal_nan=True)
+            torch.testing.assert_close(ours.cpu(), theirs, equal_nan=True, **tolerance)
         compared += 1
     return compared

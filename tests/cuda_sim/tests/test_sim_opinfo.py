@@ -2,6 +2,8 @@
 
 import pytest
 import sweep
+import torch
+from simulation import set_delay
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of operators that torch has newer names for
 
@@ -31,6 +33,12 @@ EXCEPTIONS = {
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": NOT_FOR_BOTH,
 }
 
+# On CUDA torch multiplies half types with a result in 32 bits here.
+TOLERANCES = {
+    "nn.functional.linear_cross_entropy.chunked": {"rtol": 0.1, "atol": 0.01},
+    "nn.functional.linear_cross_entropy.chunked_none": {"rtol": 0.1, "atol": 0.01},
+}
+
 CASES = [
     pytest.param(op, dtype, id=f"{sweep.name_of(op)}-{str(dtype).removeprefix('torch.')}")
     for op in sweep.op_db
@@ -42,13 +50,19 @@ CASES = [
 
 @pytest.mark.parametrize("op, dtype", CASES)
 def test_three_samples(op, dtype):
-    assert sweep.compare(op, dtype, 3) > 0
+    assert sweep.compare(op, dtype, 3, **TOLERANCES.get(sweep.name_of(op), {})) > 0
+
+
+@pytest.mark.parametrize("op, dtype", [case for case in CASES if case.values[1] == torch.float32])
+def test_a_sample_behind_the_host_s_back(op, dtype):
+    set_delay(0)
+    assert sweep.compare(op, dtype, 1, **TOLERANCES.get(sweep.name_of(op), {})) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op, dtype", CASES)
 def test_all_samples(op, dtype):
-    assert sweep.compare(op, dtype) > 0
+    assert sweep.compare(op, dtype, **TOLERANCES.get(sweep.name_of(op), {})) > 0
 
 
 def test_the_list_of_exceptions_has_no_others():

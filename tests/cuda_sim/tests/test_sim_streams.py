@@ -1,8 +1,15 @@
-"""Streams and events: with a delay, what no event orders is seen out of order."""
+"""Streams and events: what no event orders is seen out of order."""
+
+import ctypes
 
 import pytest
 import torch
-from simulation import MIB, set_delay
+from simulation import MIB, program, set_delay, sim
+from torch import nn
+
+
+def hold(stream):
+    sim.sim_cuda_hold(ctypes.c_void_p(stream.cuda_stream))
 
 
 @pytest.mark.parametrize("delay_us", [None, 20_000])
@@ -19,12 +26,12 @@ def test_a_copy_to_pinned_memory_is_not_there_before_somebody_waits(delay_us):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_stream_that_waits_for_no_event_sees_old_values(waits):
-    set_delay(20_000)
+def test_a_stream_that_waits_for_no_copy_sees_old_values(waits):
     side = torch.cuda.Stream()
     source = torch.full((MIB,), 3.0, pin_memory=True)
     y = torch.zeros(MIB, device="cuda")
     torch.cuda.synchronize()
+    hold(side)
     with torch.cuda.stream(side):
         y.copy_(source, non_blocking=True)
         done = side.record_event()
@@ -59,3 +66,105 @@ def test_memory_that_a_stream_uses_is_not_given_out_again():
     assert torch.empty(MIB, device="cuda").data_ptr() != place
     torch.cuda.synchronize()
     assert torch.empty(MIB, device="cuda").data_ptr() == place
+
+
+def test_a_kernel_that_waits_for_no_other_kernel_reads_old_values():
+    side, x = torch.cuda.Stream(), torch.zeros(8, device="cuda")
+    for waits in (False, True):
+        x.zero_()
+        torch.cuda.synchronize()
+        hold(side)
+        with torch.cuda.stream(side):
+            x.add_(1)
+        if waits:
+            torch.cuda.current_stream().wait_stream(side)
+        read = (x * 2).tolist()
+        assert read == [2.0 if waits else 0.0] * 8
+        torch.cuda.synchronize()
+        assert x.tolist() == [1.0] * 8
+
+
+def test_a_kernel_that_waits_for_no_reader_overwrites_what_it_reads():
+    side = torch.cuda.Stream()
+    for waits in (False, True):
+        x = torch.ones(8, device="cuda")
+        torch.cuda.synchronize()
+        hold(side)
+        with torch.cuda.stream(side):
+            read = x * 2
+        if waits:
+            torch.cuda.current_stream().wait_stream(side)
+        x.fill_(5)
+        torch.cuda.current_stream().synchronize()
+        torch.cuda.synchronize()
+        assert read.tolist() == [2.0 if waits else 10.0] * 8
+
+
+def test_memory_of_a_stream_that_was_not_recorded_is_given_out_too_early():
+    side = torch.cuda.Stream()
+    for recorded in (False, True):
+        x = torch.ones(MIB, device="cuda")
+        torch.cuda.synchronize()
+        hold(side)
+        with torch.cuda.stream(side):
+            read = x * 2
+        if recorded:
+            x.record_stream(side)
+        del x
+        other = torch.full((MIB,), 7.0, device="cuda")
+        torch.cuda.current_stream().synchronize()
+        side.synchronize()
+        assert read[0].item() == (2.0 if recorded else 14.0)
+        del other, read
+
+
+def test_the_sizes_of_results_are_known_before_their_values():
+    hold(torch.cuda.default_stream())
+    x = torch.ones(4, 6, device="cuda")
+    y = torch.relu(x[:, :3] @ x[1:].T[:3])
+    top = y.topk(2)
+    assert not torch.cuda.default_stream().query()
+    assert y.shape == (4, 3)
+    assert top.indices.shape == (4, 2)
+    assert y.tolist() == [[3.0] * 3] * 4
+
+
+@pytest.mark.parametrize("delay_us", [None, 300])
+def test_training_behind_the_host_s_back_gives_the_same_loss(delay_us):
+    losses = []
+    for us in (None, delay_us):
+        set_delay(us)
+        torch.manual_seed(0)
+        layers = [nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.BatchNorm1d(16)]
+        model = nn.Sequential(*layers).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)).cuda()
+        for _ in range(4):
+            loss = nn.functional.mse_loss(model(x), x)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+LATE_ASSERTION = """
+import ctypes, torch
+sim = ctypes.CDLL(None)
+table, index = torch.ones(10, 4, device="cuda"), torch.tensor([10], device="cuda")
+torch.cuda.synchronize()
+sim.sim_cuda_hold(ctypes.c_void_p(0))
+found = table.index_select(0, index)
+print("called")
+try:
+    torch.cuda.synchronize()
+except torch.AcceleratorError as error:
+    print(str(error).splitlines()[0])
+"""
+
+
+def test_an_assertion_comes_when_its_stream_comes_to_it():
+    status, said = program(LATE_ASSERTION)
+    assert status == 0, said
+    assert said.splitlines()[:2] == ["called", "CUDA error: device-side assert triggered"]
