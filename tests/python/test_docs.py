@@ -1,6 +1,7 @@
 """What the documentation says: its code runs, its C++ is part of programs that are tested, its links lead somewhere."""
 
 import contextlib
+import ctypes
 import io
 import os
 import re
@@ -65,7 +66,7 @@ PYTHON = [b for b in BLOCKS if b.language == "python" and b.page not in TESTED_E
 
 
 def in_this_process(block):
-    return not block.how.startswith(("not run:", "ranks:", "torchrun:"))
+    return not block.how.startswith(("not run:", "ranks:", "torchrun:", "simulated device"))
 
 
 @pytest.fixture
@@ -118,6 +119,19 @@ def test_programs_of_several_ranks_print_what_is_shown(block):
     printed = "".join(run_ranks(run_program, block, store.port, size=int(block.how.split(":")[1])))
     (shown,) = [b.code for b in blocks_of(ROOT / block.page) if b.code.startswith("$ torchrun")]
     assert sorted(printed.splitlines()) == sorted(shown.splitlines()[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [b for b in PYTHON if b.how == "simulated device"], ids=str)
+def test_tests_for_the_simulated_device_pass(block):
+    if not hasattr(ctypes.CDLL(None), "sim_cuda_calls"):
+        pytest.skip("is for the simulated CUDA device, not for a real one")
+    namespace = {}
+    block.run(namespace)
+    tests = [test for name, test in namespace.items() if name.startswith("test_")]
+    for test in tests:
+        test()
+    assert tests
 
 
 def test_few_blocks_are_not_run():
