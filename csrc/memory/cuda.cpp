@@ -19,7 +19,7 @@ namespace caching = c10::cuda::CUDACachingAllocator;
 template <typename Ask>
 std::optional<int64_t> of_current_device(const Ask& ask) noexcept {
   try {
-    if (c10::cuda::device_count() == 0 || !caching::get()->initialized()) {
+    if (!caching::get()->initialized()) {  // asked first: counting devices fixes CUDA_VISIBLE_DEVICES
       return std::nullopt;
     }
     const auto index = c10::cuda::current_device();

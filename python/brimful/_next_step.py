@@ -148,6 +148,8 @@ def _rehearse(
     stand_in.__dict__.update(optimizer.__dict__)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         stand_in.__dict__[name] = OrderedDict()
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        stand_in.__dict__[name] = lambda: None  # torch's would count CUDA devices
     stand_in.param_groups = [
         {
             **group,

@@ -248,7 +248,7 @@ def wait_for_memory(
     Takes the place of ``ray.tune.utils.wait_for_gpu``, and needs neither GPUtil nor a CUDA context. On the CPU it is
     what the container or the host has left (``memory.system_limit``). Raises ``TimeoutError`` after ``timeout_s``.
     """
-    on = _device(device)
+    on = _device_to_wait_for(device)
     deadline = time.monotonic() + timeout_s
     while True:
         free, total = _free_and_total(on)
@@ -396,6 +396,14 @@ def _device(device: str | torch.device | None) -> torch.device:
     if device is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device or "cpu")
+
+
+def _device_to_wait_for(device: str | torch.device | None) -> torch.device:
+    """Without CUDA's word for it: the caller may choose devices, or fork, behind the wait."""
+    if device is not None or torch.cuda.is_initialized():
+        return _device(device)
+    visible = [gpu["cuda_index"] for gpu in gpus()["gpus"] if gpu["cuda_index"] is not None]
+    return torch.device("cuda", min(visible)) if visible else torch.device("cpu")
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int]:

@@ -17,6 +17,9 @@ void sim_cuda_plant_fault(const char* function, int error, long after, long time
 }
 
 long sim_cuda_calls(const char* function) {
+  if (!sim::devices_are_chosen()) {
+    return 0;
+  }
   const std::lock_guard lock(state().mutex);
   return state().calls[function];
 }
@@ -58,6 +61,9 @@ int sim_cuda_machine_devices() {
 void sim_cuda_machine_memory(int device, size_t* total, size_t* own, size_t* foreign) {
   *total = sim::settings().total_bytes;
   *own = *foreign = 0;
+  if (!sim::devices_are_chosen()) {  // the driver does not choose them
+    return;
+  }
   const auto& visible = sim::visible_devices();
   const std::lock_guard lock(state().mutex);
   for (size_t i = 0; i < visible.size(); ++i) {

@@ -5,6 +5,8 @@
 namespace sim {
 namespace {
 
+std::atomic<bool> chosen = false;
+
 long variable(const char* name, long otherwise) {
   const char* text = std::getenv(name);
   return text == nullptr ? otherwise : std::atol(text);
@@ -58,8 +60,15 @@ std::atomic<bool>& strict() {
 }
 
 const std::vector<int>& visible_devices() {
-  static const auto* found = new std::vector<int>(read_visible_devices());
+  static const auto* found = [] {
+    chosen = true;
+    return new std::vector<int>(read_visible_devices());
+  }();
   return *found;
+}
+
+bool devices_are_chosen() {
+  return chosen;
 }
 
 }  // namespace sim

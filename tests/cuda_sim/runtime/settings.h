@@ -22,5 +22,7 @@ std::atomic<bool>& strict();
 
 /// The devices of the machine that CUDA_VISIBLE_DEVICES leaves: read once, as by the real runtime.
 const std::vector<int>& visible_devices();
+/// Whether a call has read them: until then the process may choose others.
+bool devices_are_chosen();
 
 }  // namespace sim
