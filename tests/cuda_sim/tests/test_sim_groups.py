@@ -1,5 +1,8 @@
 """Process groups over the simulated NCCL, and gloo with tensors of the devices."""
 
+import os
+import signal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,3 +97,45 @@ def synchronised_batch_norm(rank):
 
 def test_synchronised_batch_norm_takes_the_rows_of_all_ranks():
     run_ranks(synchronised_batch_norm)
+
+
+def peer_dies(rank, message):
+    x = torch.ones(1000, device="cuda")
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(dist.DistBackendError, match=message):
+        dist.all_reduce(x, async_op=True).wait()
+    os._exit(0)  # the group is of no use any more
+
+
+# The classic group asks NCCL for errors, and knows at once; the later one has its timeout.
+@pytest.mark.parametrize(
+    "second, message, timeout_s",
+    [("0", "remote process exited", 60), ("1", "timeout", 3)],
+)
+def test_a_dead_peer_is_an_error_of_the_others(second, message, timeout_s):
+    environment = {"TORCH_DIST_USE_NCCL2": second, "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    run_ranks(peer_dies, message, environment=environment, timeout_s=timeout_s, killed=[1])
+
+
+def abort_alone(rank):
+    x = torch.ones(1000, device="cuda")
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    store = dist.group.WORLD.get_group_store()
+    if rank == 1:
+        store.wait(["aborted"])
+        os._exit(0)
+    dist.all_reduce(x)
+    assert not torch.cuda.current_stream().query()  # the other rank never joins in
+    dist.distributed_c10d._abort_process_group()
+    torch.cuda.synchronize()
+    store.set("aborted", "")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("second", ["0", "1"])
+def test_an_abort_ends_what_waits_for_a_peer(second):
+    run_ranks(abort_alone, environment={"TORCH_DIST_USE_NCCL2": second})
