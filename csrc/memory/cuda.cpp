@@ -8,6 +8,8 @@
 #include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 #include <algorithm>
+#include <array>
+#include <limits>
 #include <mutex>
 
 namespace brimful::memory {
@@ -19,7 +21,8 @@ namespace caching = c10::cuda::CUDACachingAllocator;
 template <typename Ask>
 std::optional<int64_t> of_current_device(const Ask& ask) noexcept {
   try {
-    if (!caching::get()->initialized()) {  // asked first: counting devices fixes CUDA_VISIBLE_DEVICES
+    if (!caching::get()
+             ->initialized()) {  // asked first: counting devices fixes CUDA_VISIBLE_DEVICES
       return std::nullopt;
     }
     const auto index = c10::cuda::current_device();
@@ -27,6 +30,19 @@ std::optional<int64_t> of_current_device(const Ask& ask) noexcept {
   } catch (...) {
     return std::nullopt;
   }
+}
+
+/// A limit is a fraction of torch's allocator, which the program may have set before, and may set again.
+struct OwnLimit {
+  int64_t bytes;
+  double fraction;
+  double before;
+};
+/// By device; each with its lock in stats.cpp.
+auto& own_limits() {
+  constexpr size_t kIndices = size_t{std::numeric_limits<c10::DeviceIndex>::max()} + 1;
+  static std::array<std::optional<OwnLimit>, kIndices> limits;
+  return limits;
 }
 
 constexpr auto kAggregate = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
@@ -57,12 +73,33 @@ void cuda_lower_watermark(c10::DeviceIndex index) {
 }
 
 void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes) {
-  double fraction = 1;
-  if (bytes) {
-    const auto total_bytes = static_cast<double>(caching::get()->getMemoryInfo(index).second);
-    fraction = std::min(1.0, static_cast<double>(*bytes) / total_bytes);
+  auto& limit = own_limits()[static_cast<size_t>(index)];
+  const double fraction = caching::getMemoryFraction(index);
+  const bool is_ours = limit && fraction == limit->fraction;
+  if (!bytes) {
+    if (is_ours) {  // else the program has set another one since
+      caching::setMemoryFraction(limit->before, index);
+    }
+    limit.reset();
+    return;
   }
-  caching::setMemoryFraction(fraction, index);
+  const double before = is_ours ? limit->before : fraction;
+  const auto total_bytes = static_cast<double>(cuda_memory(index).total_bytes);
+  const double wanted = std::min(1.0, static_cast<double>(*bytes) / total_bytes);
+  caching::setMemoryFraction(wanted, index);
+  limit = OwnLimit{*bytes, caching::getMemoryFraction(index), before};
+}
+
+std::optional<int64_t> cuda_limit(c10::DeviceIndex index) {
+  const double fraction = caching::getMemoryFraction(index);
+  const auto& limit = own_limits()[static_cast<size_t>(index)];
+  if (limit && fraction == limit->fraction) {
+    return limit->bytes;
+  }
+  if (fraction >= 1) {
+    return std::nullopt;
+  }
+  return static_cast<int64_t>(fraction * static_cast<double>(cuda_memory(index).total_bytes));
 }
 
 void cuda_release_cached(c10::DeviceIndex index) {

@@ -31,6 +31,10 @@ void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> /*bytes*/) {
   refuse(index);
 }
 
+std::optional<int64_t> cuda_limit(c10::DeviceIndex index) {
+  refuse(index);
+}
+
 void cuda_release_cached(c10::DeviceIndex index) {
   refuse(index);
 }

@@ -21,8 +21,8 @@ namespace {
 struct Slot {
   std::mutex mutex;
   int64_t folded_bytes = 0;
-  std::optional<int64_t> limit_bytes;
-  std::vector<int64_t*> scopes;  // their folded bytes
+  std::optional<int64_t> limit_bytes;  // the CPU's
+  std::vector<int64_t*> scopes;        // their folded bytes
 };
 
 Slot& slot_of(c10::Device device) {
@@ -81,7 +81,8 @@ Stats stats(c10::Device given) {
   const std::lock_guard lock(slot.mutex);
   const auto now = counters(device);
   const int64_t peak = std::max({slot.folded_bytes, now.watermark_bytes, now.used_bytes});
-  return {now.used_bytes, peak, slot.limit_bytes, now.reserved_bytes, now.allocations, now.ooms};
+  const auto limit_bytes = device.is_cpu() ? slot.limit_bytes : cuda_limit(device.index());
+  return {now.used_bytes, peak, limit_bytes, now.reserved_bytes, now.allocations, now.ooms};
 }
 
 void set_limit(c10::Device given, std::optional<int64_t> bytes) {
@@ -93,10 +94,10 @@ void set_limit(c10::Device given, std::optional<int64_t> bytes) {
   const std::lock_guard lock(slot.mutex);
   if (device.is_cpu()) {
     BudgetAllocator::instance().set_limit_bytes(bytes.value_or(BudgetAllocator::kNoLimit));
+    slot.limit_bytes = bytes;
   } else {
     cuda_set_limit(device.index(), bytes);
   }
-  slot.limit_bytes = bytes;
 }
 
 void reset_peak(c10::Device given) {

@@ -242,6 +242,28 @@ def test_cuda_stats_limit_and_peak():
     assert torch.empty(1 << 30, dtype=torch.uint8, device="cuda").numel() == 1 << 30
 
 
+@pytest.mark.gpu
+def test_a_memory_fraction_of_the_programs_own_counts_and_comes_back():
+    total = torch.cuda.mem_get_info()[1]
+    assert memory.stats("cuda").limit_bytes is None
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    try:
+        assert memory.stats("cuda").limit_bytes == pytest.approx(total / 2, abs=1)
+        memory.set_limit("cuda", total // 4)
+        memory.set_limit("cuda", total // 8)
+        assert memory.stats("cuda").limit_bytes == total // 8
+        memory.set_limit("cuda", None)
+        assert torch.cuda.get_per_process_memory_fraction() == 0.5
+        memory.set_limit("cuda", total // 8)
+        torch.cuda.set_per_process_memory_fraction(0.75)
+        assert memory.stats("cuda").limit_bytes == pytest.approx(total * 3 / 4, abs=1)
+        memory.set_limit("cuda", None)
+        assert torch.cuda.get_per_process_memory_fraction() == 0.75, "the newer one stays"
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert memory.stats("cuda").limit_bytes is None
+
+
 @pytest.mark.parametrize("bytes", [1.5, 2e9, float("inf"), float("nan"), object(), [1]])
 def test_a_limit_that_is_no_whole_number_is_refused_in_plain_words(bytes):
     with pytest.raises(TypeError, match=r"a limit is a whole number of bytes.*\(bytes: ") as caught:

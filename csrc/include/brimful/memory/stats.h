@@ -16,7 +16,8 @@ struct Stats {
   int64_t used_bytes = 0;
   /// The most that used_bytes has been since the last reset_peak, PeakScopes notwithstanding.
   int64_t peak_bytes = 0;
-  /// As given to set_limit; nothing where there is no limit. Changes by torch's own functions are not seen.
+  /// As given to set_limit; nothing where there is no limit. On CUDA also what torch's own memory fraction allows, where
+  /// the program has set it without set_limit, or since.
   std::optional<int64_t> limit_bytes;
   /// CUDA: held from the driver, cached blocks included. CPU: equal to used_bytes.
   int64_t reserved_bytes = 0;
