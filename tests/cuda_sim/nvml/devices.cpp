@@ -24,6 +24,14 @@ int unless_hidden(void* device, unsigned* out, unsigned value) {
 struct Rates {
   unsigned gpu, memory;
 };
+struct Fabric {
+  unsigned version;
+  unsigned char cluster[16];
+  int status;
+  unsigned clique;
+  unsigned char state;
+  unsigned health;
+};
 
 }  // namespace
 
@@ -128,8 +136,10 @@ int nvmlDeviceGetNvLinkRemoteDeviceType(void* /*device*/, unsigned /*link*/, uns
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void* /*device*/, unsigned /*link*/, void* /*pci*/) {
   return kNotSupported;
 }
-int nvmlDeviceGetGpuFabricInfoV(void* /*device*/, void* /*info*/) {
-  return kNotSupported;
+// No GPU is part of a fabric.
+int nvmlDeviceGetGpuFabricInfoV(void* /*device*/, Fabric* info) {
+  *info = {info->version, {}, 0, 0, 0, 0};
+  return kOk;
 }
 #endif
 }

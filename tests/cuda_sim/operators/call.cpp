@@ -16,6 +16,7 @@
 #include "deferred.h"
 #include "generators.h"
 #include "values.h"
+#include "workspace.h"
 
 namespace sim_operators {
 namespace {
@@ -71,6 +72,14 @@ void call_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
     stack->push_back(changed(
         value, [&](const at::Tensor& tensor) { return aliases.result(tensor, places.device); }));
   }
+}
+
+void call_with_workspace(const c10::OperatorHandle& op, Stack* stack) {
+  const auto count = static_cast<int64_t>(op.schema().arguments().size());
+  const Places places = places_of(op.schema(), Stack(stack->end() - count, stack->end()));
+  const c10::OptionalDeviceGuard guard(places.device);
+  const at::DataPtr lent = workspace();
+  call_on_cpu(op, stack);
 }
 
 }  // namespace sim_operators

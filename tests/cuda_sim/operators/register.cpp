@@ -11,6 +11,7 @@
 #include "call.h"
 #include "copy.h"
 #include "without_cpu_kernel.h"
+#include "workspace.h"
 
 namespace sim_operators {
 namespace {
@@ -80,7 +81,10 @@ std::unique_ptr<torch::Library> install() {
   Quiet quiet;
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   for (const std::string& name : names_with_stand_in()) {
-    library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&call_on_cpu>());
+    library->impl(name.c_str(),
+                  takes_workspace(name)
+                      ? torch::CppFunction::makeFromBoxedFunction<&call_with_workspace>()
+                      : torch::CppFunction::makeFromBoxedFunction<&call_on_cpu>());
   }
   library->impl("copy_", TORCH_FN(copy_));
   implement_without_cpu_kernel(*library);

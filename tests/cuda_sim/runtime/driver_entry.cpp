@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "virtual_memory.h"
+
 namespace {
 
 CUresult not_supported() {
@@ -22,9 +24,12 @@ extern "C" {
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function,
                                              unsigned /*version*/, unsigned long long /*flags*/,
                                              cudaDriverEntryPointQueryResult* result) {
-  *function = std::strcmp(symbol, "cuGetErrorString") == 0
-                  ? reinterpret_cast<void*>(&error_string)
-                  : reinterpret_cast<void*>(&not_supported);
+  *function = sim::virtual_memory_function(symbol);
+  if (*function == nullptr) {
+    *function = std::strcmp(symbol, "cuGetErrorString") == 0
+                    ? reinterpret_cast<void*>(&error_string)
+                    : reinterpret_cast<void*>(&not_supported);
+  }
   if (result != nullptr) {
     *result = cudaDriverEntryPointSuccess;
   }

@@ -51,23 +51,30 @@ cudaError_t release(void* pointer) {
   if (pointer == nullptr) {
     return cudaSuccess;
   }
-  State& s = state();
-  Block block{};
+  int device = 0;
   {
-    const std::lock_guard lock(s.mutex);
-    const auto found = s.blocks.find(number(pointer));
-    if (found == s.blocks.end()) {
+    const std::lock_guard lock(state().mutex);
+    const auto found = state().blocks.find(number(pointer));
+    if (found == state().blocks.end()) {
       return fail(cudaErrorInvalidValue);
     }
-    block = found->second;
+    device = found->second.device;
   }
-  for (cudaStream_t stream : streams_of(block.device)) {
+  for (cudaStream_t stream : streams_of(device)) {
     stream->synchronize();
   }
+  return release_now(pointer);
+}
+
+cudaError_t release_now(void* pointer) {
+  State& s = state();
   const std::lock_guard lock(s.mutex);
-  if (s.blocks.erase(number(pointer)) == 0) {
+  const auto found = s.blocks.find(number(pointer));
+  if (found == s.blocks.end()) {
     return fail(cudaErrorInvalidValue);
   }
+  const Block block = found->second;
+  s.blocks.erase(found);
   if (block.kind == Kind::device) {
     s.devices[block.device].used -= block.bytes;
   }
@@ -75,6 +82,31 @@ cudaError_t release(void* pointer) {
     std::free(pointer);
   }
   return cudaSuccess;
+}
+
+bool take(int device, size_t bytes) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  if (bytes > left_of(s.devices[device])) {
+    return false;
+  }
+  s.devices[device].used += bytes;
+  return true;
+}
+
+void give_back(int device, size_t bytes) {
+  const std::lock_guard lock(state().mutex);
+  state().devices[device].used -= bytes;
+}
+
+void know_block(void* pointer, size_t bytes, int device) {
+  const std::lock_guard lock(state().mutex);
+  state().blocks[number(pointer)] = {bytes, Kind::mapped, device};
+}
+
+void forget_block(void* pointer) {
+  const std::lock_guard lock(state().mutex);
+  state().blocks.erase(number(pointer));
 }
 
 cudaPointerAttributes attributes_of(const void* pointer) {
@@ -92,7 +124,7 @@ cudaPointerAttributes attributes_of(const void* pointer) {
   if (number(pointer) >= at->first + block.bytes) {
     return found;
   }
-  const bool on_device = block.kind == Kind::device;
+  const bool on_device = block.kind == Kind::device || block.kind == Kind::mapped;
   found.type = on_device ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
   found.device = block.device;
   found.devicePointer = const_cast<void*>(pointer);

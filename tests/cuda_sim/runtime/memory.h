@@ -7,6 +7,16 @@ namespace sim {
 cudaError_t allocate(void** out, size_t bytes, Kind kind);
 /// Waits for the device whose memory it was, as cudaFree does.
 cudaError_t release(void* pointer);
+/// The same without waiting: for work of the stream that frees it.
+cudaError_t release_now(void* pointer);
+
+/// Counts bytes for a device, if it has them left; and gives them back.
+bool take(int device, size_t bytes);
+void give_back(int device, size_t bytes);
+/// Memory of a device that is counted elsewhere.
+void know_block(void* pointer, size_t bytes, int device);
+void forget_block(void* pointer);
+
 /// Of which memory this is: unregistered for what the runtime does not know.
 cudaPointerAttributes attributes_of(const void* pointer);
 

@@ -12,7 +12,7 @@
 
 namespace sim {
 
-enum class Kind { device, host, registered };
+enum class Kind { device, mapped, host, registered };
 
 struct Block {
   size_t bytes;

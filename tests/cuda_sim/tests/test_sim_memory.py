@@ -70,3 +70,13 @@ def test_the_fraction_of_a_process_is_a_limit():
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     torch.empty(total // 2, dtype=torch.uint8, device="cuda")
+
+
+def test_a_product_has_a_workspace_while_it_is_made():
+    """Of the size that torch chooses for the device: 32 MiB, as CUBLAS_WORKSPACE_CONFIG is not set."""
+    a = torch.ones(64, 64, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    product = a @ a
+    assert torch.cuda.memory_allocated() - before == product.nbytes
+    assert torch.cuda.max_memory_allocated() - before in (32 * MIB, 32 * MIB + product.nbytes)
