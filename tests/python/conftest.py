@@ -36,14 +36,27 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+SIMULATED = hasattr(ctypes.CDLL(None), "sim_cuda_calls")
+
+
 def pytest_collection_modifyitems(items):
     """`gpu` tests run on a real device, else on the simulated one, which has to be loaded first."""
-    simulated = hasattr(ctypes.CDLL(None), "sim_cuda_calls")
     here = torch.cuda.is_available()
     gpu = pytest.mark.skip(reason="runs on the simulated CUDA device: make test-cuda-sim")
     real_gpu = pytest.mark.skip(reason="needs a real CUDA device")
     for item in items:
         if item.get_closest_marker("gpu") and not here:
             item.add_marker(gpu)
-        if item.get_closest_marker("real_gpu") and (simulated or not here):
+        if item.get_closest_marker("real_gpu") and (SIMULATED or not here):
             item.add_marker(real_gpu)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A `gpu` test that skips on the simulated device runs nowhere: it has to be marked `real_gpu`."""
+    report = yield
+    wanted = item.get_closest_marker("gpu") and not item.get_closest_marker("real_gpu")
+    if SIMULATED and wanted and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skips on the simulated CUDA device: {report.longrepr}"
+    return report

@@ -13,6 +13,8 @@ void sim_cuda_plant_error(int device, int error);
 void sim_cuda_plant_fault(const char* function, int error, long after, long times);
 /// How often this function of the runtime was called.
 long sim_cuda_calls(const char* function);
+/// Whether this stream says that it is being captured into a graph: for code that asks. Nothing is captured.
+void sim_cuda_set_capturing(cudaStream_t stream, int capturing);
 /// Memory of this device that another process is to have.
 void sim_cuda_set_foreign(int device, size_t bytes);
 /// From now on streams start their work this much later, as SIM_CUDA_DELAY_US says; -1: inside the call.

@@ -1,6 +1,7 @@
 #pragma once
 #include <driver_types.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -58,6 +59,7 @@ struct CUstream_st {
 
   const int device;
   const int priority;
+  std::atomic<bool> capturing{false};
 
  private:
   void run();

@@ -1,10 +1,25 @@
-// The runtime's functions of streams. What is captured into a graph is nothing: see absent.cpp.
+// The runtime's functions of streams. Nothing is captured into a graph (see absent.cpp): a test says whether it is.
 #include <algorithm>
 #include <utility>
 
+#include "sim_cuda.h"
 #include "state.h"
 
+namespace {
+
+cudaStreamCaptureStatus status_of(cudaStream_t stream) {
+  return !sim::visible_devices().empty() && sim::real(stream)->capturing
+             ? cudaStreamCaptureStatusActive
+             : cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
 extern "C" {
+
+void sim_cuda_set_capturing(cudaStream_t stream, int capturing) {
+  sim::real(stream)->capturing = capturing != 0;
+}
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned /*flags*/, int priority) {
   SIM_ENTER();
@@ -61,16 +76,16 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t func
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamIsCapturing(cudaStream_t /*stream*/, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = status_of(stream);
   return sim::enter(__func__);
 }
 
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t /*stream*/, cudaStreamCaptureStatus* status,
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
                                      unsigned long long* id, cudaGraph_t* graph,
                                      const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
                                      size_t* count) {
-  *status = cudaStreamCaptureStatusNone;
+  *status = status_of(stream);
   const auto clear = [](auto* out) {
     if (out != nullptr) {
       *out = {};
@@ -81,6 +96,9 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t /*stream*/, cudaStreamCaptureS
   clear(nodes);
   clear(edges);
   clear(count);
+  if (id != nullptr && *status == cudaStreamCaptureStatusActive) {
+    *id = 1;
+  }
   return sim::enter(__func__);
 }
 

@@ -168,3 +168,12 @@ def test_an_assertion_comes_when_its_stream_comes_to_it():
     status, said = program(LATE_ASSERTION)
     assert status == 0, said
     assert said.splitlines()[:2] == ["called", "CUDA error: device-side assert triggered"]
+
+
+def test_a_stream_says_that_it_is_captured_where_a_test_says_so():
+    side = torch.cuda.Stream()
+    for capturing in (1, 0):
+        sim.sim_cuda_set_capturing(ctypes.c_void_p(side.cuda_stream), capturing)
+        assert not torch.cuda.is_current_stream_capturing()
+        with torch.cuda.stream(side):
+            assert torch.cuda.is_current_stream_capturing() == bool(capturing)
