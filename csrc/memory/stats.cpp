@@ -100,6 +100,15 @@ void set_limit(c10::Device given, std::optional<int64_t> bytes) {
   }
 }
 
+std::optional<int64_t> capacity_bytes(c10::Device given) {
+  const auto now = stats(given);
+  if (given.is_cpu()) {
+    return now.limit_bytes;
+  }
+  const auto there_is = cuda_memory(checked(given).index()).free_bytes + now.reserved_bytes;
+  return std::min(there_is, now.limit_bytes.value_or(there_is));
+}
+
 void reset_peak(c10::Device given) {
   const auto device = checked(given);
   auto& slot = slot_of(device);

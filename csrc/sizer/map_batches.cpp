@@ -244,8 +244,8 @@ class Mapping {
   }
 
   PieceHistory::Room room() const {
-    const auto limit = memory::stats(options_.device).limit_bytes;
-    return limit ? PieceHistory::Room(*limit - used_before_) : std::nullopt;
+    const auto capacity = memory::capacity_bytes(options_.device);
+    return capacity ? PieceHistory::Room(*capacity - used_before_) : std::nullopt;
   }
 
   void note_peak() {

@@ -133,3 +133,30 @@ def test_the_monitor_sees_this_process_on_the_device():
     held = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
     gpus = brimful.monitor.sample()["gpus"]
     assert any(gpu["used_bytes"] is None or gpu["used_bytes"] >= len(held) for gpu in gpus)
+
+
+def wide():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 2048), nn.Tanh(), nn.Linear(2048, 16)).to("cuda")
+
+
+def test_without_a_limit_the_sizes_that_fit_are_learned():
+    """Beside what fills the device: the driver's free bytes and torch's own cache are the room."""
+    model = wide()
+    sizer = brimful.BatchSizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(2048, 16, device="cuda")
+    memory.release_cached("cuda")
+    free = torch.cuda.mem_get_info()[0]
+    hog = torch.empty(free - 40 * MIB, dtype=torch.uint8, device="cuda")
+    retries = []
+    for _ in range(100):
+        retries.append(sizer.step(x, loss_fn).retries)
+        model.zero_grad()
+    del hog
+    assert sum(retries[:5]) >= 1
+    assert sum(retries[5:]) <= 4, retries
+    memory.release_cached("cuda")
+    for _ in range(3):
+        outcome = sizer.step(x, loss_fn)
+        model.zero_grad()
+    assert outcome.pieces == 1, "there is room again"
