@@ -400,7 +400,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 def _device_to_wait_for(device: str | torch.device | None) -> torch.device:
     """Without CUDA's word for it: the caller may choose devices, or fork, behind the wait."""
-    if device is not None or torch.cuda.is_initialized():
+    if device is not None or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return _device(device)
     visible = [gpu["cuda_index"] for gpu in gpus()["gpus"] if gpu["cuda_index"] is not None]
     return torch.device("cuda", min(visible)) if visible else torch.device("cpu")
