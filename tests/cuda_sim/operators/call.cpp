@@ -15,6 +15,7 @@
 #include "backend.h"
 #include "deferred.h"
 #include "generators.h"
+#include "kernel.h"
 #include "values.h"
 #include "workspace.h"
 
@@ -32,7 +33,7 @@ void run_kernel(const c10::OperatorHandle& op, c10::Device device, bool random, 
   const BackendOnly only;
   const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
   try {
-    op.callBoxed(arguments);
+    call_kernel(op, arguments);
   } catch (const c10::IndexError& error) {
     if (!device_would_assert(error)) {
       throw;

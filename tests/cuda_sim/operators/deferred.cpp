@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "kernel.h"
 #include "values.h"
 
 extern "C" {
@@ -54,7 +55,7 @@ void run(Job& job) {
   const BackendOnly only;
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
-  job.op.callBoxed(&job.arguments);
+  call_kernel(job.op, &job.arguments);
   const auto results = tensors_of(job.arguments);
   TORCH_CHECK(results.size() == job.targets.size(), "another number of results");
   for (size_t i = 0; i < results.size(); ++i) {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from simulation import program
+from simulation import program, set_delay
 from torch import nn
 
 
@@ -152,3 +152,21 @@ def test_products_may_be_wider_than_what_is_multiplied():
     torch.testing.assert_close(found.cpu(), torch.bmm(a.float(), b.float()))
     found = torch.mm(a[0].cuda(), b[0].cuda(), out_dtype=torch.float32)
     torch.testing.assert_close(found.cpu(), torch.mm(a[0].float(), b[0].float()))
+
+
+@pytest.mark.parametrize("delay_us", [None, 0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_that_the_cpu_has_no_kernel_of_are_computed_in_32_bits(dtype, delay_us):
+    set_delay(delay_us)
+    x = torch.randn(1, 2, 4, 4, 4, dtype=dtype)
+    for function in (
+        lambda x: nn.functional.avg_pool3d(x, 2),
+        lambda x: torch.round(x, decimals=1),
+    ):
+        wide, given = x.float().requires_grad_(), x.cuda().requires_grad_()
+        expected, found = function(wide), function(given)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.cpu().float(), expected, rtol=1e-2, atol=1e-2)
+        expected.sum().backward()
+        found.sum().backward()
+        torch.testing.assert_close(given.grad.cpu().float(), wide.grad, rtol=1e-2, atol=1e-2)
