@@ -36,7 +36,7 @@ EXCEPTIONS = {
 # On CUDA torch multiplies half types with a result in 32 bits here.
 TOLERANCES = {
     "nn.functional.linear_cross_entropy.chunked": {"rtol": 0.1, "atol": 0.01},
-    "nn.functional.linear_cross_entropy.chunked_none": {"rtol": 0.1, "atol": 0.01},
+    "nn.functional.linear_cross_entropy.chunked_none": {"rtol": 0.1, "atol": 0.1},
 }
 
 CASES = [
