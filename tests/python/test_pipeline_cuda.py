@@ -1,6 +1,9 @@
 """Pipelines on CUDA devices. Skipped without them; those between devices need two."""
 
+import copy
+
 import pytest
+import test_pipeline_draws as draws
 import torch
 import torch.nn.functional as F
 from models import gradients_of, relative_difference
@@ -87,6 +90,46 @@ def test_stages_of_the_cpu_and_a_device_pass_messages_both_ways(schedule):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_two_stages_share_a_device(schedule):
     check(["cuda:0", "cuda:0"], schedule, Sleepy)
+
+
+@pytest.mark.parametrize("devices", [["cuda:0"] * 3, ["cuda:0", "cpu", "cuda:0"]])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_stages_that_share_a_device_draw_in_turns(devices, checkpointed):
+    stages = draws.made(checkpointed=checkpointed)
+    for stage, device in zip(stages, devices, strict=True):
+        stage.to(device)
+    x, y = (t.to(devices[0]) for t in draws.data())
+    found = []
+    for _ in range(2):
+        pipe = draws.pipe_of(stages, schedule="1f1b", devices=devices)
+        torch.manual_seed(7)
+        steps = []
+        for _ in range(5):
+            gradients, masks = drawn_step(stages, pipe, x, y)
+            assert relative_difference(gradients, masks) < 1e-12
+            steps.append(gradients)
+        found.append((steps, torch.rand(1, device=devices[0]).item()))
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert relative_difference(one, other) == 0, "a seed gives the same steps"
+    assert found[0][1] == found[1][1]
+
+
+def drawn_step(stages, pipe, x, y):
+    """The step's gradients, and those that the masks of its forwards give, on the CPU."""
+    for stage in stages:
+        stage.masks.clear()
+        stage.calls = 0
+    pipe.step(x, y)
+    gradients = on_cpu(gradients_of(stages))
+    stages.zero_grad()
+    whole = copy.deepcopy(stages).cpu()
+    for stage in whole:  # a recomputation draws the same once more
+        unique = []
+        for _, mask in stage.masks:
+            if not any(torch.equal(mask.cpu(), one) for one in unique):
+                unique.append(mask.cpu())
+        stage.masks[:] = unique[-4:]  # of the attempt that stands: the first step is repeated
+    return gradients, draws.from_masks(whole, 4, x.cpu(), y.cpu())
 
 
 def test_a_step_runs_on_the_callers_stream():
