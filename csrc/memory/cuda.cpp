@@ -73,7 +73,7 @@ void cuda_lower_watermark(c10::DeviceIndex index) {
 }
 
 void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes) {
-  auto& limit = own_limits()[static_cast<size_t>(index)];
+  auto& limit = own_limits()[static_cast<unsigned char>(index)];
   const double fraction = caching::getMemoryFraction(index);
   const bool is_ours = limit && fraction == limit->fraction;
   if (!bytes) {
@@ -92,7 +92,7 @@ void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes) {
 
 std::optional<int64_t> cuda_limit(c10::DeviceIndex index) {
   const double fraction = caching::getMemoryFraction(index);
-  const auto& limit = own_limits()[static_cast<size_t>(index)];
+  const auto& limit = own_limits()[static_cast<unsigned char>(index)];
   if (limit && fraction == limit->fraction) {
     return limit->bytes;
   }
@@ -151,11 +151,12 @@ std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index) {
   return segments;
 }
 
-bool cuda_is_capturing() noexcept {
+std::optional<bool> cuda_is_capturing() noexcept {
   try {
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  } catch (...) {  // the device is lost: there is nothing to enqueue either
-    return true;
+    return caching::get()->initialized() &&
+           c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  } catch (...) {
+    return std::nullopt;
   }
 }
 

@@ -68,8 +68,9 @@ struct CudaWorkspace {
 };
 std::vector<CudaWorkspace> cuda_workspaces(c10::Device device);
 
-/// Whether this thread's stream records a CUDA graph, in which nothing else must be enqueued.
-bool cuda_is_capturing() noexcept;
+/// Whether this thread's stream records a CUDA graph, in which nothing else must be enqueued; nothing where the device is
+/// lost.
+std::optional<bool> cuda_is_capturing() noexcept;
 
 /// The devices of this process in CUDA's order, each as the 32 hex digits of its UUID. None where CUDA is not in use.
 std::vector<std::string> cuda_uuids() noexcept;

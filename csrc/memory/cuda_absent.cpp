@@ -75,7 +75,7 @@ std::vector<CudaWorkspace> cuda_workspaces(c10::Device /*device*/) {
   return {};
 }
 
-bool cuda_is_capturing() noexcept {
+std::optional<bool> cuda_is_capturing() noexcept {
   return false;
 }
 

@@ -130,14 +130,14 @@ void Pipeline::State::keep(const PipelineWork& work) {
 
 void Pipeline::State::undo(Call& call) {
   tied.drop_room();
-  call.group.discard();
-  if (call.captured) {
-    transaction.restore();
-    try {
+  try {  // what failed the call is told first
+    call.group.discard();
+    if (call.captured) {
+      transaction.restore();
       batch.restore();
-    } catch (const c10::ValueError&) {
-      call.lost = std::current_exception();
     }
+  } catch (const std::exception&) {
+    call.lost = std::current_exception();
   }
 }
 

@@ -35,7 +35,7 @@ KeptIndex::KeptIndex(const IndexUse& use, uint64_t place)
     } else {
       tensor_ = c10::weak_intrusive_ptr<c10::TensorImpl>(index.getIntrusivePtr());
     }
-  } else if (index.is_cuda() && is_short && !memory::cuda_is_capturing()) {
+  } else if (index.is_cuda() && is_short && memory::cuda_is_capturing() == false) {
     copy_from_cuda(index, place);
   }
 }

@@ -14,6 +14,7 @@
 
 #include "reducer/graph_hooks.h"
 #include "reducer/reducer_state.h"
+#include "step/no_capture.h"
 
 namespace brimful {
 namespace {
@@ -26,6 +27,7 @@ constexpr const char* kUnknown = "unknown (see that rank's own output)";
 void Reducer::prepare_forward() {
   auto& s = *s_;
   if (at::GradMode::is_enabled()) {
+    require_no_capture(s.device, "a step of a wrapped model");
     require_not_taken();
   }
   {

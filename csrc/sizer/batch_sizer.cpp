@@ -12,6 +12,8 @@
 #include "base/format.h"
 #include "sizer/loss_scale.h"
 #include "sizer/one_call.h"
+#include "step/behind_error.h"
+#include "step/no_capture.h"
 
 namespace brimful {
 namespace {
@@ -200,6 +202,7 @@ void BatchSizer::capture(const StepInput& input, const PieceWork& work) {
 }
 
 Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
+  require_no_capture(options_.device, "a step");
   const OneCall::Entered entered(*calls_under_way_, "step");
   ++calls_;
   std::exception_ptr bad_input;
@@ -241,21 +244,25 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
     std::rethrow_exception(bad_input);
   }
   owed_ = false;
+  std::exception_ptr error;
   try {
     auto outcome = run(input, work);
     next_ = {};
     ++steps_;
     return outcome;
   } catch (...) {
-    recorder_.end_step(false, checked_limit_);
-    if (owed_) {
-      group_.run_failed(FailureKind::error, describe(std::current_exception()), next_);
-    }
-    next_ = {};
-    group_.discard();
-    transaction_.restore();
-    throw;
+    error = std::current_exception();
   }
+  recorder_.end_step(false, checked_limit_);
+  behind_error([&] {
+    if (std::exchange(owed_, false)) {
+      group_.run_failed(FailureKind::error, describe(error), next_);
+    }
+  });
+  next_ = {};
+  behind_error([&] { group_.discard(); });
+  behind_error([&] { transaction_.restore(); });
+  std::rethrow_exception(error);
 }
 
 std::map<std::string, double> BatchSizer::state() const {

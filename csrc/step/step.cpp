@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "memory/oom_observer.h"
+#include "step/behind_error.h"
 #include "step/each_parameter.h"
 #include "step/engine_queue.h"
 
@@ -242,17 +243,32 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
     verdict = result.own == Own::out_of_memory ? Verdict::failed_memory : Verdict::failed;
     publish_failure(kind, result.text);
   }
-  drain(attempt.record, verdict);
-  result.records = finish();
+  if (!result.error) {
+    drain(attempt.record, verdict);
+    result.records = finish();
+    return result;
+  }
+  const bool drained = behind_error([&] { drain(attempt.record, verdict); });
+  if (!drained) {  // the others wait for what this rank cannot send
+    behind_error([&] { abandon(FailureKind::error, result.text); });
+    std::rethrow_exception(result.error);
+  }
+  if (!behind_error([&] { result.records = finish(); })) {
+    std::rethrow_exception(result.error);
+  }
   return result;
+}
+
+void StepGroup::abandon(FailureKind kind, const std::string& text) {
+  for (const auto& participant : participants_) {
+    participant->abandon(kind, text);
+  }
 }
 
 void StepGroup::leave_lockstep(const AttemptResult& result) {
   const bool memory = result.own == AttemptResult::Own::out_of_memory;
   const auto peer = participants_[0]->failed_peer();
-  for (const auto& participant : participants_) {
-    participant->abandon(memory ? FailureKind::out_of_memory : FailureKind::error, result.text);
-  }
+  abandon(memory ? FailureKind::out_of_memory : FailureKind::error, result.text);
   if (peer) {
     const bool peer_memory = peer->text.rfind("out of memory", 0) == 0;
     detail::throw_rank_failed(

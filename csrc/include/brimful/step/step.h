@@ -125,6 +125,7 @@ class BRIMFUL_API StepGroup {
   void require_no_backward() const;
   void set_order();
   void leave_lockstep(const AttemptResult& result);
+  void abandon(FailureKind kind, const std::string& text);
   void run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last);
   void run_pieces(const Attempt& attempt, const PieceWork& work);
   void complete(const Attempt& attempt);
