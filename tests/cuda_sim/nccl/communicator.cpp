@@ -40,17 +40,26 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  if (comm == nullptr) {  // as NCCL: torch aborts what has not been made yet
+    return ncclSuccess;
+  }
   comm->links->aborted = true;
   delete comm;
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommRevoke(ncclComm_t comm, int /*flags*/) {
+  if (comm == nullptr) {
+    return ncclInvalidArgument;
+  }
   comm->links->aborted = true;
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
+  if (comm == nullptr) {
+    return ncclInvalidArgument;
+  }
   *error = comm->links->error;
   return ncclSuccess;
 }

@@ -1,5 +1,6 @@
 """Process groups over the simulated NCCL, and gloo with tensors of the devices."""
 
+import ctypes
 import os
 import signal
 
@@ -139,3 +140,10 @@ def abort_alone(rank):
 @pytest.mark.parametrize("second", ["0", "1"])
 def test_an_abort_ends_what_waits_for_a_peer(second):
     run_ranks(abort_alone, environment={"TORCH_DIST_USE_NCCL2": second})
+
+
+def test_a_communicator_that_was_not_made_is_aborted_as_by_nccl():
+    nccl = ctypes.CDLL("libnccl.so.2")
+    assert nccl.ncclCommAbort(None) == 0
+    assert nccl.ncclCommDestroy(None) == 0
+    assert nccl.ncclCommRevoke(None, 0) == 4  # ncclInvalidArgument
