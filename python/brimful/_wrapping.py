@@ -35,7 +35,8 @@ def member_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
         raise ValueError(
             f"this rank is not in the group (rank: {dist.get_rank()}); call it on the group's ranks alone"
         )
-    raise TypeError(f"a process group is needed (type: {type(group)})")
+    remedy = "; pass its get_group()" if hasattr(group, "get_group") else ""
+    raise TypeError(f"group must be a torch.distributed.ProcessGroup (type: {type(group)}){remedy}")
 
 
 def group_of(group: dist.ProcessGroup | None, device_mesh: Any = None) -> dist.ProcessGroup:
