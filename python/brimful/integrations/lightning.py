@@ -75,6 +75,11 @@ class BrimfulStrategy(DDPStrategy):
 
         return step_as_loss(self.sizer, batch, loss_fn)
 
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if not self.lightning_module.automatic_optimization:  # within the wrapper's forward
+            self.model.reducer.watch(closure_loss)
+
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         if self.sizer is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
