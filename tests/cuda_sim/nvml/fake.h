@@ -48,7 +48,7 @@ int simulated_count();
 Memory simulated_memory(int gpu);
 std::vector<Process> simulated_processes(int gpu);
 
-/// From the first nvmlInit to nvmlShutdown; as of NVML's own, a child's calls do not count.
+/// From the first nvmlInit to the last nvmlShutdown; as of NVML's own, a child's calls do not count.
 bool initialized();
 /// What every call on this device answers, if it is not kOk.
 int status_of(void* device);

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kMostGpus = 64;
 pid_t initialized_by = 0;
+int starts = 0;
 
 int start() {
   const auto name = scenario();
@@ -22,7 +23,19 @@ int start() {
   if (name == "mismatch") {
     return kVersionMismatch;
   }
+  starts = initialized() ? starts + 1 : 1;
   initialized_by = getpid();
+  return kOk;
+}
+
+// As of NVML's own, the library lives until each start has its end.
+int end() {
+  if (!initialized()) {
+    return kUninitialized;
+  }
+  if (--starts == 0) {
+    initialized_by = 0;
+  }
   return kOk;
 }
 
@@ -127,8 +140,7 @@ int nvmlSystemGetCudaDriverVersion_v2(int* version) {
 #endif
 
 int nvmlShutdown() {
-  fake_nvml::initialized_by = 0;
-  return fake_nvml::kOk;
+  return fake_nvml::end();
 }
 int nvmlSystemGetDriverVersion(char* out, unsigned size) {
   return fake_nvml::put("570.86.10", out, size);

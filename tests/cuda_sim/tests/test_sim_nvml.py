@@ -39,6 +39,14 @@ def test_it_shows_the_machine_s_devices(nvml):
     assert text.value.decode() == f"GPU-{torch.cuda.get_device_properties(1).uuid}"
 
 
+def test_it_lives_until_each_start_has_its_end(nvml):
+    """Others of the process, torch for one, start it once and keep it."""
+    count = ctypes.c_uint()
+    assert nvml.nvmlInit_v2() == 0
+    assert nvml.nvmlShutdown() == 0
+    assert nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+
+
 def test_it_has_the_memory_of_this_process_and_of_another(nvml):
     held = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda:1")
     sim.sim_cuda_set_foreign(1, ctypes.c_size_t(50 * MIB))
