@@ -22,6 +22,14 @@ std::string format_bytes(int64_t bytes) {
   }
 }
 
+std::string format_count(int64_t count) {
+  std::string text = std::to_string(count);
+  for (auto at = static_cast<int64_t>(text.size()) - 3; at > 0; at -= 3) {
+    text.insert(static_cast<size_t>(at), 1, ',');
+  }
+  return text;
+}
+
 std::string format_list(const std::vector<int>& numbers) {
   std::string text;
   for (const int number : numbers) {

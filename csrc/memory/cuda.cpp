@@ -8,8 +8,6 @@
 #include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 #include <algorithm>
-#include <array>
-#include <limits>
 #include <mutex>
 
 namespace brimful::memory {
@@ -30,19 +28,6 @@ std::optional<int64_t> of_current_device(const Ask& ask) noexcept {
   } catch (...) {
     return std::nullopt;
   }
-}
-
-/// A limit is a fraction of torch's allocator, which the program may have set before, and may set again.
-struct OwnLimit {
-  int64_t bytes;
-  double fraction;
-  double before;
-};
-/// By device; each with its lock in stats.cpp.
-auto& own_limits() {
-  constexpr size_t kIndices = size_t{std::numeric_limits<c10::DeviceIndex>::max()} + 1;
-  static std::array<std::optional<OwnLimit>, kIndices> limits;
-  return limits;
 }
 
 constexpr auto kAggregate = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
@@ -72,8 +57,8 @@ void cuda_lower_watermark(c10::DeviceIndex index) {
   caching::resetPeakStats(index);
 }
 
-void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes) {
-  auto& limit = own_limits()[static_cast<unsigned char>(index)];
+void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes,
+                    std::optional<CudaLimit>& limit) {
   const double fraction = caching::getMemoryFraction(index);
   const bool is_ours = limit && fraction == limit->fraction;
   if (!bytes) {
@@ -87,12 +72,11 @@ void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes) {
   const auto total_bytes = static_cast<double>(cuda_memory(index).total_bytes);
   const double wanted = std::min(1.0, static_cast<double>(*bytes) / total_bytes);
   caching::setMemoryFraction(wanted, index);
-  limit = OwnLimit{*bytes, caching::getMemoryFraction(index), before};
+  limit = CudaLimit{*bytes, caching::getMemoryFraction(index), before};
 }
 
-std::optional<int64_t> cuda_limit(c10::DeviceIndex index) {
+std::optional<int64_t> cuda_limit(c10::DeviceIndex index, const std::optional<CudaLimit>& limit) {
   const double fraction = caching::getMemoryFraction(index);
-  const auto& limit = own_limits()[static_cast<unsigned char>(index)];
   if (limit && fraction == limit->fraction) {
     return limit->bytes;
   }

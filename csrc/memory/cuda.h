@@ -21,10 +21,17 @@ struct CudaCounters {
 c10::DeviceIndex checked_cuda_index(c10::Device device);
 CudaCounters cuda_counters(c10::DeviceIndex index);
 void cuda_lower_watermark(c10::DeviceIndex index);
-/// A limit; nothing: the fraction that torch's allocator had before it, if nobody has set another since.
-void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes);
-/// What torch's allocator may reserve, by a limit or by a fraction that the program has set; nothing: all of the device.
-std::optional<int64_t> cuda_limit(c10::DeviceIndex index);
+/// A limit is a fraction of torch's allocator, which the program may have set before, and may set again.
+struct CudaLimit {
+  int64_t bytes;
+  double fraction;
+  double before;
+};
+/// Nothing: the fraction that torch's allocator had before `limit`, if nobody has set another since.
+void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes,
+                    std::optional<CudaLimit>& limit);
+/// What torch's allocator may reserve, by `limit` or by a fraction that the program has set; nothing: all of the device.
+std::optional<int64_t> cuda_limit(c10::DeviceIndex index, const std::optional<CudaLimit>& limit);
 void cuda_release_cached(c10::DeviceIndex index);
 
 struct CudaMemory {

@@ -27,11 +27,13 @@ void cuda_lower_watermark(c10::DeviceIndex index) {
   refuse(index);
 }
 
-void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> /*bytes*/) {
+void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> /*bytes*/,
+                    std::optional<CudaLimit>& /*limit*/) {
   refuse(index);
 }
 
-std::optional<int64_t> cuda_limit(c10::DeviceIndex index) {
+std::optional<int64_t> cuda_limit(c10::DeviceIndex index,
+                                  const std::optional<CudaLimit>& /*limit*/) {
   refuse(index);
 }
 

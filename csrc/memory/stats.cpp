@@ -22,7 +22,8 @@ struct Slot {
   std::mutex mutex;
   int64_t folded_bytes = 0;
   std::optional<int64_t> limit_bytes;  // the CPU's
-  std::vector<int64_t*> scopes;        // their folded bytes
+  std::optional<CudaLimit> cuda_limit;
+  std::vector<int64_t*> scopes;  // their folded bytes
 };
 
 Slot& slot_of(c10::Device device) {
@@ -81,7 +82,8 @@ Stats stats(c10::Device given) {
   const std::lock_guard lock(slot.mutex);
   const auto now = counters(device);
   const int64_t peak = std::max({slot.folded_bytes, now.watermark_bytes, now.used_bytes});
-  const auto limit_bytes = device.is_cpu() ? slot.limit_bytes : cuda_limit(device.index());
+  const auto limit_bytes =
+      device.is_cpu() ? slot.limit_bytes : cuda_limit(device.index(), slot.cuda_limit);
   return {now.used_bytes, peak, limit_bytes, now.reserved_bytes, now.allocations, now.ooms};
 }
 
@@ -96,16 +98,17 @@ void set_limit(c10::Device given, std::optional<int64_t> bytes) {
     BudgetAllocator::instance().set_limit_bytes(bytes.value_or(BudgetAllocator::kNoLimit));
     slot.limit_bytes = bytes;
   } else {
-    cuda_set_limit(device.index(), bytes);
+    cuda_set_limit(device.index(), bytes, slot.cuda_limit);
   }
 }
 
 std::optional<int64_t> capacity_bytes(c10::Device given) {
-  const auto now = stats(given);
-  if (given.is_cpu()) {
+  const auto device = checked(given);
+  const auto now = stats(device);
+  if (device.is_cpu()) {
     return now.limit_bytes;
   }
-  const auto there_is = cuda_memory(checked(given).index()).free_bytes + now.reserved_bytes;
+  const auto there_is = cuda_memory(device.index()).free_bytes + now.reserved_bytes;
   return std::min(there_is, now.limit_bytes.value_or(there_is));
 }
 

@@ -18,7 +18,7 @@ using memory::Recording;
 constexpr size_t kSiteRows = 40;
 
 std::string plural(int64_t count, const std::string& word) {
-  return count_text(count) + " " + word + (count == 1 ? "" : "s");
+  return format_count(count) + " " + word + (count == 1 ? "" : "s");
 }
 
 std::string moment_text(const Timeline& timeline) {

@@ -161,23 +161,14 @@ std::string time_text(int64_t ns) {
   return text.data();
 }
 
-std::string count_text(int64_t count) {
-  std::string text = std::to_string(count);
-  for (auto at = static_cast<int64_t>(text.size()) - 3; at > 0; at -= 3) {
-    text.insert(static_cast<size_t>(at), 1, ',');
-  }
-  return text;
-}
-
 void write_sources(std::ostream& out, const std::vector<memory::Recording>& recordings) {
   std::vector<std::string> lines;
   for (const auto& recording : recordings) {
-    const auto origin = to_string(recording.origin);
-    if (!recording.path.empty() || !origin.empty()) {
-      lines.push_back("<p class=note><code>" + escape_markup(one_line(recording.path)) + "</code>" +
-                      (recording.path.empty() || origin.empty() ? "" : ": ") +
-                      escape_markup(origin) + "</p>\n");
-    }
+    const auto file = recording.path.empty()
+                          ? ""
+                          : "<code>" + escape_markup(one_line(recording.path)) + "</code>: ";
+    lines.push_back("<p class=note>" + file + escape_markup(to_string(recording.origin)) +
+                    "</p>\n");
   }
   const bool folded = lines.size() > kSourcesShown;
   out << (folded ? "<details><summary>" + std::to_string(lines.size()) + " recordings</summary>\n"

@@ -33,7 +33,6 @@ std::string category_html(memory::Category category);
 /// A cell with a bar, as long as `bytes` are of `most`.
 void write_bar(std::ostream& out, memory::Category category, int64_t bytes, int64_t most);
 std::string time_text(int64_t ns);
-std::string count_text(int64_t count);
 
 /// The recordings' files, and where, when and of what they were made.
 void write_sources(std::ostream& out, const std::vector<memory::Recording>& recordings);

@@ -18,14 +18,6 @@ const Cells kTitles{"module",     "input",         "output",       "calls",
                     "parameters", "multiply-adds", "buffers",      "activations",
                     "saved",      "forward peak",  "backward peak"};
 
-std::string grouped(int64_t number) {
-  std::string digits = std::to_string(number);
-  for (auto place = static_cast<int64_t>(digits.size()) - 3; place > 0; place -= 3) {
-    digits.insert(static_cast<size_t>(place), 1, ',');
-  }
-  return digits;
-}
-
 std::string shape_text(const std::vector<int64_t>& shape) {
   std::string text;
   for (const int64_t size : shape) {
@@ -53,9 +45,10 @@ std::string label_of(const ModuleRow& row) {
 }
 
 std::string parameters_text(const ModuleRow& row) {
-  std::string text = row.trainable + row.frozen == 0 ? "" : grouped(row.trainable + row.frozen);
+  std::string text =
+      row.trainable + row.frozen == 0 ? "" : format_count(row.trainable + row.frozen);
   if (row.frozen > 0) {
-    text.append(" (").append(grouped(row.frozen)).append(" frozen)");
+    text.append(" (").append(format_count(row.frozen)).append(" frozen)");
   }
   return text + (row.shares ? " (shared)" : "");
 }
@@ -71,7 +64,7 @@ Cells cells_of(const ModuleRow& row) {
           shapes_text(row.outputs),
           ran ? std::to_string(row.calls) : "",
           parameters_text(row),
-          row.multiply_adds == 0 ? "" : grouped(row.multiply_adds),
+          row.multiply_adds == 0 ? "" : format_count(row.multiply_adds),
           bytes_text(row.buffer_bytes),
           bytes_text(row.activation_bytes),
           bytes_text(row.saved_bytes),
@@ -102,7 +95,7 @@ std::string rows_text(const StepSummary& summary) {
   }
   if (summary.largest_rows) {
     text += "; the largest batch within " + format_bytes(*summary.limit_bytes) + ": " +
-            grouped(*summary.largest_rows) + " rows";
+            format_count(*summary.largest_rows) + " rows";
   }
   return text;
 }

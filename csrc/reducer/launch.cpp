@@ -154,8 +154,7 @@ void Reducer::begin_attempt(int buffer_source) {
   settle();
   const std::lock_guard<std::mutex> lock(s.mutex);
   take_up_plan();
-  s.watch.begin_step();
-  s.agreeing_before_ms = s.traffic->agreeing_ms;
+  s.begin_times();
   s.mode = State::Mode::managed;
   s.plain_step = false;
   s.backward_due = false;

@@ -48,8 +48,7 @@ void Reducer::prepare_forward() {
   }
   settle();
   s.forward_open = s.sync && at::GradMode::is_enabled();
-  s.watch.begin_step();
-  s.agreeing_before_ms = s.traffic->agreeing_ms;
+  s.begin_times();
 }
 
 void Reducer::forward_done() {

@@ -137,6 +137,10 @@ struct Reducer::State {
   uint64_t parting_number = 0;               ///< and of which reducer
   double agreeing_before_ms = 0;             ///< the group's agreeing_ms when the step began
   double agreeing_ms() const { return traffic->agreeing_ms - agreeing_before_ms; }  ///< of the step
+  void begin_times() {
+    watch.begin_step();
+    agreeing_before_ms = traffic->agreeing_ms;
+  }
 
   int64_t step = 0;
   Counters counters;

@@ -250,10 +250,9 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   }
   const bool drained = behind_error([&] { drain(attempt.record, verdict); });
   if (!drained) {  // the others wait for what this rank cannot send
-    behind_error([&] { abandon(FailureKind::error, result.text); });
-    std::rethrow_exception(result.error);
+    abandon(FailureKind::error, result.text);
   }
-  if (!behind_error([&] { result.records = finish(); })) {
+  if (!drained || !behind_error([&] { result.records = finish(); })) {
     std::rethrow_exception(result.error);
   }
   return result;
@@ -261,7 +260,7 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
 
 void StepGroup::abandon(FailureKind kind, const std::string& text) {
   for (const auto& participant : participants_) {
-    participant->abandon(kind, text);
+    behind_error([&] { participant->abandon(kind, text); });
   }
 }
 

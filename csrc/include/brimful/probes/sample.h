@@ -44,9 +44,8 @@ struct Sample {
   GpuReport gpus;
 };
 
-/// Of process `pid`: 0 is this one, and has torch's memory too; a negative number takes the ten
-/// largest processes in its place. Reads files
-/// of /proc and asks NVML: about a millisecond, more for huge processes. Any thread.
+/// Of process `pid`: 0 is this one, and has torch's memory too; a negative number takes the ten largest processes in its
+/// place. Reads files of /proc and asks NVML: about a millisecond, more for huge or many processes. Any thread.
 BRIMFUL_API Sample take_sample(int64_t pid = 0);
 
 /// One number of a sample: "gpu", {{"gpu", "0"}, {"uuid", "GPU-..."}}, "used_bytes". What is not known is left out.
