@@ -93,7 +93,7 @@ class Report:
     def after_cut(self, used, buckets_left):
         self.screen.line(
             f"  rank {self.rank} loses memory inside backward: its budget is cut to the {mib(used)} in use "
-            f"(buckets that have left: {buckets_left})"
+            f"(buckets launched: {buckets_left})"
         )
 
     def note_peak(self):

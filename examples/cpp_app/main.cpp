@@ -61,7 +61,7 @@ class Shortage {
       if (!over_ && !cut_ && steps_before_ <= 0 && reducer->launched() > 0) {
         cut_ = true;
         memory::set_limit(kCpu, memory::stats(kCpu).used_bytes);
-        std::printf("  rank %d loses memory inside backward (buckets that have left: %lld)\n",
+        std::printf("  rank %d loses memory inside backward (buckets launched: %lld)\n",
                     reducer->rank(), static_cast<long long>(reducer->launched()));
       }
     });
