@@ -69,7 +69,7 @@ def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 def next_step(optimizer: torch.optim.Optimizer) -> NextStep:
     """The optimizer, its parameters, its state and its hooks are left alone.
 
-    All zero for a step that is none of torch's own, or needs more than gradients (LBFGS): its first step tells.
+    All zero for a step that is none of torch's own, or needs more than gradients (LBFGS): its first step shows them.
     """
     try:
         step = _torchs_step(optimizer)

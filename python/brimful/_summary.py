@@ -219,7 +219,7 @@ def _small_traces(
             if abs(model.peak_bytes(few) - peak) <= _GOOD_ENOUGH * peak:
                 break
             few *= 2
-    except Exception:  # a model that takes whole batches only: the whole batch tells what is wrong
+    except Exception:  # a model that takes whole batches only: the whole batch shows what is wrong
         unchanged.between_runs()
         return []
     return traces

@@ -41,8 +41,8 @@ def save_on_rank0(
     time.
 
     Raises on rank 0 what went wrong there (``OSError`` where the file system refused) and on the others ``RankFailed``
-    with rank 0's words; then the old file is as it was. ``RankFailed`` names who is missing where ranks did not come in
-    time; then the file is whole, old or new.
+    with rank 0's message; then the old file is as it was. ``RankFailed`` names who is missing where ranks did not come
+    in time; then the file is whole, old or new.
     """
 
     whole = _with_all_ranks(state, _group(group))

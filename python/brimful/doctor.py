@@ -37,7 +37,7 @@ def findings() -> list[Finding]:
 def _tried(check: Callable[[], Finding]) -> Finding:
     try:
         return check()
-    except Exception as error:  # the doctor tells what is broken, and goes on
+    except Exception as error:  # the doctor reports what is broken, and goes on
         name = getattr(check, "__name__", "check").strip("_")
         line = (str(error).strip().splitlines() or [""])[0]
         return Finding(name, "fail", f"{type(error).__name__}: {line}", "install torch again")

@@ -155,7 +155,7 @@ def start_tracking(
     With ``modules`` the blocks also carry the name of the innermost of its submodules (a hook around each forward).
     Raises ``RuntimeError`` if tracking is on. Forked children (DataLoader workers) do not track.
 
-    An out-of-memory error meanwhile tells what filled the memory, and ``last_oom()`` has all of it. ``report``
+    An out-of-memory error meanwhile reports what filled the memory, and ``last_oom()`` has all of it. ``report``
     (default: the variable ``BRIMFUL_OOM_REPORT``) is the file of an HTML page with the newest one.
     """
     _tracking.start(modules, None if report is None else os.fspath(report))

@@ -290,7 +290,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step of a plain loop: an exception that leaves it is raised on the other ranks too, with its words."""
+        """One step of a plain loop: an exception that leaves it is raised on the other ranks too, with its message."""
         self.reducer.begin_scope()
         try:
             yield

@@ -132,7 +132,7 @@ class _OomPage:
         _C._set_oom_report_path(self.path)
 
     def settle(self) -> None:
-        """Before tracking stops: an error that a sizer mended is not written by itself where the program ends well."""
+        """Before tracking stops: an error that a sizer handled is not written by itself where the program ends well."""
         if not (self.is_of_an_error or self._is_asked_for):
             _C._set_oom_report_path(None)
 

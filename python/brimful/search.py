@@ -133,7 +133,7 @@ def facts() -> dict[str, int]:
 
 
 def probe(build: Callable[[Config], tuple[Any, ...]]) -> Callable[[Config], int]:
-    """``peaks`` from a model: a function that tells the bytes at the peak of a whole step with a config.
+    """``peaks`` from a model: a function that returns the bytes at the peak of a whole step with a config.
 
     ``build(config)`` returns ``(model, batch, loss_fn)``, or with the optimizer after them; ``loss_fn(model, batch)``.
     On the CPU a few rows are run, see ``BatchSizer.plan``; on CUDA, and where memory follows no law, the batch. Each

@@ -32,7 +32,7 @@ BRIMFUL_API void read_together(const c10::intrusive_ptr<c10d::ProcessGroup>& gro
 /// group's store, without a collective, and wait for rank 0 at most the group's timeout. From one
 /// thread per rank. Waits for the device that holds the value.
 /// @throws on rank 0 what went wrong there: std::system_error where the file system refused, else
-/// what torch::save threw; on the others RankFailed or RankOutOfMemory with rank 0's words. Then the
+/// what torch::save threw; on the others RankFailed or RankOutOfMemory with rank 0's message. Then the
 /// old file is as it was. RankFailed that names who is missing where ranks did not come in time;
 /// then the file is whole, old or new. c10::ValueError if the group has no store
 template <typename Value>

@@ -93,7 +93,7 @@ class BRIMFUL_API Pipeline {
   /// Adds one step's gradients to those of the stages' parameters. When memory runs out anywhere, all stages stop, what the
   /// step has done is undone (gradients, buffers, RNG), and it is repeated with twice the microbatches. Stages of one process
   /// that draw random numbers of one generator take turns; the step in which that is found out is repeated as it was.
-  /// @throws what a stage throws, with stage, microbatch, action and shapes in its words, and RankFailed for what another
+  /// @throws what a stage throws, with stage, microbatch, action and shapes in its text, and RankFailed for what another
   /// process's does. Errors of torch and the standard library keep their type; one that is derived from std::logic_error or
   /// std::runtime_error is nested in one of the nearest standard type (std::rethrow_if_nested() has it back); others come
   /// as they are, and last_failure() says where. BatchTooLarge if no number of microbatches fits;

@@ -38,11 +38,11 @@ struct Explanation {
   std::string cause;
   std::string remedy;
   std::vector<std::string>
-      evidence;  ///< from the error's words and from what was measured, each a line
+      evidence;  ///< from the error's text and from what was measured, each a line
 };
 
-/// By words, types and evidence alone: the same for the same input. An error that nothing is known about is `other` with its
-/// own words: a wrong explanation is worse than none.
+/// By text, types and evidence alone: the same for the same input. An error that nothing is known about is `other` with its
+/// own text: a wrong explanation is worse than none.
 BRIMFUL_API Explanation explain_error(const ErrorText& error, const ErrorEvidence& evidence = {});
 
 /// Of this process now: the device's free memory, /dev/shm, kills, and what op_ring kept. Waits for no device.

@@ -46,7 +46,7 @@ class DistributedDataParallel {
     return output;
   }
 
-  /// Runs `fn`, one step of a plain loop; if it throws, the other ranks raise too, with this rank's words.
+  /// Runs `fn`, one step of a plain loop; if it throws, the other ranks raise too, with this rank's message.
   template <typename Fn>
   void step(Fn&& fn) {
     reducer_->begin_scope();

@@ -79,7 +79,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   /// False: gradients only accumulate, as under no_sync(). Read when backward runs.
   void set_sync(bool sync);
   bool sync() const;
-  /// Until end_scope() a failure of this rank is announced by end_scope, which knows its words.
+  /// Until end_scope() a failure of this rank is announced by end_scope, which knows its text.
   void begin_scope();
   void end_scope_ok();
   void end_scope_failed(FailureKind kind, const std::string& text);

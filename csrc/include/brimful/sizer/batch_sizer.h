@@ -85,8 +85,8 @@ class BRIMFUL_API BatchSizer {
   /// The same, if they come to another step; where they cannot be reached, the log says so.
   void tell_failure(FailureKind kind, const std::string& text);
 
-  /// Calls `step`, an optimizer's. An error in it, which no step can undo, is told to the other ranks: they raise in their
-  /// next step, and this one throws HalfStepError with its words. RankFailed and HalfStepError pass as they are.
+  /// Calls `step`, an optimizer's. An error in it, which no step can undo, is sent to the other ranks: they raise in their
+  /// next step, and this one throws HalfStepError with its text. RankFailed and HalfStepError pass as they are.
   ///   sizer.optimizer_step([&] { optimizer.step(); });
   void optimizer_step(const std::function<void()>& step);
   /// What it does about an error that said `words`.

@@ -14,7 +14,7 @@ enum class Verdict : uint8_t { silent, ok, no_data, retry, failed, failed_memory
 /// Whether a rank has a batch for the next step.
 enum class Next : uint8_t { unknown, yes, no };
 
-/// What each rank tells all others with its last bucket. Doubles travel as their eight bytes, so they arrive bit-equal.
+/// What each rank sends to all others with its last bucket. Doubles travel as their eight bytes, so they arrive bit-equal.
 struct ControlRecord {
   Verdict verdict = Verdict::silent;
   Next next = Next::unknown;

@@ -9,7 +9,7 @@
 
 namespace brimful {
 
-/// What an error's words say about memory.
+/// What an error's text says about memory.
 enum class Shortage : uint8_t {
   none,       ///< another error
   allocator,  ///< torch's allocator, or the system's, refused
@@ -19,7 +19,7 @@ enum class Shortage : uint8_t {
 };
 BRIMFUL_API Shortage shortage_in(std::string_view message);
 
-/// What decides where the words leave it open.
+/// What decides where the text leaves it open.
 struct MemoryEvidence {
   std::optional<int64_t>
       free_bytes;        ///< of the CUDA device; nothing: not in use, or it no longer answers
@@ -48,7 +48,7 @@ BRIMFUL_API bool is_out_of_memory(const std::exception_ptr& error, const MemoryE
 /// The message part of the above, for errors that lost their type on the way.
 BRIMFUL_API bool is_out_of_memory_message(std::string_view message);
 BRIMFUL_API bool is_out_of_memory_message(std::string_view message, const MemoryEvidence& evidence);
-/// The error's own words without a C++ backtrace, cut to one paragraph of at most 2000 characters.
+/// The error's own text without a C++ backtrace, cut to one paragraph of at most 2000 characters.
 BRIMFUL_API std::string describe(const std::exception_ptr& error);
 
 }  // namespace brimful
