@@ -31,8 +31,8 @@ class LeakFinder:
     do not count, nor does what is in a container that stops growing by itself (``deque(maxlen=...)``, a small
     ``lru_cache``), nor a window of the last tensors. Then, once for each, the program's variables, containers and
     graphs are searched for what holds them (some tenths of a second), and a warning goes to the logger ``brimful``.
-    What may be a cache that fills has ``leak.filling``: it goes from ``leaks`` when it is full, and is reported again as
-    a leak after five times as many steps. Inside, memory is tracked (``brimful.memory.start_tracking``).
+    What may be a cache that fills has ``leak.filling``: it goes from ``leaks`` when it is full, and is reported again
+    as a leak after five times as many steps. Inside, memory is tracked (``brimful.memory.start_tracking``).
 
     Raises ``ValueError`` unless ``steps >= 2`` and ``warm_up >= 0``. Use it from one thread.
     """
