@@ -39,7 +39,8 @@ void bind_ring(py::module_& m) {
       .def_readonly("tensors", &OpRecord::tensors)
       .def_readonly("where", &OpRecord::where)
       .def_readonly("backward", &OpRecord::backward)
-      .def_readonly("free_bytes", &OpRecord::free_bytes);
+      .def_readonly("free_bytes", &OpRecord::free_bytes)
+      .def_readonly("indices_dropped", &OpRecord::indices_dropped);
   m.def(
       "_start_op_ring",
       [](std::vector<std::string> not_in) {

@@ -15,7 +15,8 @@ void add_operators(const ErrorEvidence& evidence, Explanation& out) {
     for (size_t t = 0; t < all[i].tensors.size(); ++t) {
       line += (t == 0 ? "" : "; ") + all[i].tensors[t];
     }
-    out.evidence.push_back(line + ")" + (all[i].where.empty() ? "" : " at " + all[i].where));
+    out.evidence.push_back(line + ")" + (all[i].where.empty() ? "" : " at " + all[i].where) +
+                           (all[i].indices_dropped ? ", its indices were not copied" : ""));
   }
 }
 

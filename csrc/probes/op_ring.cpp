@@ -18,6 +18,7 @@ namespace brimful::probes {
 namespace {
 
 constexpr size_t kRecords = 256;
+constexpr size_t kMostRecords = 16 * kRecords;  // while the device is behind
 
 struct Entry {
   OpRecord record;
@@ -31,7 +32,6 @@ struct Ring {
   std::map<int64_t, std::string> sites;  // by sequence, of the newest forwards
   OpSite site;
   std::optional<at::CallbackHandle> handle;
-  uint64_t place = 0;
   std::atomic<pid_t> owner{0};
 };
 
@@ -91,6 +91,18 @@ int64_t bytes_of(c10::ArrayRef<const c10::IValue> inputs) {
   return bytes;
 }
 
+/// An operator whose indices have not come is one that the device has still to run, as what follows it.
+void trim(std::deque<Entry>& entries) {
+  const auto pending = [](const KeptIndex& index) { return index.pending(); };
+  while (entries.size() > kRecords) {
+    const auto& oldest = entries.front().indices;
+    if (entries.size() <= kMostRecords && std::any_of(oldest.begin(), oldest.end(), pending)) {
+      return;
+    }
+    entries.pop_front();
+  }
+}
+
 void note(const at::RecordFunction& function) {
   const at::DisableRecordFunctionGuard no_more;
   Entry entry;
@@ -117,22 +129,20 @@ void note(const at::RecordFunction& function) {
   const auto uses = index_uses(entry.record.name, function.inputs());
   const std::lock_guard lock(ours.mutex);
   for (const auto& use : uses) {
-    entry.indices.emplace_back(use, ours.place);
+    entry.indices.emplace_back(use);
+    entry.record.indices_dropped |= entry.indices.back().dropped();
   }
-  ++ours.place;
   if (entry.record.backward) {
     const auto forward = ours.sites.find(entry.sequence);
     entry.record.where = forward == ours.sites.end() ? "" : forward->second;
   } else if (entry.sequence >= 0 && !entry.record.where.empty()) {
     ours.sites.insert_or_assign(entry.sequence, entry.record.where);
-    if (ours.sites.size() > 16 * kRecords) {
+    if (ours.sites.size() > kMostRecords) {
       ours.sites.erase(ours.sites.begin());
     }
   }
   ours.entries.push_back(std::move(entry));
-  if (ours.entries.size() > kRecords) {
-    ours.entries.pop_front();
-  }
+  trim(ours.entries);
 }
 
 std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& function) {

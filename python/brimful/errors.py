@@ -88,6 +88,7 @@ _in_background = False
 class OpRing:
     """Keeps the last 256 operators that this process began, with shapes, dtypes, lines and short indices.
 
+    While a CUDA device is behind, it keeps all since the oldest whose indices the device has not reached, up to 4096.
     For ``explain``: a device-side assert names a later line than the one to blame. On it costs microseconds an
     operator; off, nothing. After a ``with`` that an exception ended, and after ``stop()``, the records stay; a new
     start, or a ``with`` that ended well, forgets them.

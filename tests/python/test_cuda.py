@@ -1,6 +1,7 @@
 """The main paths on a GPU: what the other tests prove on the CPU, once more where memory and time are the device's."""
 
 import copy
+import ctypes
 import sys
 from subprocess import run
 
@@ -127,6 +128,48 @@ def test_an_assertion_of_the_device_is_explained_by_the_ring(tmp_path):
     ).stdout
     assert "asserts.py:9" in told
     assert "index 512" in told
+
+
+# Where the host is far ahead: an operator of a stream that has not begun, and hundreds that come after it.
+AHEAD = """
+import ctypes, sys, torch, brimful
+from torch import nn
+sim = ctypes.CDLL("libcudart.so.13")
+table, side = nn.Embedding(100, 8).cuda(), torch.cuda.Stream()
+good, bad = torch.tensor([1, 2], device="cuda"), torch.tensor([3, 512], device="cuda")
+torch.cuda.synchronize()
+sim.sim_cuda_hold(ctypes.c_void_p(side.cuda_stream))
+ring = brimful.op_ring()
+try:
+    with ring:
+        with torch.cuda.stream(side):
+            table(bad)
+        with torch.cuda.stream(side if sys.argv[1] == "behind" else torch.cuda.current_stream()):
+            for _ in range(int(sys.argv[2])):
+                table(good)
+        torch.cuda.synchronize()
+except Exception as error:
+    print(brimful.explain(error), len(ring.records()))
+    print("dropped", sum(record.indices_dropped for record in ring.records()))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "sim_cuda_hold"), reason="holds its stream")
+@pytest.mark.parametrize("where", ["behind", "beside"])
+def test_the_ring_names_the_operator_that_a_device_far_behind_fails_in(tmp_path, where):
+    program = tmp_path / "ahead.py"
+    program.write_text(AHEAD)
+
+    def told(count):
+        command = [sys.executable, program, where, str(count)]
+        return run(command, capture_output=True, text=True, timeout=100, check=False).stdout
+
+    for count in (400, 700) if where == "behind" else (700,):
+        words = told(count)
+        assert "ahead.py:13 in <module>: aten::embedding got index 512" in words, words
+        assert words.count("got index") == 2, words  # as evidence and as cause: no other is blamed
+        dropped = int(words.split()[-1])
+        assert (dropped > 0) == (where == "behind" and count == 700), words  # two copies a lookup
 
 
 def test_the_monitor_sees_this_process_on_the_device():

@@ -6,9 +6,10 @@
 #include <string>
 #include <vector>
 
-/// The last 256 operators that this process began, on any thread, kept in host memory: what a device-side assert is
-/// explained with, when the device no longer answers and the traceback names a later line. While it is on, each operator
-/// costs microseconds; off, nothing.
+/// The last 256 operators that this process began, on any thread, and while the device is behind all since the oldest whose
+/// indices it has not reached (up to 4096). They are kept in host memory: what a device-side assert is explained with, when
+/// the device no longer answers and the traceback names a later line. While it is on, each operator costs microseconds; off,
+/// nothing.
 namespace brimful::probes {
 
 struct OpRecord {
@@ -19,6 +20,7 @@ struct OpRecord {
   std::optional<int64_t>
       free_bytes;  ///< of the CUDA device, before an operator that uses cuDNN or cuBLAS
   std::optional<int64_t> input_bytes;  ///< of the tensors of such an operator
+  bool indices_dropped = false;        ///< not copied: 1024 copies before it wait for the device
 };
 
 /// An index that an operator cannot have meant.
