@@ -112,6 +112,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_from_env(std::chrono::milliseconds t
   const auto group = launch::make_gloo_group(store, env.rank, env.world_size,
                                              launch::GlooDevice::of_host, timeout);
   if (device) {
+    launch::keep_process_on_nccl_errors();
     c10::impl::getDeviceGuardImpl(device->type())->setDevice(*device);
     launch::add_nccl(*group, store, env.rank, env.world_size, *device, timeout);
   }

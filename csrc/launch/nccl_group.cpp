@@ -1,6 +1,7 @@
 #include "launch/nccl_group.h"
 
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/util/env.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
@@ -8,6 +9,10 @@ namespace brimful::launch {
 
 int nccl_device_count() {
   return c10::cuda::device_count();
+}
+
+void keep_process_on_nccl_errors() {
+  c10::utils::set_env("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2", /*overwrite=*/false);
 }
 
 void add_nccl(c10d::ProcessGroup& group, const c10::intrusive_ptr<c10d::Store>& store, int rank,

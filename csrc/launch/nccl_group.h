@@ -15,6 +15,10 @@ int nccl_device_count();
 /// @throws c10::ValueError if LOCAL_RANK is missing, not a number or beyond the devices
 std::optional<c10::Device> device_from_env(int devices);
 
+/// Before the threads and groups of this process: unless the variable is set, torch's watchdog is to abort a communicator
+/// in which a rank is missing, and not to end the process (TORCH_NCCL_ASYNC_ERROR_HANDLING=2).
+void keep_process_on_nccl_errors();
+
 /// Gives `group` NCCL for CUDA tensors, binds it to `device` and makes NCCL its default backend, as torch does for
 /// "cpu:gloo,cuda:nccl". Ranks meet in their first collective on CUDA tensors, not here.
 /// @throws c10::NotImplementedError in a build without CUDA

@@ -68,6 +68,9 @@ void run(const std::vector<c10::Device>& devices, const DeviceRankFn& fn,
   TORCH_CHECK_VALUE(timeout.count() > 0,
                     "the timeout must be positive (timeout_ms: ", timeout.count(), ")");
   const int world_size = static_cast<int>(devices.size());
+  if (devices.front().is_cuda()) {
+    launch::keep_process_on_nccl_errors();
+  }
   const auto store = c10::make_intrusive<c10d::HashStore>();
   store->setTimeout(timeout);
   Ranks ranks(world_size);

@@ -8,9 +8,11 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <sstream>
 
+#include "reducer/device_wait.h"
 #include "reducer/group_calls.h"
 
 namespace brimful {
@@ -76,6 +78,7 @@ std::vector<std::string> split_records(const std::vector<uint8_t>& bytes) {
 Exchange begin_exchange(const Group& group, c10::Device device, const std::vector<uint8_t>& own) {
   auto bytes = at::empty({static_cast<int64_t>(own.size())}, at::kByte);
   std::memcpy(bytes.mutable_data_ptr<uint8_t>(), own.data(), own.size());
+  require_no_error(group, device);
   std::vector<at::Tensor> inputs{bytes.to(device)};
   std::vector<std::vector<at::Tensor>> outputs(1);
   for (int rank = 0; rank < group->getSize(); ++rank) {
@@ -102,8 +105,30 @@ std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device
                                                  const std::function<void(c10d::Work&)>& wait) {
   const memory::UnlimitedEverywhere unlimited;
   const auto exchange = begin_exchange(group, device, own);
-  wait(*exchange.work);
+  if (wait) {
+    wait(*exchange.work);
+  } else if (device.is_cpu()) {
+    exchange.work->wait();
+  } else {
+    wait_on_device(group, device, *exchange.work, std::chrono::steady_clock::now(), [] {});
+  }
   return exchange.read();
+}
+
+BucketPlan with_devices_in_order(BucketPlan plan) {
+  std::vector<c10::Device> known;
+  for (auto& bucket : plan.buckets) {
+    if (bucket.device.is_cpu()) {
+      continue;
+    }
+    auto place = std::find(known.begin(), known.end(), bucket.device);
+    if (place == known.end()) {
+      place = known.insert(place, bucket.device);
+    }
+    bucket.device =
+        c10::Device(bucket.device.type(), static_cast<c10::DeviceIndex>(place - known.begin()));
+  }
+  return plan;
 }
 
 uint64_t require_same_model(const Group& group, c10::Device device, const Model& model,

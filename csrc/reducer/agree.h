@@ -1,5 +1,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <brimful/reducer/bucket_plan.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <cstdint>
@@ -21,10 +22,10 @@ struct Exchange {
 };
 Exchange begin_exchange(const Group& group, c10::Device device, const std::vector<uint8_t>& own);
 
-/// Every rank's bytes, by rank; all ranks give the same number. One collective on `device`, waited for by `wait`.
+/// Every rank's bytes, by rank; all ranks give the same number. One collective on `device`, waited for by `wait`, if given.
 std::vector<std::vector<uint8_t>> exchange_bytes(
     const Group& group, c10::Device device, const std::vector<uint8_t>& own,
-    const std::function<void(c10d::Work&)>& wait = [](c10d::Work& work) { work.wait(); });
+    const std::function<void(c10d::Work&)>& wait = nullptr);
 
 /// What must be alike on all ranks.
 struct Model {
@@ -34,6 +35,9 @@ struct Model {
   const std::vector<at::Tensor>& buffers;
   const std::string& plan;
 };
+
+/// Each rank has devices of its own: they have numbers in their order, as on every other rank.
+BucketPlan with_devices_in_order(BucketPlan plan);
 
 /// Checks that all ranks have the same model, before anything else is sent (gloo kills a process whose peer sends another
 /// size). Returns the most of the ranks' `number`s.

@@ -4,6 +4,7 @@
 #include <c10/core/Stream.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -42,6 +43,7 @@ struct Bucket {
       stream;           ///< the last one that worked on it in this backward; not on the CPU
   int64_t pending = 0;  ///< gradients that this backward still owes
   bool left = false;
+  std::chrono::steady_clock::time_point left_at;
   c10::intrusive_ptr<c10d::Work> work;
   c10::intrusive_ptr<c10::ivalue::Future> hooked;  ///< of a communication hook
   at::Tensor hook_result;

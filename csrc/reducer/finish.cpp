@@ -34,7 +34,7 @@ void Reducer::wait_for_buckets() {
     auto& bucket = s.buckets[i];
     if (bucket.work && !s.broken) {
       try {
-        wait_for(*bucket.work, bucket.device.is_cpu());
+        wait_for(*bucket.work, bucket.device, bucket.left_at);
       } catch (...) {
         s.broken = std::current_exception();
       }
@@ -180,7 +180,7 @@ std::vector<ControlRecord> Reducer::exchange(const ControlRecord& record) {
       std::rethrow_exception(s.broken);
     }
     all = exchange_bytes(s.group, s.device, {own.begin(), own.end()},
-                         [&](c10d::Work& work) { wait_for(work, s.device.is_cpu()); });
+                         [&](c10d::Work& work) { wait_for(work, s.device); });
   } catch (const std::exception& e) {
     s.broken = std::current_exception();
     throw_broken(s.step, "the exchange before a loop", e.what());

@@ -36,9 +36,8 @@ std::vector<uint8_t> Reducer::ask_all(uint8_t own, const std::string& what) {
   s.waiting_since = std::chrono::steady_clock::now();
   std::vector<uint8_t> answers;
   try {
-    for (const auto& bytes : exchange_bytes(s.group, s.device, {own}, [&](c10d::Work& work) {
-           wait_for(work, s.device.is_cpu());
-         })) {
+    for (const auto& bytes : exchange_bytes(s.group, s.device, {own},
+                                            [&](c10d::Work& work) { wait_for(work, s.device); })) {
       answers.push_back(bytes[0]);
     }
   } catch (const std::exception& e) {
@@ -113,7 +112,7 @@ bool Reducer::join_step(bool keep_gradients) {
   s.waiting_since = std::chrono::steady_clock::now();
   if (s.met) {
     try {
-      wait_for(*s.met, /*on_cpu=*/true);
+      wait_for(*s.met, s.device);
     } catch (...) {
       s.broken = std::current_exception();
     }

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "reducer/device_wait.h"
 #include "reducer/group_calls.h"
 #include "reducer/reducer_state.h"
 
@@ -71,6 +72,13 @@ void Reducer::launch_drained(int64_t index) {
 
 void Reducer::State::send(int64_t index) {
   auto& bucket = buckets[index];
+  try {
+    if (!broken && !alone) {
+      require_no_error(group, bucket.device);
+    }
+  } catch (...) {
+    broken = std::current_exception();
+  }
   const bool sends = !broken && !ended && !alone && !bucket.sparse();  // rows follow (rows.cpp)
   watch.launch(index);
   const WithoutPythonObjects without;
@@ -84,6 +92,7 @@ void Reducer::State::send(int64_t index) {
     last_hook = bucket.hooked;
   }
   bucket.left = true;
+  bucket.left_at = std::chrono::steady_clock::now();
   if (sends && !bucket.hooked) {
     try {
       std::vector<at::Tensor> tensors{payload(bucket)};

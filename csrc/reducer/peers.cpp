@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "reducer/at_exit.h"
+#include "reducer/device_wait.h"
 #include "reducer/reducer_state.h"
 
 namespace brimful {
@@ -118,9 +119,23 @@ void Reducer::abandon(FailureKind kind, const std::string& text) {
 }
 
 // A rank that waits for one that is well does not notice that the group broke: it would wait until the group's timeout.
-void Reducer::wait_for(c10d::Work& work, bool on_cpu) {
+void Reducer::wait_for(c10d::Work& work, c10::Device device) {
+  wait_for(work, device, s_->waiting_since);
+}
+
+void Reducer::wait_for(c10d::Work& work, c10::Device device,
+                       std::chrono::steady_clock::time_point left_at) {
   auto& s = *s_;
-  while (on_cpu && s.store && s.world_size > 1) {
+  const auto listen = [&] {
+    if (told_broken()) {
+      throw std::runtime_error("another rank found the process group broken");
+    }
+  };
+  if (!device.is_cpu() && s.world_size > 1) {
+    wait_on_device(s.group, device, work, left_at, listen);
+    return;
+  }
+  while (s.store && s.world_size > 1) {
     try {
       work.wait(std::chrono::milliseconds(kListenEvery));
       return;
@@ -129,9 +144,7 @@ void Reducer::wait_for(c10d::Work& work, bool on_cpu) {
         break;  // its own error, if it has one, comes now
       }
     }
-    if (told_broken()) {
-      throw std::runtime_error("another rank found the process group broken");
-    }
+    listen();
   }
   work.wait();
 }
@@ -160,7 +173,7 @@ void Reducer::wait_for_hook(c10::ivalue::Future& future) {
 
 bool Reducer::told_broken() {
   try {
-    return s_->store->check({s_->key + "broken"});
+    return s_->store && s_->store->check({s_->key + "broken"});
   } catch (const std::exception&) {
     return false;  // the store's rank died: the group's own timeout ends the wait
   }

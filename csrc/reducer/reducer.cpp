@@ -133,10 +133,11 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
                     : plan_buckets(s.infos, s.plan_options);
   s.device = plan.buckets.back().device;
   s.watch.set_device(s.device);
-  const auto most_others = require_same_model(group, s.device,
-                                              {parameters, options.names, options.frozen, buffers,
-                                               to_string(plan, s.infos) + describe(options)},
-                                              others);
+  const auto most_others =
+      require_same_model(group, s.device,
+                         {parameters, options.names, options.frozen, buffers,
+                          to_string(with_devices_in_order(plan), s.infos) + describe(options)},
+                         others);
   s.traffic->several = most_others > 0;
   if (options.synchronise_at_start) {
     broadcast_from(0, group, parameters);

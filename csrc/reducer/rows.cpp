@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "reducer/device_wait.h"
 #include "reducer/group_calls.h"
 #include "reducer/reducer_state.h"
 
@@ -128,6 +129,7 @@ void Reducer::exchange_rows() {
       if (!also_the_groups_threads) {  // until the last all_gather has ended
         also_the_groups_threads.emplace();
       }
+      require_no_error(s.group, bucket.device);
       const memory::CategoryScope messages(memory::Category::communication);
       gathering.sent = gathering.packing.pack(bucket.own);
       gathering.received =
@@ -141,7 +143,7 @@ void Reducer::exchange_rows() {
     for (size_t i = 0; i < sparse.size(); ++i) {
       auto& bucket = *sparse[i];
       if (gatherings[i].work) {
-        wait_for(*gatherings[i].work, bucket.device.is_cpu());
+        wait_for(*gatherings[i].work, bucket.device);
         bucket.own = sum_of(gatherings[i], rows_of(i), bucket.sparse_zero);
       } else if (!bucket.own.defined()) {
         bucket.own = bucket.sparse_zero.clone();

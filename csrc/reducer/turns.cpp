@@ -132,7 +132,7 @@ void Reducer::exchange_turn(uint64_t kind) {
   try {
     const memory::Unlimited unlimited;
     const auto all = exchange_bytes(s.group, s.device, as_record(own),
-                                    [&](c10d::Work& work) { wait_for(work, s.device.is_cpu()); });
+                                    [&](c10d::Work& work) { wait_for(work, s.device); });
     s.turns.clear();
     bool others = false;
     for (const auto& bytes : all) {
@@ -363,7 +363,7 @@ void Reducer::settle_turn() {
   auto& s = *s_;
   s.waiting_since = std::chrono::steady_clock::now();
   try {
-    wait_for(*s.parting->work, s.device.is_cpu());
+    wait_for(*s.parting->work, s.device);
   } catch (...) {
     s.broken = std::current_exception();
   }

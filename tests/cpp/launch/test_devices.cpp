@@ -16,9 +16,12 @@
 #include <brimful/launch/run_ranks.h>
 #include <brimful/reducer/distributed_data_parallel.h>
 
+#include <atomic>
+#include <chrono>
 #include <map>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace test_devices {
@@ -196,6 +199,26 @@ TEST_CASE("a rank that throws ends the others' wait in NCCL", "[launch][gpu]") {
     });
   };
   CHECK_THROWS_WITH(run(), Catch::Contains("planted on one rank"));
+}
+
+TEST_CASE("a collective over NCCL that a rank never joins ends no process", "[launch][gpu]") {
+  BRIMFUL_NEEDS_GPUS(2);
+  const Watchdog watchdog("a rank stays away under NCCL", std::chrono::seconds(100));
+  const ScopedEnv env(Variables{{"TORCH_NCCL_ASYNC_ERROR_HANDLING", nullptr},
+                                {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100"}});
+  std::atomic<bool> ended = false;
+  const auto stays_away = [&](int rank, c10::Device /*device*/, const Group& group) {
+    sum_over_ranks(group, at::ones({2}, at::kCUDA)).cpu();
+    while (rank == 1 && !ended) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    if (rank == 0) {
+      sum_over_ranks(group, at::ones({2}, at::kCUDA)).cpu();  // torch's watchdog aborts it
+      ended = true;
+    }
+  };
+  run_ranks({cuda(0), cuda(1)}, stays_away, std::chrono::seconds(2));
+  CHECK(ended);
 }
 
 }  // namespace test_devices

@@ -17,6 +17,8 @@ namespace brimful {
 /// getBoundDeviceId(). Blocks until all ranks have joined. The store is torchrun's where it serves
 /// one, else rank 0 serves it. Gloo listens on the interfaces that GLOO_SOCKET_IFNAME lists, else on
 /// this host's address, else on loopback.
+/// Where there are CUDA devices and TORCH_NCCL_ASYNC_ERROR_HANDLING is not set it becomes 2 in this process: torch's watchdog
+/// then aborts a communicator in which a rank is missing, and does not end the process.
 /// All ranks must call it equally often; each call makes a group of its own. Callable from any
 /// thread, but in the same order on every rank. Does not synchronise a device.
 /// @throws c10::ValueError if a variable is missing, is not a number or does not fit the others or

@@ -41,6 +41,7 @@ using DeviceRankFn = std::function<void(int rank, c10::Device device,
 /// where the devices are CUDA ones, NCCL for CUDA tensors. The CPU may be named several times, one
 /// rank each; a CUDA device once.
 ///   brimful::run_ranks({{at::kCUDA, 0}, {at::kCUDA, 1}}, [&](int rank, auto device, auto& group) {...});
+/// On CUDA devices TORCH_NCCL_ASYNC_ERROR_HANDLING becomes 2 where it is not set, as by init_from_env.
 /// Every rank's thread runs CPU operators with a team of at::get_num_threads() threads of its own;
 /// call at::set_num_threads(cores / ranks) first where the ranks compute on the CPU.
 /// @throws as above; c10::ValueError if there is no device, one is neither CPU nor CUDA or is not

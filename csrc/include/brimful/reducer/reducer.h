@@ -4,6 +4,7 @@
 #include <brimful/step/participant.h>
 #include <c10/core/ScalarType.h>
 
+#include <chrono>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -203,7 +204,9 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   [[noreturn]] void throw_broken(int64_t at_step, const std::string& waiting_for,
                                  const std::string& cause);
   void abort_group();
-  void wait_for(c10d::Work& work, bool on_cpu);
+  void wait_for(c10d::Work& work, c10::Device device);
+  void wait_for(c10d::Work& work, c10::Device device,
+                std::chrono::steady_clock::time_point left_at);
   void wait_for_hook(c10::ivalue::Future& future);
   void wait_for_last_hook();
   void check_last_hook(bool throws);

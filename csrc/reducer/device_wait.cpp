@@ -1,0 +1,87 @@
+// Torch's NCCL groups make a stream wait and not the host: a host that then waits for the stream hears of no rank that died.
+#include "reducer/device_wait.h"
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace brimful {
+namespace {
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kListenToDevice{500};
+constexpr milliseconds kLongestMargin{10000};
+constexpr int kMarginPart = 8;  // of a timeout
+
+/// When to give up: torch's watchdog looks up to a second apart, and would end the process at the timeout.
+std::optional<milliseconds> patience_of(c10d::Backend& backend) {
+  try {
+    const auto timeout = backend.getBackendOptions()->timeout;
+    return timeout - std::min(kLongestMargin, timeout / kMarginPart);
+  } catch (const std::exception&) {
+    return std::nullopt;  // this backend does not tell
+  }
+}
+
+void require_none(c10d::Backend& backend) {
+  auto error = c10d::ErrorType::SUCCESS;
+  try {
+    error = backend.getError();
+  } catch (const std::exception&) {
+    return;  // this backend does not tell
+  }
+  if (error != c10d::ErrorType::SUCCESS) {
+    throw std::runtime_error(error == c10d::ErrorType::TIMEOUT
+                                 ? "the backend reports that a collective timed out"
+                                 : "the backend reports an error of its communicator");
+  }
+}
+
+/// A short wait is a step's, where a late look costs time; a long one shall leave the processor to others.
+void pause(Clock::duration waited) {
+  if (waited < milliseconds(5)) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(waited < milliseconds(100) ? std::chrono::microseconds(50)
+                                                           : milliseconds(1));
+  }
+}
+}  // namespace
+
+void require_no_error(const Group& group, c10::Device device) {
+  if (!device.is_cpu() && group->getSize() > 1) {
+    require_none(*group->getBackend(device.type()));
+  }
+}
+
+void wait_on_device(const Group& group, c10::Device device, c10d::Work& work,
+                    std::chrono::steady_clock::time_point since,
+                    const std::function<void()>& listen) {
+  const auto backend = group->getBackend(device.type());
+  const auto patience = patience_of(*backend);
+  const auto begin = Clock::now();
+  auto listen_at = begin + kListenToDevice;
+  while (!work.isCompleted()) {
+    require_none(*backend);
+    const auto now = Clock::now();
+    if (patience && now - since > *patience) {
+      throw std::runtime_error("the other ranks did not come in " +
+                               std::to_string(patience->count()) + " ms");
+    }
+    if (now > listen_at) {
+      listen();
+      listen_at = now + kListenToDevice;
+    }
+    pause(now - begin);
+  }
+  if (const auto error = work.exception()) {
+    std::rethrow_exception(error);
+  }
+  require_none(*backend);
+  work.wait();
+}
+
+}  // namespace brimful

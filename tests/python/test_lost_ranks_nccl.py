@@ -1,0 +1,139 @@
+"""Ranks over NCCL: one dies or hangs, and the others raise RankFailed before torch's watchdog acts."""
+
+import datetime
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import classes, cross_entropy, dropout_net, wrap
+from rank_processes import raised
+from test_lost_ranks import at_once
+
+import brimful
+
+two_devices = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="needs two CUDA devices (torch.cuda.device_count() < 2)"
+)
+pytestmark = [pytest.mark.gpu, two_devices]
+TIMEOUT_S = 4  # of the process group
+SOON_S = TIMEOUT_S + 3  # what the others say is waited for, and the machine may be busy
+KINDS = {"classic": "0", "nccl2": "1"}  # of torch's groups
+CLEAN_UP_ONLY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+CYCLES_A_S = 1 << 30
+
+
+def lose(nap_s):
+    if nap_s is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(nap_s)
+
+
+class Leave:
+    """Where rank 1 is lost in a step: in forward, in backward behind the first buckets, or as it waits at the end."""
+
+    def __init__(self, model, point, nap_s):
+        self.model, self.point, self.nap_s, self.armed = model, point, nap_s, False
+        if point == "forward":
+            model.module[3].register_forward_pre_hook(self)
+        else:
+            model.module[0].weight.register_hook(self)
+
+    def __call__(self, *_):
+        if not self.armed:
+            return
+        self.armed = False
+        assert (self.model.buckets_left > 0) == (self.point != "forward")
+        if self.point != "finish":
+            return lose(self.nap_s)
+        torch.cuda._sleep((2 if self.nap_s is None else self.nap_s) * CYCLES_A_S)
+        if self.nap_s is None:
+            threading.Timer(0.5, lose, [None]).start()
+
+
+def lost_job(rank, kind, environment, point, nap_s, with_sizer):
+    os.environ.update(environment, TORCH_DIST_USE_NCCL2=KINDS[kind])
+    torch.cuda.set_device(rank.index)
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    group = dist.new_group(backend="nccl", timeout=timeout)
+    model = wrap(dropout_net().cuda(), process_group=group)
+    second = wrap(dropout_net().cuda(), process_group=group) if point == "agreement" else None
+    sizer = brimful.BatchSizer(model) if with_sizer else None
+    leave = Leave(model if second is None else second, "forward" if second else point, nap_s)
+    for step in range(4):
+        leave.armed = rank.index == 1 and step == 2
+        batch = [t.cuda() for t in classes(8, seed=step)]
+
+        def run(batch=batch):
+            if sizer:
+                sizer.step(batch, cross_entropy)
+            else:
+                cross_entropy(model, batch).backward()
+            if second:
+                cross_entropy(second, batch).backward()
+
+        error = raised(run)
+        if error is not None:
+            torch.cuda.synchronize()  # nothing is left in a kernel
+            return step, error
+        for each in filter(None, (model, second)):
+            each.zero_grad()
+    return None
+
+
+def require_named(result, words):
+    step, error = result
+    assert step == 2
+    assert type(error) is brimful.RankFailed, error
+    assert error.rank == 1, error
+    assert "the process group broke in step 2: " in str(error), error
+    assert words in str(error), error
+    assert error.seconds < SOON_S, (error.seconds, error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_rank_is_named_by_the_other(ranks, kind):
+    def run(point, with_sizer):
+        job = kind, CLEAN_UP_ONLY, point, None, with_sizer
+        results = ranks(lost_job, *job, lost=(1,))
+        require_named(results[0], "rank 1 did not come (it left its loop, died or hangs)")
+
+    places = [("forward", True), ("backward", False), ("agreement", False), ("finish", True)]
+    at_once([partial(run, *place) for place in places])
+
+
+def test_without_a_watchdog_a_killed_rank_is_named(ranks):
+    def run(kind):
+        environment = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+        results = ranks(lost_job, kind, environment, "backward", None, True, lost=(1,))
+        require_named(results[0], "rank 1 did not come (it left its loop, died or hangs)")
+
+    at_once([partial(run, kind) for kind in KINDS])
+
+
+# As the watchdog is unless it is told otherwise: it would end the process at the timeout.
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_hangs_is_named_before_the_watchdog_ends_the_process(ranks, kind):
+    def run(point, with_sizer):
+        results = ranks(lost_job, kind, {}, point, TIMEOUT_S + 3, with_sizer, watchdog_s=40)
+        require_named(results[0], "rank 1 did not come (it left its loop, died or hangs)")
+
+    places = [("forward", False), ("backward", True), ("agreement", False)]
+    at_once([partial(run, *place) for place in places])
+
+
+def test_a_device_that_hangs_ends_no_process(ranks):
+    """The ranks wait for the same sum, and none knows whose device is late."""
+
+    def run(kind):
+        results = ranks(lost_job, kind, {}, "finish", TIMEOUT_S + 3, False, watchdog_s=40)
+        for step, error in results:
+            assert step == 2
+            assert type(error) is brimful.RankFailed, error
+            assert "the process group broke in step 2: " in str(error), error
+
+    at_once([partial(run, kind) for kind in KINDS])
