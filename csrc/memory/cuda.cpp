@@ -63,7 +63,8 @@ void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes,
   const bool is_ours = limit && fraction == limit->fraction;
   if (!bytes) {
     if (is_ours) {  // else the program has set another one since
-      caching::setMemoryFraction(limit->before, index);
+      // cudaMallocAsync's, without one, is that of 2^64 bytes, which its setter refuses.
+      caching::setMemoryFraction(std::min(1.0, limit->before), index);
     }
     limit.reset();
     return;

@@ -4,7 +4,8 @@
 namespace brimful {
 
 /// Frees the gradients that a backward which failed left under way: the engine by itself keeps them in this thread's
-/// queue until the thread's next backward. Does nothing within a backward. Not with the GIL.
+/// queue until the thread's next backward, and its thread of the current CUDA device may still hold some: it is waited
+/// for, but not the device. Does nothing within a backward. Not with the GIL.
 BRIMFUL_API void empty_engine_queue() noexcept;
 
 /// `backward()`, and the above where it throws.

@@ -58,6 +58,32 @@ def test_a_batch_that_does_not_fit_is_run_in_pieces_with_its_gradient(limit):
     assert memory.stats("cuda").ooms == refused
 
 
+def test_nothing_of_a_backward_that_failed_is_in_use_when_it_is_repeated(limit):
+    """The engine's thread of the device hands its error on before it lets go of the node that failed."""
+    model, x = net(), data(1 << 10)
+    sizer = brimful.BatchSizer(model)
+    entries = []
+
+    def take(gradient):
+        torch.empty(len(gradient), MIB // 4, dtype=torch.uint8, device="cuda")
+
+    def hungry(model, piece):
+        if piece.data_ptr() == x.data_ptr():  # a try begins
+            entries.append(torch.cuda.memory_allocated())
+        out = model(piece)
+        out.register_hook(take)
+        return out.square().mean()
+
+    sizer.step(x[:8], hungry)  # what libraries take once
+    model.zero_grad()
+    limit(128 * MIB)  # whole it takes 256
+    for _ in range(8):
+        entries.clear()
+        assert brimful.BatchSizer(model).step(x, hungry).retries == len(entries) - 1 > 0
+        model.zero_grad()
+        assert set(entries) == {entries[0]}
+
+
 def reduce_on_one_device(rank):
     model, x = net(), data(64)
     whole = copy.deepcopy(model)
@@ -197,7 +223,7 @@ def test_without_a_limit_the_sizes_that_fit_are_learned():
         model.zero_grad()
     del hog
     assert sum(retries[:5]) >= 1
-    assert sum(retries[5:]) <= 4, retries
+    assert sum(retries[5:]) == 0, retries
     memory.release_cached("cuda")
     for _ in range(3):
         outcome = sizer.step(x, loss_fn)
