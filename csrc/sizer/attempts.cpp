@@ -202,7 +202,7 @@ void BatchSizer::refine(const AttemptResult& result, int64_t rows, Outcome& outc
   }
   const auto before = std::ssize(outcome.split);
   const auto most = largest_piece(outcome.split);
-  history_.note_failure(most, room(), steps_);
+  history_.note_failure(most, before, room(), steps_);
   const auto pieces = options_.equal_pieces ? pieces_for(rows, most) : before;
   outcome.pieces = std::max(
       history_.finer(rows, pieces, room()),

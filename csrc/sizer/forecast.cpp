@@ -147,7 +147,7 @@ std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork&
   if (!forecast) {
     if (fits) {
       piece_rows_ = *fits;
-      history_.note_failure(*fits + 1, room_before, steps_);
+      history_.note_failure(*fits + 1, pieces_for(rows, *fits + 1), room_before, steps_);
     }
     return std::nullopt;
   }

@@ -230,7 +230,7 @@ class Mapping {
       released_ = true;
     }
     if (!release) {
-      memo_.history.note_failure(count, room(), memo_.calls);
+      memo_.history.note_failure(count, pieces_for(rows_, count), room(), memo_.calls);
       piece_rows_ =
           pieces_for(count, finer_within(count, 1, std::ssize(tried_), options_.max_retries));
       memo_.piece_rows = piece_rows_;
@@ -250,7 +250,7 @@ class Mapping {
 
   void note_peak() {
     const auto most = std::min(piece_rows_, rows_);
-    memo_.history.note(most, pieces_for(rows_, most), peak_bytes_ - used_before_);
+    memo_.history.note(most, pieces_for(rows_, most), peak_bytes_ - used_before_, room());
     if (memo_.piece_rows > 0) {
       memo_.piece_rows = std::max(memo_.piece_rows, most);
     }

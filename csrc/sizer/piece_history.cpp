@@ -9,11 +9,12 @@ namespace brimful {
 namespace {
 constexpr int64_t kFirstWait = 16;  // steps
 constexpr int64_t kLongestWait = 4096;
-constexpr double kShrinkTo = 0.85;   // of the room, where the need is taken to be in proportion
-constexpr int64_t kMostAtOnce = 4;   // times as many pieces; else the shortage is passing
-constexpr double kMoreRoom = 1.05;   // than there was when memory ran out
-constexpr int64_t kLeastRows = 2;    // BatchNorm refuses one row
-constexpr size_t kSizesKept = 1024;  // batches of many sizes
+constexpr double kShrinkTo = 0.85;    // of the room, where the need is taken to be in proportion
+constexpr int64_t kMostAtOnce = 4;    // times as many pieces; else the shortage is passing
+constexpr double kMoreRoom = 1.05;    // than there was when memory ran out
+constexpr double kLeastUsable = 0.5;  // of the room; below it, something else has taken it
+constexpr int64_t kLeastRows = 2;     // BatchNorm refuses one row
+constexpr size_t kSizesKept = 1024;   // batches of many sizes
 constexpr int64_t kEstimateSlackBytes = 16384;  // of an estimate: losses, weights, alignment
 
 int64_t bytes_of(PieceHistory::Room room) {
@@ -26,41 +27,63 @@ bool is_much_more(PieceHistory::Room room, PieceHistory::Room than) {
                      kMoreRoom * static_cast<double>(std::max<int64_t>(*than, 0));
 }
 
-std::optional<int64_t> upper_bound_of(const std::map<int64_t, int64_t>& peaks, int64_t rows) {
+}  // namespace
+
+std::optional<int64_t> PieceHistory::upper_bound_of(const Peaks& peaks, int64_t rows) {
   const auto above = peaks.lower_bound(rows);
   if (above != peaks.end() && above->first == rows) {
-    return above->second;
+    return above->second.bytes;
   }
   if (above == peaks.begin()) {
-    return above == peaks.end() ? std::nullopt : std::optional(above->second);
+    return above == peaks.end() ? std::nullopt : std::optional(above->second.bytes);
   }
   const auto below = std::prev(above);
   const auto share = static_cast<double>(rows - below->first);
-  const auto low = static_cast<double>(below->second);
+  const auto low = static_cast<double>(below->second.bytes);
   const double per_row = above == peaks.end()
                              ? low / static_cast<double>(below->first)
-                             : (static_cast<double>(above->second) - low) /
+                             : (static_cast<double>(above->second.bytes) - low) /
                                    static_cast<double>(above->first - below->first);
   return static_cast<int64_t>(std::ceil(low + per_row * share)) + kEstimateSlackBytes;
 }
-}  // namespace
 
-void PieceHistory::note(int64_t piece_rows, int64_t pieces, int64_t bytes) {
+void PieceHistory::note(int64_t piece_rows, int64_t pieces, int64_t bytes, Room room) {
   if (piece_rows <= 0) {
     return;
   }
   if (failure_ && piece_rows >= failure_->piece_rows) {
     failure_.reset();  // it was a passing shortage
   }
+  if (usable_ && room && static_cast<double>(bytes) > usable_->share * static_cast<double>(*room)) {
+    usable_.reset();
+  }
   auto& peaks = pieces == 1 ? whole_ : several_;
   if (peaks.size() >= kSizesKept) {
     peaks.clear();
   }
-  auto& peak = peaks[piece_rows];
-  peak = std::max(peak, bytes);
+  const auto [place, is_new] = peaks.try_emplace(piece_rows, Peak{bytes, room});
+  auto& peak = place->second;
+  peak.bytes = std::max(peak.bytes, bytes);
+  peak.in = bytes_of(room) < bytes_of(peak.in) ? room : peak.in;
 }
 
-void PieceHistory::note_failure(int64_t piece_rows, Room room, int64_t step) {
+bool PieceHistory::has_fitted(int64_t piece_rows, int64_t pieces, Room room) const {
+  const auto& peaks = pieces == 1 ? whole_ : several_;
+  return std::any_of(peaks.lower_bound(piece_rows), peaks.end(),
+                     [&](const auto& peak) { return bytes_of(peak.second.in) <= bytes_of(room); });
+}
+
+double PieceHistory::usable_share(int64_t step) const {
+  return usable_ && step < usable_->until_step ? usable_->share / kMoreRoom : 1;
+}
+
+void PieceHistory::note_failure(int64_t piece_rows, int64_t pieces, Room room, int64_t step) {
+  const auto bytes = need(piece_rows, pieces);
+  const double share = bytes && room ? static_cast<double>(*bytes) / static_cast<double>(*room) : 0;
+  if (share >= kLeastUsable && share <= 1 && !has_fitted(piece_rows, pieces, room)) {
+    usable_ = Usable{std::min(share, kMoreRoom * usable_share(step)), step + kLongestWait};
+    return;
+  }
   const bool again = is_blocked(piece_rows, room, std::numeric_limits<int64_t>::min());
   wait_steps_ = again ? std::min(2 * wait_steps_, kLongestWait) : kFirstWait;
   if (again) {  // that more rows fail too says nothing new of fewer
@@ -86,10 +109,14 @@ std::optional<int64_t> PieceHistory::need(int64_t piece_rows, int64_t pieces) co
 }
 
 int64_t PieceHistory::coarser(int64_t rows, int64_t pieces, Room room, int64_t step) const {
+  const auto usable =
+      room ? Room(static_cast<int64_t>(usable_share(step) * static_cast<double>(*room)))
+           : std::nullopt;
   for (int64_t fewer = 1; fewer < pieces; ++fewer) {
     const auto piece_rows = pieces_for(rows, fewer);
     const auto bytes = need(piece_rows, fewer);
-    if (bytes && *bytes <= bytes_of(room) && !is_blocked(piece_rows, room, step)) {
+    const bool fits = has_fitted(piece_rows, fewer, room);
+    if (bytes && *bytes <= bytes_of(fits ? room : usable) && !is_blocked(piece_rows, room, step)) {
       return fewer;
     }
   }
@@ -100,9 +127,9 @@ int64_t PieceHistory::finer(int64_t rows, int64_t pieces, Room room) const {
   const auto piece_rows = pieces_for(rows, pieces);
   const auto& peaks = pieces == 1 ? whole_ : several_;
   const auto known = peaks.find(piece_rows);
-  if (room && known != peaks.end() && known->second > *room && *room > 0) {
+  if (room && known != peaks.end() && known->second.bytes > *room && *room > 0) {
     const double share =
-        kShrinkTo * static_cast<double>(*room) / static_cast<double>(known->second);
+        kShrinkTo * static_cast<double>(*room) / static_cast<double>(known->second.bytes);
     const auto fits = static_cast<int64_t>(share * static_cast<double>(piece_rows));
     const auto wanted = pieces_for(rows, std::max<int64_t>(fits, 1));
     const auto twice = brimful::finer(rows, pieces);

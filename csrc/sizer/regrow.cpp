@@ -17,7 +17,7 @@ void BatchSizer::note_peak(const StepInput& input, const Outcome& outcome) {
     return;  // the peak is that of what was repeated, too
   }
   const auto most = largest_piece(outcome.split);
-  history_.note(most, outcome.pieces, outcome.peak_bytes - used_before_);
+  history_.note(most, outcome.pieces, outcome.peak_bytes - used_before_, room());
   if (piece_rows_ > 0 && !input.split) {
     piece_rows_ = std::max(piece_rows_, most);
   }

@@ -70,6 +70,7 @@ TEST_CASE("A size that failed waits longer each time, or for more room", "[sizer
   seen.run(100, 1);
   seen.run(100, 2);
   const auto room = 200 * kMb;  // something else took it
+  seen.history.note(100, 1, need(100, 1), room);
   const auto next_try = [&](int64_t from) {
     auto step = from;
     while (seen.history.coarser(100, 2, room, step) == 2) {
@@ -77,15 +78,49 @@ TEST_CASE("A size that failed waits longer each time, or for more room", "[sizer
     }
     return step;
   };
-  seen.history.note_failure(100, room, 0);
+  seen.history.note_failure(100, 1, room, 0);
   const auto second = next_try(0);
   CHECK(second == 16);
   CHECK(seen.history.coarser(100, 2, room + room / 20, 0) == 2);  // a batch less is no other room
   CHECK(seen.history.coarser(100, 2, room + room / 19, 0) == 1);
-  seen.history.note_failure(100, room, second);
+  seen.history.note_failure(100, 1, room, second);
   CHECK(next_try(second) == second + 32);
-  seen.history.note_failure(50, 40 * kMb, 100);  // of another size: a new drop
+  seen.history.note_failure(50, 2, 40 * kMb, 100);  // of another size: a new drop
   CHECK(seen.history.coarser(100, 2, room, 100) == 1);
+}
+
+// A caching allocator cannot use all of the room: some of it is in blocks that are too small.
+TEST_CASE("A failure below an estimate says which share of the room counts", "[sizer]") {
+  constexpr int64_t kUsable = 84;  // percent
+  PieceHistory history;
+  int64_t failures = 0;
+  int64_t pieces = 16;
+  int64_t room = 41 * kMb;
+  const auto run = [&](int64_t step) {
+    const auto bytes = [&] { return 34 * kMb * brimful::pieces_for(2048, pieces) / 128; };
+    pieces = history.coarser(2048, pieces, room, step);
+    if (100 * bytes() > kUsable * room) {
+      ++failures;
+      history.note_failure(brimful::pieces_for(2048, pieces), pieces, room, step);
+      pieces = history.finer(2048, pieces, room);
+    } else {
+      history.note(brimful::pieces_for(2048, pieces), pieces, bytes(), room);
+    }
+  };
+  for (int64_t step = 0; step < 5; ++step) {
+    run(step);
+  }
+  CHECK(failures >= 1);
+  failures = 0;
+  for (int64_t step = 5; step < 2000; ++step) {
+    room = 41 * kMb + step % 7 * kMb / 10;
+    run(step);
+  }
+  CHECK(failures == 0);
+  room = 1000 * kMb;
+  run(2000);
+  CHECK(pieces == 1);
+  CHECK(failures == 0);
 }
 
 TEST_CASE("One refinement is enough where the need is known and rows are most of it", "[sizer]") {
@@ -121,7 +156,7 @@ TEST_CASE("Sizes that look as if they fitted are tried a few times, not in every
     const auto begun = pieces;
     while (brimful::pieces_for(rows, pieces) > 16) {
       ++failures;
-      history.note_failure(brimful::pieces_for(rows, pieces), room, step);
+      history.note_failure(brimful::pieces_for(rows, pieces), pieces, room, step);
       pieces = history.finer(rows, pieces, room);
       piece_rows = brimful::pieces_for(rows, pieces);
     }

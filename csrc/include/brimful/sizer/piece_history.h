@@ -16,10 +16,12 @@ class BRIMFUL_API PieceHistory {
   using Room = std::optional<int64_t>;
 
   /// A step whose largest of `pieces` pieces had `piece_rows` rows took `bytes` over what was in use before it.
-  void note(int64_t piece_rows, int64_t pieces, int64_t bytes);
-  /// Memory ran out in such a step. Pieces of that size are tried again when there is more room (by a twentieth), or after
+  void note(int64_t piece_rows, int64_t pieces, int64_t bytes, Room room = {});
+  /// Memory ran out in such a step. Where its estimated need had room, and took half of it or more, and such pieces were
+  /// not seen to fit in as much, an allocator cannot use all of the room: for 4096 steps no more than that share of it
+  /// counts, less a twentieth. Else pieces of that size are tried again when there is more room (by a twentieth), or after
   /// a number of steps that doubles with each failure.
-  void note_failure(int64_t piece_rows, Room room, int64_t step);
+  void note_failure(int64_t piece_rows, int64_t pieces, Room room, int64_t step);
 
   /// The fewest pieces, `pieces` at most, that are known to fit.
   int64_t coarser(int64_t rows, int64_t pieces, Room room, int64_t step) const;
@@ -28,18 +30,30 @@ class BRIMFUL_API PieceHistory {
   int64_t finer(int64_t rows, int64_t pieces, Room room) const;
 
  private:
-  using Peaks = std::map<int64_t, int64_t>;  ///< by rows of the largest piece
+  struct Peak {
+    int64_t bytes = 0;
+    Room in;  ///< the least room in which it fitted
+  };
+  using Peaks = std::map<int64_t, Peak>;  ///< by rows of the largest piece
   struct Failure {
     int64_t piece_rows = 0;
     Room room;
     int64_t until_step = 0;
   };
+  struct Usable {
+    double share = 1;  ///< of the room
+    int64_t until_step = 0;
+  };
+  static std::optional<int64_t> upper_bound_of(const Peaks& peaks, int64_t rows);
   std::optional<int64_t> need(int64_t piece_rows, int64_t pieces) const;
   bool is_blocked(int64_t piece_rows, Room room, int64_t step) const;
+  bool has_fitted(int64_t piece_rows, int64_t pieces, Room room) const;
+  double usable_share(int64_t step) const;
 
   Peaks whole_;    ///< of steps in one piece
   Peaks several_;  ///< gradients are there already in the second piece
   std::optional<Failure> failure_;
+  std::optional<Usable> usable_;  ///< less than all, as a failure below an estimate has shown
   int64_t wait_steps_ = 0;
 };
 
