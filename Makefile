@@ -19,7 +19,7 @@ export PYTHON
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-cpp test-consumer test-layers test-python test-cuda-sim test-slow test-oldest smoke wheel sdist soak build \
+.PHONY: help demo test test-cpp test-consumer test-layers test-python test-cuda-sim test-slow test-oldest smoke wheel sdist soak gpu build \
   package configure lint lint-static stubtest tidy format bench docs pictures asan tsan setup setup-lint setup-clang \
   setup-browser clean distclean
 
@@ -49,6 +49,10 @@ SIMULATED = SIM_CUDA_MEMORY_MB=6144 $(BIN)/python tests/cuda_sim/run.py --librar
 
 test-cuda-sim: build ## Run the tests marked gpu on the simulated CUDA device, and that device's own
 	@$(SIMULATED) -m "gpu and not real_gpu and not slow" tests/python tests/cuda_sim/tests
+
+# Needs no network and no environment of ours: the Python that is named has the torch for that GPU.
+gpu: ## Ten minutes on a machine with a GPU; GPU='--list', '--resume --minutes 8', '--part oom' (PYTHON: one with torch)
+	@$(PYTHON) -m tools.gpu $(GPU)
 
 soak: build ## Thousands of random faults in random steps of random models (minutes)
 	@$(BIN)/python -m pytest -m slow tests/python/test_soak.py

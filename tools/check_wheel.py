@@ -15,6 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+LARGEST = 64 << 20  # bytes: what travels to a machine with a GPU (make gpu)
 ROOT = Path(__file__).resolve().parent.parent
 SITE = Path(sysconfig.get_path("purelib"))
 DLOPEN = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
@@ -78,6 +79,8 @@ def expected_members(info: str) -> set[str]:
 
 
 def check_contents(wheel: Path) -> None:
+    if wheel.stat().st_size > LARGEST:
+        fail(f"it is too large (bytes: {wheel.stat().st_size}, at most: {LARGEST})")
     name, version, *_, platform = wheel.stem.split("-")
     if "manylinux" not in platform or "+torch" not in version:
         fail(f"the name tells no manylinux or no torch (wheel: {wheel.name})")

@@ -77,7 +77,7 @@ class Transformer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = padding = None
         if self.causal:
-            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
             padding = (x == 0) * -1e9
         y = self.words(x)
         for layer in self.layers:

@@ -1,0 +1,35 @@
+"""Runs one part in this process: python -m tools.gpu.child MODULE FILE [--small]. A check is a line of FILE."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import traceback
+from pathlib import Path
+
+from tools.gpu.check import Check
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("module")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--small", action="store_true")
+    given = parser.parse_args()
+    with given.file.open("w") as file:
+
+        def tell(found: Check) -> None:
+            file.write(found.line() + "\n")
+            file.flush()
+
+        try:
+            part = importlib.import_module(f"tools.gpu.parts.{given.module}")
+            for found in part.run(given.small):
+                tell(found)
+        except Exception as error:
+            traceback.print_exc()
+            tell(Check("part", "bad", f"{type(error).__name__}: {error}"[:500]))
+
+
+if __name__ == "__main__":
+    main()
