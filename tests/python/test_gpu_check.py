@@ -10,6 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import common  # noqa: E402
+from benchmarks.cuda import checks as figures, device, suites  # noqa: E402
 from tools.gpu import __main__ as command, big_models, install, results, runner  # noqa: E402
 from tools.gpu.catalogue import BY_NAME, PARTS, Part  # noqa: E402
 from tools.gpu.check import Check, check, skipped  # noqa: E402
@@ -176,3 +178,74 @@ def test_the_large_models_have_their_sizes():
             for model in (big_models.resnet50(), big_models.Gpt())
         ]
     assert sizes == [25_557_032, 124_439_808]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """told(part=checks): what the parts find, on a simulated device."""
+    here = device.Device("simulated", True, {"LD_PRELOAD": "x"})
+    monkeypatch.setattr(figures, "device", lambda: here)
+
+    def tell(**parts):
+        ran = []
+
+        def run_part(part, small):
+            ran.append((part.name, part.environment))
+            return parts[part.name], 1.0
+
+        monkeypatch.setattr(figures, "run_part", run_part)
+        found = {figure.id: figure for figure in figures.measure(quick=True)}
+        for figure in found.values():
+            common.check_figure(figure, common.load_ids())
+        for name, environment in ran:
+            assert environment == {"LD_PRELOAD": "x", **BY_NAME[name].environment}
+        return found
+
+    return tell
+
+
+def test_figures_are_what_the_parts_find(told):
+    def oom(left):
+        return [
+            check("AMP: bytes at entry", left == 0, "", left),
+            check("retry bytes", False, "", left),
+        ]
+
+    steady = [check("shortages", False, "", 3, steps=60)]
+    found = told(steady=steady, oom=oom(0), oom_expandable=oom(512), oom_async=oom(0))
+    assert (found["cuda.steady_ooms"].value, found["cuda.steady_ooms"].rounds) == (3, 60)
+    assert found["cuda.retry_bytes"].value == 512
+    forecast = found["cuda.forecast_worst"]
+    assert (forecast.value, forecast.reason) == (None, common.NEEDS_CUDA)
+
+
+def test_a_part_that_ended_or_retried_nothing_is_no_figure(told):
+    nothing = [
+        check("AMP: bytes at entry", False, "0 retries", 0),
+        check("retry bytes", True, "", 0),
+    ]
+    found = told(
+        steady=[Check("part", "ended", "not done in 120 s")],
+        oom=nothing,
+        oom_expandable=nothing,
+        oom_async=nothing,
+    )
+    assert "not done in 120 s" in found["cuda.steady_ooms"].reason
+    assert "0 retries" in found["cuda.retry_bytes"].reason
+
+
+def test_without_any_device_the_figures_say_so(monkeypatch):
+    for module in (figures, suites):
+        monkeypatch.setattr(module, "device", lambda: None)
+        found = list(module.measure(quick=True))
+        assert {figure.id for figure in found} == set(module.IDS)
+        assert all(figure.reason == common.NEEDS_CUDA for figure in found)
+
+
+def test_tests_that_fail_are_counted_and_named(monkeypatch):
+    here = device.Device("simulated", True, {})
+    for what, bad in ((["-k", "as_its_worst_check"], 0), (["-k", "none_of_these"], None)):
+        figure = suites._tests("cuda.op_bad", here, [*what, __file__], {})
+        common.check_figure(figure, common.load_ids())
+        assert figure.value == bad
+    assert "did not run" in figure.reason
