@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks import common
-from benchmarks.cuda import checks, suites
+from benchmarks.cuda import checks, replay, suites
 
-MODULES = (checks, suites)
+MODULES = (checks, suites, replay)
 
 
 def figures(quick: bool, only: Sequence[str] = (), **_: object) -> Iterator[common.Figure]:

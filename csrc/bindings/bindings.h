@@ -6,6 +6,7 @@ namespace brimful {
 namespace py = pybind11;
 
 void bind_amp(py::module_& m);
+void bind_caching(py::module_& m);
 void bind_errors(py::module_& m);
 void bind_frame_site(py::module_& m);
 void bind_explain(py::module_& m);

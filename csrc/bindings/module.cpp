@@ -15,6 +15,7 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_reducer(m);
   brimful::bind_foreign(m);
   brimful::bind_sizer(m);
+  brimful::bind_caching(m);
   brimful::bind_amp(m);
   brimful::bind_inference(m);
   brimful::bind_verify_split(m);

@@ -1,5 +1,6 @@
 #include <c10/util/Exception.h>
 #include "memory/cuda.h"
+#include "memory/cuda_caching.h"
 
 namespace brimful::memory {
 namespace {
@@ -75,6 +76,10 @@ std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index) {
 
 std::vector<CudaWorkspace> cuda_workspaces(c10::Device /*device*/) {
   return {};
+}
+
+std::optional<CudaPool> cuda_pool(c10::Device device) {
+  refuse(device);
 }
 
 std::optional<bool> cuda_is_capturing() noexcept {

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import callgrind, common, intervals, ranks, run  # noqa: E402
+from benchmarks.cuda import bench as cuda_bench  # noqa: E402
 from benchmarks.pipeline import bench as pipeline_bench  # noqa: E402
 from benchmarks.probes import bench as probes_bench  # noqa: E402
 from benchmarks.reducer import (  # noqa: E402
@@ -234,6 +235,10 @@ class TestIds:
         assert sorted(measured) == sorted(n for n in common.load_ids() if n.startswith("pipeline."))
         for module in pipeline_bench.MODULES:
             assert callable(importlib.import_module(f"benchmarks.pipeline.{module}").figures)
+
+    def test_every_cuda_benchmark_is_listed_and_no_other(self):
+        measured = [figure_id for module in cuda_bench.MODULES for figure_id in module.IDS]
+        assert sorted(measured) == sorted(n for n in common.load_ids() if n.startswith("cuda."))
 
     def test_every_id_belongs_to_a_subsystem_with_benchmarks(self):
         for name in common.load_ids():
