@@ -15,7 +15,8 @@ from tools.gpu.check import Check, check, skipped
 from tools.gpu.device import NEEDS_HARDWARE, SIMULATED, settle
 from torch import nn
 
-WARM_UP, ROUNDS = 12, 15
+WARM_UP, ROUNDS = 40, 15  # our plan is found in the first steps
+SMALL_WARM_UP = 3
 COUNTED = 5  # steps
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cudaMemcpyAsync", "cudaMemsetAsync")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -34,7 +35,9 @@ def run(small: bool) -> Iterator[Check]:
         dist.init_process_group("nccl", store=store, rank=0, world_size=1)
         try:
             for name, (make, batch, loss) in _models(small).items():
-                yield from _compare(name, _steps(make, batch, loss))
+                yield from _compare(
+                    name, _steps(make, batch, loss, SMALL_WARM_UP if small else WARM_UP)
+                )
                 settle()
         finally:
             dist.destroy_process_group()
@@ -68,6 +71,7 @@ def _steps(
     make: Callable[[], nn.Module],
     batch: torch.Tensor,
     loss: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    warm_up: int,
 ) -> dict[str, Step]:
     import brimful
 
@@ -93,7 +97,7 @@ def _steps(
 
     steps = {name: step_of(wrap) for name, wrap in wrappers.items()}
     for step in steps.values():
-        for _ in range(WARM_UP):
+        for _ in range(warm_up):
             step()
     torch.cuda.synchronize()
     return steps

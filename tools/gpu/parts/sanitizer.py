@@ -32,7 +32,6 @@ def run(small: bool) -> Iterator[Check]:
     done = subprocess.run(
         [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", STEP],
         cwd=ROOT,
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -10,7 +10,7 @@ from tools.gpu.check import Check, check
 from tools.gpu.device import MIB, filled, room, settle
 from torch import nn
 
-STEPS, SMALL_STEPS = 200, 60
+STEPS, SMALL_STEPS = 200, 30
 FIRST = 5  # in which the sizes that fit are found
 ROOM = 40 * MIB
 
@@ -41,8 +41,9 @@ def _retries(under: contextlib.AbstractContextManager[None], steps: int) -> tupl
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(model(x), x)
 
-    sizer.step(x[:8], loss_fn)  # what libraries take once
-    optimizer.zero_grad()
+    for rows in (8, 128, len(x)):  # what libraries take once, for each of their kernels
+        sizer.step(x[:rows], loss_fn)
+        optimizer.zero_grad()
     settle()
     sizer = brimful.BatchSizer(model, optimizer)
     retries = []
