@@ -20,7 +20,9 @@ from benchmarks.intervals import Interval
 IDS_FILE = Path(__file__).parent / "ids.json"
 UNITS = ("ratio", "fraction", "count", "bytes", "MB", "s")
 BETTER = ("lower", "higher")
-NEEDS_CUDA = "needs a CUDA device"  # the one reason that is no failure
+NEEDS_CUDA = "needs a CUDA device"
+NEEDS_SIMULATION = "needs the simulated CUDA device, where there is no GPU"
+NO_FAILURE = (NEEDS_CUDA, NEEDS_SIMULATION)  # reasons for which a figure may be missing
 # Below this difference a ratio of times, or a fraction, is judged by CPU time where it is known, over
 # at least this many rounds.
 CLOSE_FRACTION = 0.05

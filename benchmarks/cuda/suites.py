@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,7 +10,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.gpu.catalogue import BY_NAME
+from tools.gpu.check import Check
 from tools.gpu.parts.tests import checks_of
+from tools.gpu.runner import run_part
 
 from benchmarks import common
 from benchmarks.cuda.device import ROOT, Device, count, device
@@ -25,6 +29,7 @@ OPERATORS = [
     "tests/cuda_sim/tests/test_sim_opinfo.py",
 ]
 QUICK = ["-k", "fragments", "tests/python/test_cache_release.py"]
+CPP = "C++: "
 DELAY_US = "200"  # of each piece of a stream's work
 
 
@@ -34,18 +39,19 @@ def measure(quick: bool) -> Iterator[common.Figure]:
     if here is None:
         yield from (common.unmeasured(name, common.NEEDS_CUDA) for name in IDS)
         return
-    yield _tests(IDS[0], here, QUICK if quick else MARKED, {})
+    cpp = not quick
+    yield _tests(IDS[0], here, QUICK if quick else MARKED, {}, cpp)
     if not here.simulated:
-        why = "a simulated device's: a GPU has its own streams and kernels"
-        yield from (common.unmeasured(name, why) for name in IDS[1:])
+        yield from (common.unmeasured(name, common.NEEDS_SIMULATION) for name in IDS[1:])
         return
-    yield _tests(
-        IDS[1], here, QUICK if quick else [*MARKED, *LATE], {"SIM_CUDA_DELAY_US": DELAY_US}
-    )
+    late = {"SIM_CUDA_DELAY_US": DELAY_US}
+    yield _tests(IDS[1], here, QUICK if quick else [*MARKED, *LATE], late, cpp)
     yield _tests(IDS[2], here, [*OPERATORS, *(["-k", "relu"] if quick else [])], {})
 
 
-def _tests(figure_id: str, here: Device, what: list[str], more: dict[str, str]) -> common.Figure:
+def _tests(
+    figure_id: str, here: Device, what: list[str], more: dict[str, str], cpp: bool = False
+) -> common.Figure:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tests.xml"
         options = ["-q", "-p", "no:cacheprovider", f"--junitxml={file}"]
@@ -61,7 +67,22 @@ def _tests(figure_id: str, here: Device, what: list[str], more: dict[str, str]) 
     if not checks or not checks[0].facts["count"] or checks[0].value is None:
         return common.unmeasured(figure_id, f"pytest did not run: {done.stdout[-400:]}")
     whole, *rest = checks
-    bad = {check.name: check.words[:200] for check in rest if check.outcome == "bad"}
+    if cpp:
+        rest += _cpp(here, more)
+    bad = {check.name: check.words[:200] for check in rest if check.outcome in ("bad", "ended")}
     skipped = {check.name: check.words for check in rest if check.outcome == "skipped"}
-    found = {"tests": whole.facts["count"], "bad": bad, "skipped": skipped, **more}
-    return count(figure_id, len(bad), here, int(whole.facts["count"]), **found)
+    tests = int(whole.facts["count"]) + sum(check.name.startswith(CPP) for check in rest)
+    found = {"tests": tests, "bad": bad, "skipped": skipped, **more}
+    return count(figure_id, len(bad), here, tests, **found)
+
+
+def _cpp(here: Device, more: dict[str, str]) -> list[Check]:
+    """One check for each C++ test, or why there are none."""
+    part = BY_NAME["tests_cpp"]
+    environment = {**here.environment, **more}
+    checks, _ = run_part(dataclasses.replace(part, environment=environment), False)
+    return [
+        dataclasses.replace(check, name=CPP + check.name)
+        for check in checks
+        if check.name != "C++ tests" or check.outcome == "skipped"
+    ]
