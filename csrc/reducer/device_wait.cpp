@@ -51,6 +51,11 @@ void pause(Clock::duration waited) {
 }
 }  // namespace
 
+bool waits_in_streams(c10d::ProcessGroup& group, c10::Device device) {
+  return device.is_cuda() &&
+         group.getBackend(device.type())->getBackendName().rfind("nccl", 0) == 0;
+}
+
 void require_no_error(const Group& group, c10::Device device) {
   if (!device.is_cpu() && group->getSize() > 1) {
     require_none(*group->getBackend(device.type()));

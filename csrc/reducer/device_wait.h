@@ -9,6 +9,9 @@
 
 namespace brimful {
 
+/// Whether the backend's wait() makes the current stream wait, and not the host.
+bool waits_in_streams(c10d::ProcessGroup& group, c10::Device device);
+
 /// Before a collective of a device is called: torch's watchdog, once it has found an error, holds for up to a minute a lock
 /// that the call needs. Nothing on the CPU.
 /// @throws std::runtime_error if the group's backend has found an error

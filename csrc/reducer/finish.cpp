@@ -46,6 +46,7 @@ void Reducer::wait_for_buckets() {
     bucket.hooked.reset();
     bucket.left = false;
   }
+  s.watch.end_wait();
   s.last_hook.reset();
   s.met.reset();
   ++s.counters.host_waits;

@@ -80,7 +80,7 @@ void Reducer::State::send(int64_t index) {
     broken = std::current_exception();
   }
   const bool sends = !broken && !ended && !alone && !bucket.sparse();  // rows follow (rows.cpp)
-  watch.launch(index);
+  watch.launch(index, bucket.device);
   const WithoutPythonObjects without;
   if (sends && is_hooked(index)) {
     auto passed = hook_bucket(index);
@@ -103,7 +103,8 @@ void Reducer::State::send(int64_t index) {
     }
   }
   const auto bytes = bucket.sparse() ? int64_t{0} : static_cast<int64_t>(payload(bucket).nbytes());
-  watch.launched(index, bucket.work, bytes, static_cast<int64_t>(bucket.parameters.size()));
+  watch.launched(index, bucket.device, bucket.work, bytes,
+                 static_cast<int64_t>(bucket.parameters.size()));
   ++next;  // behind the call: another participant may launch from now on
 }
 
@@ -288,7 +289,7 @@ void Reducer::complete(Part part) {
   }
   const int64_t end = part == Part::early ? s.last() : s.last() + 1;
   if (part == Part::last) {
-    s.record.work_ms = static_cast<float>(s.watch.now_ms() - s.agreeing_ms());
+    s.record.work_ms = static_cast<float>(s.watch.end_work(s.agreeing_ms()));
     collect_hook_results();
   }
   s.completing = true;

@@ -13,6 +13,7 @@
 
 #include "base/units.h"
 #include "reducer/at_exit.h"
+#include "reducer/device_wait.h"
 #include "reducer/graph_hooks.h"
 #include "reducer/owners.h"
 #include "reducer/reducer_state.h"
@@ -132,7 +133,7 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   auto plan = fixed ? plan_from_json(options.plan, s.infos, s.plan_options)
                     : plan_buckets(s.infos, s.plan_options);
   s.device = plan.buckets.back().device;
-  s.watch.set_device(s.device);
+  s.watch.set_device(s.device, waits_in_streams(*group, s.device));
   const auto most_others =
       require_same_model(group, s.device,
                          {parameters, options.names, options.frozen, buffers,

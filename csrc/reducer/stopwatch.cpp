@@ -1,7 +1,6 @@
 #include "reducer/stopwatch.h"
 
 #include <brimful/reducer/step_times.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
@@ -10,13 +9,14 @@
 namespace brimful {
 namespace {
 constexpr size_t kKeptSteps = 64;
-
-c10::Event timed_event(c10::Device device) {
-  c10::Event event(device.type(), c10::EventFlag::BACKEND_DEFAULT);
-  event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  return event;
-}
 }  // namespace
+
+void Stopwatch::begin_step() {
+  begin_ = Clock::now();
+  if (device_) {
+    device_->begin_step();
+  }
+}
 
 void Stopwatch::begin_backward(size_t buckets) {
   times_ = {};
@@ -25,10 +25,8 @@ void Stopwatch::begin_backward(size_t buckets) {
   done_ = std::make_shared<Done>(buckets);
   copy_ = {};
   in_backward_ = false;
-  device_done_.clear();
-  if (!device_.is_cpu()) {
-    device_begin_.emplace(timed_event(device_));
-    device_begin_ms_ = now_ms();
+  if (device_) {
+    device_->begin_backward(buckets);
   }
 }
 
@@ -45,7 +43,15 @@ Stopwatch::Clock::time_point Stopwatch::gradient(int64_t bucket) {
   return now;
 }
 
-void Stopwatch::launched(int64_t bucket, const c10::intrusive_ptr<c10d::Work>& work, int64_t bytes,
+void Stopwatch::launch(int64_t bucket, c10::Device device) {
+  times_.buckets.at(bucket).launch_ms = now_ms();
+  if (device_) {
+    device_->launch(bucket, device);
+  }
+}
+
+void Stopwatch::launched(int64_t bucket, c10::Device device,
+                         const c10::intrusive_ptr<c10d::Work>& work, int64_t bytes,
                          int64_t parameters) {
   auto& times = times_.buckets.at(bucket);
   times.bytes = bytes;
@@ -56,7 +62,7 @@ void Stopwatch::launched(int64_t bucket, const c10::intrusive_ptr<c10d::Work>& w
       in_backward_
           ? std::chrono::duration<double, std::milli>(Clock::now() - backward_begin_).count()
           : 0;
-  if (!work || !device_.is_cpu()) {
+  if (!work || (device_ && device_->launched(bucket, device, *work))) {
     return;
   }
   try {
@@ -72,13 +78,40 @@ void Stopwatch::waited(int64_t bucket) {
   if (!done_ || bucket >= std::ssize(*done_)) {
     return;  // the step died before its backward
   }
-  if (device_.is_cpu()) {
-    auto& done = done_->at(bucket);
-    if (done == 0) {
-      done = now_ms();
+  auto& done = done_->at(bucket);
+  if (done == 0) {
+    done = now_ms();
+  }
+}
+
+void Stopwatch::end_wait() {
+  if (device_) {
+    device_->end_step();
+  }
+}
+
+double Stopwatch::end_work(double agreeing_ms) {
+  if (device_) {
+    device_->end_work();
+  }
+  return device_work_ms_.value_or(now_ms() - agreeing_ms);
+}
+
+/// On the host's axis: what the host has just waited for is the last of the device's events.
+void Stopwatch::take_device_times(const DeviceClock::Times& device, double agreeing_ms) {
+  const double begin_ms = times_.total_ms - device.total_ms;
+  for (size_t i = 0; i < times_.buckets.size(); ++i) {
+    const auto& points = device.buckets.at(i);
+    auto& bucket = times_.buckets[i];
+    if (points.launch_ms) {
+      bucket.ready_ms = bucket.launch_ms = begin_ms + *points.launch_ms;
     }
-  } else if (device_begin_) {
-    device_done_.push_back(timed_event(device_));
+    if (points.done_ms) {
+      bucket.done_ms = begin_ms + *points.done_ms;
+    }
+  }
+  if (device.work_ms) {
+    device_work_ms_ = std::max(0.0, *device.work_ms - agreeing_ms);
   }
 }
 
@@ -88,15 +121,11 @@ void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank, dou
   times_.wait_ms = ms_since(wait_begin_) + agreeing_ms;
   times_.total_ms = now_ms();
   span_ms_ = ms_since(in_backward_ ? backward_begin_ : wait_begin_);
-  // The one host wait of the step is behind these events: no wait here.
-  const auto passed = [](const c10::Event& event) { return event.query(); };
-  const bool device_times = device_begin_ && passed(*device_begin_) &&
-                            device_done_.size() == times_.buckets.size() &&
-                            std::all_of(device_done_.begin(), device_done_.end(), passed);
   for (size_t i = 0; done_ && i < times_.buckets.size(); ++i) {
-    times_.buckets[i].done_ms = device_times
-                                    ? device_begin_ms_ + device_begin_->elapsedTime(device_done_[i])
-                                    : (*done_)[i].load();
+    times_.buckets[i].done_ms = (*done_)[i].load();
+  }
+  if (const auto device = device_ ? device_->read() : std::nullopt) {
+    take_device_times(*device, agreeing_ms);
   }
   if (!ms_by_rank.empty()) {
     const auto [least, most] = std::minmax_element(ms_by_rank.begin(), ms_by_rank.end());

@@ -1,7 +1,6 @@
 #pragma once
 #include <brimful/reducer/step_times.h>
 #include <c10/core/Device.h>
-#include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
@@ -11,6 +10,8 @@
 #include <optional>
 #include <vector>
 
+#include "reducer/device_clock.h"
+
 namespace brimful {
 
 /// Takes a step's times. A clock read for each gradient and a few for each bucket; no allocation for a gradient.
@@ -18,21 +19,31 @@ class Stopwatch {
  public:
   using Clock = std::chrono::steady_clock;
 
-  void set_device(c10::Device device) { device_ = device; }
-  void begin_step() { begin_ = Clock::now(); }
+  /// `collectives_in_streams`: see DeviceClock.
+  void set_device(c10::Device device, bool collectives_in_streams) {
+    if (!device.is_cpu()) {
+      device_.emplace(device, collectives_in_streams);
+    }
+  }
+  void begin_step();
   /// Of the backward in which buckets leave.
   void begin_backward(size_t buckets);
   /// A gradient of the bucket came; returns the time for end_copy.
   Clock::time_point gradient(int64_t bucket);
   void end_copy(Clock::time_point begin) { copy_ += Clock::now() - begin; }
   void ready(int64_t bucket) { times_.buckets.at(bucket).ready_ms = now_ms(); }
-  void launch(int64_t bucket) { times_.buckets.at(bucket).launch_ms = now_ms(); }
+  void launch(int64_t bucket, c10::Device device);
   /// After the call of the bucket's collective.
-  void launched(int64_t bucket, const c10::intrusive_ptr<c10d::Work>& work, int64_t bytes,
-                int64_t parameters);
+  void launched(int64_t bucket, c10::Device device, const c10::intrusive_ptr<c10d::Work>& work,
+                int64_t bytes, int64_t parameters);
+  /// This rank's own part of the step is done, or on a device enqueued. Returns how long it took without waiting for others;
+  /// on a device that of the step before, if there was one.
+  double end_work(double agreeing_ms);
   void begin_wait() { wait_begin_ = Clock::now(); }
-  /// The bucket's collective has ended, or on CUDA the current stream waits for it.
+  /// The bucket's collective has ended.
   void waited(int64_t bucket);
+  /// All have, and the current stream waits for them.
+  void end_wait();
   /// `agreeing_ms`: it waited for other ranks before its end.
   void end_step(int64_t step, const std::vector<float>& ms_by_rank, double agreeing_ms);
   double now_ms() const { return ms_since(begin_); }
@@ -47,10 +58,10 @@ class Stopwatch {
   static double ms_since(Clock::time_point begin) {
     return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
   }
+  void take_device_times(const DeviceClock::Times& device, double agreeing_ms);
   /// Written by the process group's threads.
   using Done = std::vector<std::atomic<double>>;
 
-  c10::Device device_ = c10::Device(c10::DeviceType::CPU);
   Clock::time_point begin_ = Clock::now();
   Clock::time_point backward_begin_ = begin_;
   Clock::time_point wait_begin_ = begin_;
@@ -59,9 +70,8 @@ class Stopwatch {
   double span_ms_ = 0;
   StepTimes times_;
   std::shared_ptr<Done> done_;
-  std::optional<c10::Event> device_begin_;
-  double device_begin_ms_ = 0;  ///< when it was recorded, by the host's clock
-  std::vector<c10::Event> device_done_;
+  std::optional<DeviceClock> device_;     ///< nothing on the CPU
+  std::optional<double> device_work_ms_;  ///< of the last step that ended
   std::deque<StepTimes> kept_;
 };
 

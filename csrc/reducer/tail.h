@@ -25,7 +25,7 @@ class Tail {
   void write(const std::vector<uint8_t>& used, const ControlRecord& record,
              const at::Tensor& loss_sum, const at::Tensor& updated, int buffer_source,
              const std::vector<int64_t>& rows);
-  /// The one host wait of a step: on CUDA for an event behind an asynchronous copy.
+  /// Behind the step's wait for its buckets; on CUDA waits for an event behind an asynchronous copy.
   void read();
   const std::vector<ControlRecord>& records() const { return records_; }
   /// How many ranks used the parameter in this step (255: or more); valid after read().

@@ -7,8 +7,9 @@
 
 namespace brimful {
 
-/// When things happened to a bucket, in ms since its step's beginning. On CUDA done_ms is the device's time, the others
-/// are the host's.
+/// When things happened to a bucket, in ms since its step's beginning. On CUDA ready_ms, launch_ms and done_ms are the
+/// device's: it had its gradients, so that its collective could begin, and had ended it (over gloo done_ms is the host's).
+/// first_ms is the host's.
 struct BucketTimes {
   double first_ms = 0;   ///< its first gradient came
   double ready_ms = 0;   ///< its last gradient came
@@ -28,9 +29,11 @@ struct StepTimes {
   double launch_ms = 0;  ///< calling collectives
   double wait_ms = 0;    ///< the step's end waited for collectives: communication that nothing hid
   double total_ms = 0;
-  int64_t bytes = 0;        ///< on the wire, all buckets
-  int straggler = 0;        ///< the rank that came last to its last bucket
-  double straggler_ms = 0;  ///< by how much, against the fastest
+  int64_t bytes = 0;  ///< on the wire, all buckets
+  /// The rank that came last to its last bucket, and by how much against the fastest; on CUDA by the devices' time in the
+  /// step before, without a wait for it (in the first step by the hosts').
+  int straggler = 0;
+  double straggler_ms = 0;
   std::vector<BucketTimes> buckets;
 };
 
