@@ -11,8 +11,8 @@ two_devices = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two CUDA devices (torch.cuda.device_count() < 2)"
 )
 pytestmark = [pytest.mark.gpu, two_devices]
-NAP_MS = 150
-CYCLES_A_MS = 1 << 20  # on the simulated device; more a ms on a real one
+NAP_MS = 100
+CYCLES_A_MS = 1 << 21  # at least, up to 2 GHz; two on the simulated device
 
 
 class Late(torch.autograd.Function):
