@@ -50,7 +50,7 @@ def parts(tmp_path, monkeypatch):
     site = f"import tools.gpu.parts; tools.gpu.parts.__path__ = [{str(tmp_path)!r}]"
     (tmp_path / "sitecustomize.py").write_text(site)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    monkeypatch.setattr(command, "_machine", lambda wheel: dict(HERE))
+    monkeypatch.setattr(command, "_machine", lambda wheel, again: dict(HERE))
     return make
 
 
@@ -126,7 +126,7 @@ def test_what_is_left_is_resumed_and_what_was_killed_runs_again(parts, tmp_path,
 def test_results_of_another_machine_are_not_resumed(parts, tmp_path, monkeypatch):
     parts(first=GOOD)
     assert run(tmp_path) == 0
-    monkeypatch.setattr(command, "_machine", lambda wheel: {**HERE, "device": "another"})
+    monkeypatch.setattr(command, "_machine", lambda wheel, again: {**HERE, "device": "another"})
     assert run(tmp_path, "--resume", "--minutes", "0.01") == command.LEFT
 
 
@@ -138,6 +138,9 @@ def test_without_a_device_nothing_is_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(install, "install", lambda wheel: "cmake is missing")
     assert run(tmp_path) == command.NOTHING
     assert "cmake is missing" in capsys.readouterr().out
+    monkeypatch.setattr(install, "machine", lambda: json.dumps({**HERE}))
+    assert run(tmp_path, "--install") == command.NOTHING
+    assert run(tmp_path, "--minutes", "0.01") == command.LEFT
 
 
 def test_the_parts_are_listed_and_none_takes_more_than_eight_minutes(capsys):

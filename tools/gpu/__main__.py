@@ -29,15 +29,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="leave out what has run to its end")
     parser.add_argument("--minutes", type=float, help="begin nothing that would take longer")
     parser.add_argument("--small", action="store_true", help="at the simulated device's scale")
-    parser.add_argument("--wheel", type=Path, help="brimful's, where it is not installed")
+    parser.add_argument("--wheel", type=Path, help="install this one of brimful's first")
+    parser.add_argument("--install", action="store_true", help="install brimful again, from here")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu" / "checks.jsonl")
     return parser.parse_args(argv)
 
 
-def _machine(wheel: Path | None) -> dict[str, object] | str:
+def _machine(wheel: Path | None, again: bool) -> dict[str, object] | str:
     """brimful, torch and the device, or why there is nothing to run."""
     install.use_site()
-    if (wheel or not install.machine()) and (said := install.install(wheel)):
+    if (wheel or again or not install.machine()) and (said := install.install(wheel)):
         return f"brimful cannot be imported, installed or built here:\n{said}"
     found: dict[str, object] = json.loads(install.machine() or "{}")
     return found if found.get("device") else f"no CUDA device is found (machine: {found})"
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(f"{part.name:16}{part.limit_s:>4.0f} s  {part.what}" for part in PARTS))
         return 0
     began = time.monotonic()
-    machine = _machine(given.wheel)
+    machine = _machine(given.wheel, given.install)
     if isinstance(machine, str):
         print(machine)
         return NOTHING
