@@ -17,6 +17,11 @@ bool own_loop(const at::Tensor& gradients, const at::Tensor& buffer) {
          buffer.scalar_type() == at::kBFloat16;
 }
 
+/// Whether all values of the gradients are among the wire's.
+bool widens(const at::Tensor& gradients, const at::Tensor& buffer) {
+  return gradients.element_size() < buffer.element_size();
+}
+
 uint16_t* bits(const at::Tensor& buffer) {
   return static_cast<uint16_t*>(buffer.mutable_data_ptr());
 }
@@ -27,8 +32,16 @@ Wire::Wire(const at::Tensor& gradients, c10::ScalarType dtype, bool error_feedba
   if (error_feedback) {
     error_ = at::zeros_like(gradients);
   }
-  if (!own_loop(gradients, buffer_)) {
+  if (gradients.is_cpu() && !own_loop(gradients, buffer_)) {
     scratch_ = at::empty({std::min(kChunkNumel, gradients.numel())}, gradients.options());
+  }
+}
+
+// A CUDA kernel casts what it reads and writes, so that a whole row is one launch; the CPU's would allocate as much again.
+void Wire::in_parts(int64_t numel, const std::function<void(int64_t, int64_t)>& visit) const {
+  const auto most = scratch_.defined() ? scratch_.numel() : numel;
+  for (int64_t begin = 0; begin < numel; begin += most) {
+    visit(begin, std::min(most, numel - begin));
   }
 }
 
@@ -46,19 +59,28 @@ void Wire::encode(const at::Tensor& gradients, double scale) {
     }
     return;
   }
-  if (!error_.defined()) {
+  if (!error_.defined() && (scale == 1 || widens(gradients, buffer_))) {
     buffer_.copy_(gradients);
     if (scale != 1) {
       buffer_.mul_(scale);
     }
     return;
   }
-  for (int64_t begin = 0; begin < gradients.numel(); begin += kChunkNumel) {
-    const auto length = std::min(kChunkNumel, gradients.numel() - begin);
-    auto sum = scratch_.narrow(0, 0, length);
-    at::add_out(sum, error_.narrow(0, begin, length), gradients.narrow(0, begin, length), scale);
-    buffer_.narrow(0, begin, length).copy_(sum);
-  }
+  // Rounded once, when all else is done.
+  const auto factor = at::scalar_tensor(scale, at::TensorOptions().dtype(at::kDouble));
+  in_parts(gradients.numel(), [&](int64_t begin, int64_t length) {
+    const auto part = gradients.narrow(0, begin, length);
+    const auto sent = buffer_.narrow(0, begin, length);
+    auto out = scratch_.defined() ? scratch_.narrow(0, 0, length) : sent;
+    if (error_.defined()) {
+      at::add_out(out, error_.narrow(0, begin, length), part, scale);
+    } else {
+      at::mul_out(out, part, factor);
+    }
+    if (!out.is_same(sent)) {
+      sent.copy_(out);
+    }
+  });
 }
 
 void Wire::decode(const at::Tensor& gradients, double scale, double carry) {
@@ -78,10 +100,13 @@ void Wire::decode(const at::Tensor& gradients, double scale, double carry) {
   if (carries) {
     carry_error(gradients, carry);
   }
-  if (scale != 1) {
+  if (scale != 1 && widens(gradients, buffer_)) {
     buffer_.mul_(scale);
   }
   gradients.copy_(buffer_);
+  if (scale != 1 && !widens(gradients, buffer_)) {
+    gradients.mul_(scale);
+  }
 }
 
 void Wire::clear() {
@@ -91,18 +116,27 @@ void Wire::clear() {
 
 // What was sent is rounded again rather than kept: the buffer holds the ranks' sum by now.
 void Wire::carry_error(const at::Tensor& gradients, double scale) {
-  for (int64_t begin = 0; begin < gradients.numel(); begin += kChunkNumel) {
-    const auto length = std::min(kChunkNumel, gradients.numel() - begin);
+  if (widens(gradients, buffer_)) {
+    return;  // nothing was taken
+  }
+  in_parts(gradients.numel(), [&](int64_t begin, int64_t length) {
     auto error = error_.narrow(0, begin, length);
-    error.add_(gradients.narrow(0, begin, length), encoded_with_);
-    auto sent = scratch_.narrow(0, 0, length);
-    sent.copy_(error.to(buffer_.scalar_type()));
+    const auto part = gradients.narrow(0, begin, length);
+    error.add_(part, encoded_with_);
+    // In the place of the gradients, which decode() is about to overwrite.
+    auto sent = part.view(buffer_.scalar_type()).narrow(0, 0, length);
+    sent.copy_(error);
+    if (scratch_.defined()) {
+      const auto same = scratch_.narrow(0, 0, length);
+      same.copy_(sent);
+      sent = same;
+    }
     error.sub_(sent);
     if (scale != 1) {
       error.mul_(scale);
     }
     at::nan_to_num_(error, 0.0, 0.0, 0.0);  // a gradient that was not finite leaves nothing behind
-  }
+  });
 }
 
 }  // namespace brimful

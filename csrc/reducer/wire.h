@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 
 namespace brimful {
 
@@ -27,10 +28,13 @@ class Wire {
 
  private:
   void carry_error(const at::Tensor& gradients, double scale);
+  /// visit(begin, length) over the row: whole where there is no scratch.
+  void in_parts(int64_t numel, const std::function<void(int64_t, int64_t)>& visit) const;
 
   at::Tensor buffer_;
-  at::Tensor error_;    ///< undefined without error feedback
-  at::Tensor scratch_;  ///< for one chunk, of the gradients' dtype
+  at::Tensor error_;  ///< undefined without error feedback
+  at::Tensor
+      scratch_;  ///< for one chunk, of the gradients' dtype, where kernels would allocate one
   double encoded_with_ = 1;
   bool encoded_ = false;  ///< in this attempt: a drained bucket has no error to carry
 };

@@ -4,8 +4,10 @@
 
 #include "reducer/wire.h"
 
+#include <dlfcn.h>
 #include <cmath>
 #include <limits>
+#include "support/gpu.h"
 
 namespace test_wire {
 
@@ -103,6 +105,46 @@ TEST_CASE("A gradient that is not finite spoils one step, not the error", "[redu
   wire.encode(good, 1);
   wire.decode(good, 1);
   CHECK(at::isfinite(good).all().item<bool>());
+}
+
+TEST_CASE("A wire on a CUDA device rounds once, as on the CPU", "[reducer][gpu]") {
+  BRIMFUL_NEEDS_GPUS(1);
+  const bool feedback = GENERATE(false, true);
+  const double scale = feedback ? 0.5 : 1.0 / 3;  // a sum of products may round once less there
+  const auto gradients = values((1 << 18) + 7, 8);
+  const auto there = gradients.to(at::kCUDA);
+  Wire here_wire(gradients, at::kBFloat16, feedback);
+  Wire there_wire(there, at::kBFloat16, feedback);
+  for (int step = 0; step < 3; ++step) {
+    auto here_row = gradients.clone();
+    auto there_row = there.clone();
+    here_wire.encode(here_row, scale);
+    there_wire.encode(there_row, scale);
+    CHECK(at::equal(there_wire.buffer().cpu(), here_wire.buffer()));
+    here_wire.decode(here_row, 1.0 / 3, 0.5);
+    there_wire.decode(there_row, 1.0 / 3, 0.5);
+    CHECK(at::equal(there_row.cpu(), here_row));
+    CHECK((!feedback || at::equal(there_wire.error().cpu(), here_wire.error())));
+  }
+}
+
+TEST_CASE("A wire's launches on a CUDA device do not grow with its row", "[reducer][gpu]") {
+  BRIMFUL_NEEDS_GPUS(1);
+  const auto calls = reinterpret_cast<long (*)(const char*)>(dlsym(RTLD_DEFAULT, "sim_cuda_calls"));
+  if (calls == nullptr) {
+    return;  // only the simulated device counts them
+  }
+  const auto launches = [&](int64_t numel) {
+    auto row = values(numel, 9).to(at::kCUDA);
+    Wire wire(row, at::kBFloat16, true);
+    const auto before = calls("operator");
+    wire.encode(row, 0.5);
+    wire.decode(row, 0.5, 0.25);
+    return calls("operator") - before;
+  };
+  const auto small = launches(1000);
+  CHECK(small <= 8);
+  CHECK(launches(1 << 20) == small);
 }
 
 }  // namespace test_wire

@@ -19,6 +19,8 @@
 #include "values.h"
 #include "workspace.h"
 
+extern "C" void sim_cuda_note_operator();
+
 namespace sim_operators {
 namespace {
 
@@ -49,6 +51,7 @@ void finish_stream(c10::Device device) {
 }
 
 void call_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
+  sim_cuda_note_operator();
   const auto& schema = op.schema();
   const auto count = static_cast<int64_t>(schema.arguments().size());
   Stack arguments(stack->end() - count, stack->end());

@@ -6,6 +6,8 @@
 #include "backend.h"
 #include "deferred.h"
 
+extern "C" void sim_cuda_note_operator();
+
 namespace sim_operators {
 namespace {
 
@@ -22,6 +24,7 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   if (!to.is_cuda() || !from.is_cuda() || is_one_block(to, from)) {
     return at::native::copy_(to, from, non_blocking);
   }
+  sim_cuda_note_operator();
   if (copy_later(to, from)) {
     return to;
   }

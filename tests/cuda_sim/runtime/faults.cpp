@@ -24,6 +24,11 @@ long sim_cuda_calls(const char* function) {
   return state().calls[function];
 }
 
+void sim_cuda_note_operator() {
+  const std::lock_guard lock(state().mutex);
+  ++state().calls["operator"];
+}
+
 void sim_cuda_set_foreign(int device, size_t bytes) {
   const std::lock_guard lock(state().mutex);
   state().devices.at(device).foreign = bytes;

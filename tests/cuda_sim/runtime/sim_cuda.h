@@ -11,8 +11,9 @@ extern "C" {
 void sim_cuda_plant_error(int device, int error);
 /// Calls of this function of the runtime fail with this error: after `after` more calls, `times` times.
 void sim_cuda_plant_fault(const char* function, int error, long after, long times);
-/// How often this function of the runtime was called.
+/// How often this function of the runtime was called. "operator": how often an operator took the place of kernels.
 long sim_cuda_calls(const char* function);
+void sim_cuda_note_operator();
 /// Whether this stream says that it is being captured into a graph: for code that asks. Nothing is captured.
 void sim_cuda_set_capturing(cudaStream_t stream, int capturing);
 /// Memory of this device that another process is to have.
