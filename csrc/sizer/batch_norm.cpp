@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "sizer/norm_calls.h"
+#include "step/copy_each.h"
 
 namespace brimful {
 namespace {
@@ -26,20 +27,24 @@ double momentum_of_piece(double momentum, int64_t pieces) {
   return -std::expm1(std::log1p(-momentum) / static_cast<double>(pieces));
 }
 
-BatchNormBuffers copies_of(const BatchNormBuffers& buffers) {
-  const auto copy = [](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.clone() : tensor;
-  };
-  return {copy(buffers.mean), copy(buffers.variance), copy(buffers.batches)};
-}
-
-/// Without a trace in the version, as batch_norm itself does: graphs that are still there hold the buffers.
-void put(const at::Tensor& buffer, const at::Tensor& value) {
-  if (buffer.defined()) {
-    buffer.variable_data().copy_(value);
-  }
-}
 }  // namespace
+
+/// What modules' buffers are to be, all at once. Without a trace in the version, as batch_norm itself does: graphs that are
+/// still there hold the buffers.
+class detail::NormPuts {
+ public:
+  void add(const at::Tensor& buffer, const at::Tensor& value) {
+    if (buffer.defined()) {
+      buffers_.push_back(buffer.variable_data());
+      values_.push_back(value);
+    }
+  }
+  void run() const { copy_each(buffers_, values_); }
+
+ private:
+  std::vector<at::Tensor> buffers_;
+  std::vector<at::Tensor> values_;
+};
 
 BatchNormPolicy batch_norm_policy(const std::string& name) {
   if (name == "warn") {
@@ -108,17 +113,33 @@ void BatchNorms::hold() {
     Held held{&module, state, module.buffers(), {}, 0, {}};
     if (policy_ == BatchNormPolicy::rescale) {
       const auto& batches = held.buffers.batches;
-      held.copies = copies_of(held.buffers);
       held.seen = state.momentum || !batches.defined() ? 0 : batches.item<double>();
     }
     held_.push_back(std::move(held));
   }
+  if (policy_ == BatchNormPolicy::rescale) {
+    copy_buffers();
+  }
+}
+
+void BatchNorms::copy_buffers() {
+  std::vector<at::Tensor> copies;
+  std::vector<at::Tensor> buffers;
+  const auto copy = [&](const at::Tensor& buffer) {
+    if (!buffer.defined()) {
+      return buffer;
+    }
+    buffers.push_back(buffer);
+    return copies.emplace_back(at::empty_like(buffer));
+  };
+  for (auto& held : held_) {
+    held.copies = {copy(held.buffers.mean), copy(held.buffers.variance),
+                   copy(held.buffers.batches)};
+  }
+  copy_each(copies, buffers);
 }
 
 void BatchNorms::change(const Held& held, int64_t piece, int64_t pieces) {
-  if (piece > 0) {
-    put(held.buffers.batches, held.copies.batches);  // the last piece counts for the step
-  }
   auto momentum = held.before.momentum;
   if (!momentum) {
     const auto k = static_cast<double>(pieces);
@@ -148,9 +169,14 @@ std::shared_ptr<detail::NormCalls> BatchNorms::before_piece(int64_t piece, int64
   if (policy_ == BatchNormPolicy::freeze || held_.empty()) {
     return nullptr;
   }
+  detail::NormPuts puts;
   for (const auto& held : held_) {
+    if (piece > 0) {
+      puts.add(held.buffers.batches, held.copies.batches);  // the last piece counts for the step
+    }
     change(held, piece, pieces);
   }
+  puts.run();
   return std::make_shared<detail::NormCalls>();
 }
 
@@ -160,9 +186,7 @@ void BatchNorms::after_piece(int64_t piece, const detail::NormCalls* calls) {
   if (calls != nullptr) {
     note(*calls);
   } else if (piece == 0) {
-    for (auto& held : held_) {
-      held.copies = copies_of(held.buffers);
-    }
+    copy_buffers();
   }
 }
 
@@ -196,7 +220,7 @@ void BatchNorms::add(Moments& moments, Moments piece) {
   moments.count = count;
 }
 
-void BatchNorms::write(const Held& held) {
+void BatchNorms::write(const Held& held, detail::NormPuts& puts) {
   auto mean = held.copies.mean;
   auto variance = held.copies.variance;
   double seen = held.seen;
@@ -205,25 +229,27 @@ void BatchNorms::write(const Held& held) {
     mean = mean.lerp(call.mean, share);
     variance = variance.lerp(call.squares / (call.count - 1), share);
   }
-  put(held.buffers.mean, mean);
-  put(held.buffers.variance, variance);
+  puts.add(held.buffers.mean, mean);
+  puts.add(held.buffers.variance, variance);
   if (held.buffers.batches.defined()) {
-    put(held.buffers.batches, held.copies.batches + std::ssize(held.calls));
+    puts.add(held.buffers.batches, held.copies.batches + std::ssize(held.calls));
   }
 }
 
 void BatchNorms::finish() {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
+  detail::NormPuts puts;
   for (const auto& held : held_) {
     if (policy_ == BatchNormPolicy::freeze) {
-      put(held.buffers.mean, held.copies.mean);
-      put(held.buffers.variance, held.copies.variance);
-      put(held.buffers.batches, held.copies.batches);
+      puts.add(held.buffers.mean, held.copies.mean);
+      puts.add(held.buffers.variance, held.copies.variance);
+      puts.add(held.buffers.batches, held.copies.batches);
     } else if (!held.calls.empty()) {
-      write(held);
+      write(held, puts);
     }
   }
+  puts.run();
 }
 
 void BatchNorms::after_step() noexcept {

@@ -1,18 +1,37 @@
 // What a step refuses: losses and gradients that are not what it could work with.
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <brimful/memory/stats.h>
 #include <brimful/step/step.h>
 
 #include <cmath>
+#include <limits>
 #include <optional>
 
+#include "step/copy_each.h"
 #include "step/each_parameter.h"
 
 namespace brimful {
 namespace {
-bool has_nonzero(const at::Tensor& gradient) {
-  const auto values = gradient.is_sparse() ? gradient._values() : gradient;
-  return at::any(values != 0).item<bool>();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// The values' largest magnitudes say it, with one wait for all of a device and dtype.
+std::optional<size_t> first_nonzero(const std::vector<at::Tensor>& values) {
+  std::optional<size_t> first;
+  for_each_kind(values, [&](const std::vector<size_t>& places) {
+    std::vector<at::Tensor> together;
+    for (const auto i : places) {
+      together.push_back(values[i]);
+    }
+    const auto largest = at::stack(at::_foreach_norm(together, kInfinity));
+    const auto nonzero = at::ne(largest, 0).to(at::kCPU);
+    for (size_t k = 0; k < places.size() && places[k] < first.value_or(values.size()); ++k) {
+      if (nonzero.const_data_ptr<bool>()[k]) {
+        first = places[k];
+      }
+    }
+  });
+  return first;
 }
 }  // namespace
 
@@ -35,17 +54,22 @@ void require_loss(const PieceLoss& piece) {
 
 void StepGroup::require_empty_gradients() {
   const memory::Unlimited unlimited;
-  const auto require_empty = [](const at::Tensor& parameter) {
-    auto& gradient = parameter.mutable_grad();
-    if (!gradient.defined()) {
-      return;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> values;
+  std::vector<at::Tensor> owners;
+  for_each_parameter(participants_, outside_, [&](const at::Tensor& parameter) {
+    const auto& gradient = parameter.grad();
+    auto own = gradient.defined() && gradient.is_sparse() ? gradient._values() : gradient;
+    if (own.defined() && own.numel() > 0) {
+      values.push_back(std::move(own));
+      owners.push_back(parameter);
     }
-    TORCH_CHECK_VALUE(!has_nonzero(gradient),
-                      "a gradient is not empty at the step's start (shape: ", parameter.sizes(),
-                      "); call optimizer.zero_grad() before every step");
-    gradient.reset();
-  };
-  for_each_parameter(participants_, outside_, require_empty);
+  });
+  const auto nonzero = first_nonzero(values);
+  TORCH_CHECK_VALUE(!nonzero, "a gradient is not empty at the step's start (shape: ",
+                    owners[*nonzero].sizes(), "); call optimizer.zero_grad() before every step");
+  for_each_parameter(participants_, outside_,
+                     [](const at::Tensor& parameter) { parameter.mutable_grad().reset(); });
 }
 
 void StepGroup::require_one_device() const {

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "step/copy_each.h"
+
 namespace brimful {
 namespace {
 at::Tensor generator_state(c10::Device device) {
@@ -62,8 +64,8 @@ void Transaction::capture() {
   if (current_) {
     hold(current_());
   }
+  copy_each(copies_, buffers_);
   for (size_t i = 0; i < buffers_.size(); ++i) {
-    copies_[i].copy_(buffers_[i]);
     versions_[i] = buffers_[i]._version();
   }
   for (const auto& keeper : keepers_) {

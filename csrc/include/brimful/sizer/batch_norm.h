@@ -12,7 +12,8 @@
 namespace brimful {
 namespace detail {
 class NormCalls;
-}
+class NormPuts;
+}  // namespace detail
 
 /// What a sizer does about BatchNorm, which normalises every piece by itself (ghost batch norm), when it splits a batch.
 enum class BatchNormPolicy : uint8_t {
@@ -106,12 +107,13 @@ class BRIMFUL_API BatchNorms {
   void warn();
   void hold();
   static void change(const Held& held, int64_t piece, int64_t pieces);
+  void copy_buffers();
   /// Nothing where nothing is to be noted.
   std::shared_ptr<detail::NormCalls> before_piece(int64_t piece, int64_t pieces);
   void after_piece(int64_t piece, const detail::NormCalls* calls);
   void note(const detail::NormCalls& calls);
   static void add(Moments& moments, Moments piece);
-  static void write(const Held& held);
+  static void write(const Held& held, detail::NormPuts& puts);
 
   BatchNormPolicy policy_;
   std::vector<BatchNormModule> modules_;
