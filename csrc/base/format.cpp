@@ -30,6 +30,10 @@ std::string format_count(int64_t count) {
   return text;
 }
 
+std::string format_peak(int64_t bytes) {
+  return bytes == 0 ? "unknown" : format_bytes(bytes);
+}
+
 std::string format_list(const std::vector<int>& numbers) {
   std::string text;
   for (const int number : numbers) {

@@ -9,6 +9,9 @@ namespace brimful {
 /// "512 B", "1.5 KiB", "23.4 MiB": one decimal, rounded to the nearest, whatever the locale.
 BRIMFUL_API std::string format_bytes(int64_t bytes);
 
+/// The same; "unknown" for 0, as a peak is where the device's allocator counts nothing.
+BRIMFUL_API std::string format_peak(int64_t bytes);
+
 /// "1,234,567".
 BRIMFUL_API std::string format_count(int64_t count);
 

@@ -17,6 +17,9 @@ using namespace memory;
 using namespace py::literals;
 
 std::string repr(const Stats& stats) {
+  if (!stats.counted) {
+    return "Stats(unknown: the device's allocator keeps no statistics)";
+  }
   std::ostringstream out;
   const auto bytes = [](int64_t count) { return format_bytes(count); };
   out << "Stats(used=" << bytes(stats.used_bytes) << ", peak=" << bytes(stats.peak_bytes)
@@ -32,6 +35,12 @@ std::string repr(const SystemLimit& limit) {
          ", margin=" + format_bytes(limit.margin_bytes) +
          ", bound=" + format_bytes(limit.bound_bytes) + ", source=" + name_of(limit.source) +
          ", where=" + limit.where + ")";
+}
+
+/// None from an allocator that keeps no statistics.
+template <auto kNumber>
+std::optional<int64_t> counted(const Stats& stats) {
+  return stats.counted ? std::optional(stats.*kNumber) : std::nullopt;
 }
 
 /// A context manager over a scope; each entry makes a new one.
@@ -83,17 +92,20 @@ struct PyFaultAt {
 void bind_stats(py::module_& m) {
   py::class_<Stats>(m, "MemoryStats",
                     "What a device's memory holds: bytes in use, their peak, the limit.")
-      .def_readonly("used_bytes", &Stats::used_bytes)
-      .def_readonly("peak_bytes", &Stats::peak_bytes)
+      .def_property_readonly("used_bytes", &counted<&Stats::used_bytes>)
+      .def_property_readonly("peak_bytes", &counted<&Stats::peak_bytes>)
       .def_readonly("limit_bytes", &Stats::limit_bytes)
-      .def_readonly("reserved_bytes", &Stats::reserved_bytes)
-      .def_readonly("allocations", &Stats::allocations)
-      .def_readonly("ooms", &Stats::ooms)
+      .def_property_readonly("reserved_bytes", &counted<&Stats::reserved_bytes>)
+      .def_property_readonly("allocations", &counted<&Stats::allocations>)
+      .def_property_readonly("ooms", &counted<&Stats::ooms>)
       .def("__repr__", [](const Stats& stats) { return repr(stats); });
   m.def("memory_install", &install);
   m.def("_format_bytes", &format_bytes, "bytes"_a);
   m.def(
       "memory_stats", [](py::handle device) { return stats(as_device(device)); }, "device"_a);
+  m.def(
+      "_memory_used_bytes", [](py::handle device) { return stats(as_device(device)).used_bytes; },
+      "device"_a);
   m.def(
       "memory_set_limit",
       [](py::handle device, std::optional<int64_t> bytes) { set_limit(as_device(device), bytes); },

@@ -29,7 +29,7 @@ struct Snapshot {
 
 void check_was_on(const BlockTable& table, c10::Device device) {
   TORCH_CHECK(table.was_on(), "memory was never tracked (device: ", device,
-              "); call start_tracking first");
+              "); call start_tracking first, on CUDA with torch's caching allocator");
 }
 
 Snapshot snapshot_of(c10::Device device) {

@@ -8,26 +8,59 @@
 #include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <limits>
 #include <mutex>
 
 namespace brimful::memory {
 namespace {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
+constexpr size_t kIndices = size_t{std::numeric_limits<c10::DeviceIndex>::max()} + 1;
 
-/// Answers only where torch's allocator is in use on the current device: asking must not make a context.
+/// Nothing from an allocator that keeps no statistics, as those of CUDAPluggableAllocator, which throw where they are asked.
+std::optional<c10::CachingDeviceAllocator::DeviceStats> device_stats(c10::DeviceIndex index) {
+  static std::atomic<caching::CUDAAllocator*> keeps_none{
+      nullptr};  // asked once: throwing takes long
+  auto* const allocator = caching::get();
+  if (allocator == keeps_none.load(std::memory_order_relaxed)) {
+    return std::nullopt;
+  }
+  try {
+    return allocator->getDeviceStats(index);
+  } catch (const c10::AcceleratorError&) {  // of the device, not of the allocator
+    throw;
+  } catch (const c10::Error&) {
+    keeps_none.store(allocator, std::memory_order_relaxed);
+    return std::nullopt;
+  }
+}
+
+/// Answers only where torch's allocator is in use on the device, by default the current one: asking must not make a context.
 template <typename Ask>
-std::optional<int64_t> of_current_device(const Ask& ask) noexcept {
+std::optional<int64_t> of_device(MaybeDevice device, const Ask& ask) noexcept {
   try {
     if (!caching::get()
              ->initialized()) {  // asked first: counting devices fixes CUDA_VISIBLE_DEVICES
       return std::nullopt;
     }
-    const auto index = c10::cuda::current_device();
+    const auto index =
+        device && device->has_index() ? device->index() : c10::cuda::current_device();
     return c10::cuda::hasPrimaryContext(index) ? std::optional<int64_t>(ask(index)) : std::nullopt;
   } catch (...) {
     return std::nullopt;
   }
+}
+
+/// The driver's word takes a call of it, and does not change.
+double total_bytes_of(c10::DeviceIndex index) {
+  static std::array<std::atomic<int64_t>, kIndices> known{};
+  auto& total = known[static_cast<unsigned char>(index)];
+  if (total.load(std::memory_order_relaxed) == 0) {
+    total.store(cuda_memory(index).total_bytes, std::memory_order_relaxed);
+  }
+  return static_cast<double>(total.load(std::memory_order_relaxed));
 }
 
 constexpr auto kAggregate = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
@@ -47,10 +80,13 @@ c10::DeviceIndex checked_cuda_index(c10::Device device) {
 }
 
 CudaCounters cuda_counters(c10::DeviceIndex index) {
-  const auto stats = caching::getDeviceStats(index);
-  const auto& used = stats.allocated_bytes[kAggregate];
-  return {used.current, used.peak, stats.reserved_bytes[kAggregate].current,
-          stats.allocation[kAggregate].allocated, stats.num_ooms};
+  const auto stats = device_stats(index);
+  if (!stats) {
+    return {.counted = false};
+  }
+  const auto& used = stats->allocated_bytes[kAggregate];
+  return {used.current, used.peak, stats->reserved_bytes[kAggregate].current,
+          stats->allocation[kAggregate].allocated, stats->num_ooms};
 }
 
 void cuda_lower_watermark(c10::DeviceIndex index) {
@@ -59,6 +95,13 @@ void cuda_lower_watermark(c10::DeviceIndex index) {
 
 void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes,
                     std::optional<CudaLimit>& limit) {
+  if (!device_stats(index)) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !bytes, "this CUDA allocator takes no limit (allocator: ", caching::get()->name(),
+        ", bytes: ", bytes.value_or(0),
+        "); give it one by its own means, or leave torch's caching allocator in place");
+    return;
+  }
   const double fraction = caching::getMemoryFraction(index);
   const bool is_ours = limit && fraction == limit->fraction;
   if (!bytes) {
@@ -70,8 +113,7 @@ void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes,
     return;
   }
   const double before = is_ours ? limit->before : fraction;
-  const auto total_bytes = static_cast<double>(cuda_memory(index).total_bytes);
-  const double wanted = std::min(1.0, static_cast<double>(*bytes) / total_bytes);
+  const double wanted = std::min(1.0, static_cast<double>(*bytes) / total_bytes_of(index));
   caching::setMemoryFraction(wanted, index);
   limit = CudaLimit{*bytes, caching::getMemoryFraction(index), before};
 }
@@ -84,7 +126,7 @@ std::optional<int64_t> cuda_limit(c10::DeviceIndex index, const std::optional<Cu
   if (fraction >= 1) {
     return std::nullopt;
   }
-  return static_cast<int64_t>(fraction * static_cast<double>(cuda_memory(index).total_bytes));
+  return static_cast<int64_t>(fraction * total_bytes_of(index));
 }
 
 void cuda_release_cached(c10::DeviceIndex index) {
@@ -97,20 +139,40 @@ CudaMemory cuda_memory(c10::DeviceIndex index) {
   return {static_cast<int64_t>(free_bytes), static_cast<int64_t>(total_bytes)};
 }
 
-std::optional<int64_t> cuda_refusals() noexcept {
-  return of_current_device([](c10::DeviceIndex index) {
-    const auto stats = caching::getDeviceStats(index);
-    return stats.num_ooms + stats.num_alloc_retries;
+std::optional<int64_t> cuda_refusals(MaybeDevice device) noexcept {
+  return of_device(device, [](c10::DeviceIndex index) {
+    const auto stats = device_stats(index);
+    return stats ? stats->num_ooms + stats->num_alloc_retries : 0;
   });
 }
 
-std::optional<int64_t> cuda_free_bytes() noexcept {
-  return of_current_device([](c10::DeviceIndex index) { return cuda_memory(index).free_bytes; });
+std::optional<int64_t> cuda_free_bytes(MaybeDevice device) noexcept {
+  return of_device(device, [](c10::DeviceIndex index) { return cuda_memory(index).free_bytes; });
+}
+
+std::optional<int64_t> cuda_recent_free_bytes() noexcept {
+  struct Known {
+    int64_t reserved_bytes = -1;
+    int64_t free_bytes = 0;
+    int left = 0;  // times that it is told without a call
+  };
+  static std::array<Known, kIndices> all;
+  static std::mutex mutex;
+  return of_device({}, [](c10::DeviceIndex index) {
+    constexpr int kTold = 63;
+    const int64_t reserved_bytes = cuda_counters(index).reserved_bytes;
+    const std::lock_guard lock(mutex);
+    auto& known = all[static_cast<unsigned char>(index)];
+    if (reserved_bytes != known.reserved_bytes || known.left-- == 0) {
+      known = {reserved_bytes, cuda_memory(index).free_bytes, kTold};
+    }
+    return known.free_bytes;
+  });
 }
 
 std::optional<int> cuda_compute_major() noexcept {
   int major = 0;
-  const auto asked = of_current_device([&](c10::DeviceIndex index) {
+  const auto asked = of_device({}, [&](c10::DeviceIndex index) {
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
     return index;
   });
@@ -119,7 +181,11 @@ std::optional<int> cuda_compute_major() noexcept {
 
 std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index) {
   std::vector<CudaSegment> segments;
-  for (const auto& segment : caching::snapshot().segments) {
+  if (!device_stats(index)) {
+    return segments;
+  }
+  const auto snapshot = caching::snapshot({0, 0}, /*include_traces=*/false);
+  for (const auto& segment : snapshot.segments) {
     if (segment.device != index) {
       continue;
     }
@@ -136,10 +202,13 @@ std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index) {
   return segments;
 }
 
-std::optional<bool> cuda_is_capturing() noexcept {
+std::optional<bool> cuda_is_capturing(c10::Device device) noexcept {
   try {
-    return caching::get()->initialized() &&
-           c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+    if (!caching::get()->initialized()) {
+      return false;
+    }
+    const c10::cuda::CUDAGuard guard(device);
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   } catch (...) {
     return std::nullopt;
   }
@@ -153,7 +222,7 @@ std::vector<std::string> cuda_uuids() noexcept {
     return known;
   }
   std::vector<std::string> uuids;
-  const bool in_use = of_current_device([](c10::DeviceIndex index) { return index; }).has_value();
+  const bool in_use = of_device({}, [](c10::DeviceIndex index) { return index; }).has_value();
   for (int index = 0; in_use && index < c10::cuda::device_count(); ++index) {
     cudaDeviceProp properties{};
     if (cudaGetDeviceProperties(&properties, index) != cudaSuccess) {

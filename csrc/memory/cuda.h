@@ -14,12 +14,14 @@ struct CudaCounters {
   int64_t reserved_bytes;
   int64_t allocations;
   int64_t ooms;
+  bool counted = true;  // false: the allocator keeps no statistics, and the numbers are 0
 };
 
 /// The device's index; the current device's where it has none. Readies torch's allocator.
 /// @throws c10::ValueError if there is no such device here
 c10::DeviceIndex checked_cuda_index(c10::Device device);
 CudaCounters cuda_counters(c10::DeviceIndex index);
+/// Of an allocator that keeps statistics.
 void cuda_lower_watermark(c10::DeviceIndex index);
 /// A limit is a fraction of torch's allocator, which the program may have set before, and may set again.
 struct CudaLimit {
@@ -28,9 +30,11 @@ struct CudaLimit {
   double before;
 };
 /// Nothing: the fraction that torch's allocator had before `limit`, if nobody has set another since.
+/// @throws c10::NotImplementedError for a limit of an allocator that keeps no statistics
 void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes,
                     std::optional<CudaLimit>& limit);
 /// What torch's allocator may reserve, by `limit` or by a fraction that the program has set; nothing: all of the device.
+/// Of an allocator that keeps statistics.
 std::optional<int64_t> cuda_limit(c10::DeviceIndex index, const std::optional<CudaLimit>& limit);
 void cuda_release_cached(c10::DeviceIndex index);
 
@@ -41,10 +45,14 @@ struct CudaMemory {
 /// As the driver has it, all processes together.
 CudaMemory cuda_memory(c10::DeviceIndex index);
 
-/// Of this thread's current device: how often torch's allocator refused, or gave its cache back to go on; the driver's
-/// free bytes; its generation (9: Hopper). Nothing where CUDA is not in use, or answers with an error.
-std::optional<int64_t> cuda_refusals() noexcept;
-std::optional<int64_t> cuda_free_bytes() noexcept;
+/// Of the device, or of this thread's current one: how often torch's allocator refused, or gave its cache back to go on;
+/// the driver's free bytes; its generation (9: Hopper). Nothing where CUDA is not in use, or answers with an error.
+using MaybeDevice = std::optional<c10::Device>;
+std::optional<int64_t> cuda_refusals(MaybeDevice device = {}) noexcept;
+std::optional<int64_t> cuda_free_bytes(MaybeDevice device = {}) noexcept;
+/// Of the current device, for what asks often: the driver is asked again where torch has taken memory of it or given some
+/// back, and else one time in 64.
+std::optional<int64_t> cuda_recent_free_bytes() noexcept;
 std::optional<int> cuda_compute_major() noexcept;
 
 /// A block of torch's CUDA allocator; those of a segment in the order of their addresses.
@@ -57,7 +65,7 @@ struct CudaSegment {
   std::vector<CudaBlock> blocks;
   bool expandable;
 };
-/// Takes the allocator's lock for a while.
+/// Takes the allocator's lock for a while. None where the allocator does not tell of them.
 std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index);
 
 /// Fills the live tables of all CUDA devices from now on; false, and nothing, while torch's allocator is not in use. One
@@ -75,9 +83,9 @@ struct CudaWorkspace {
 };
 std::vector<CudaWorkspace> cuda_workspaces(c10::Device device);
 
-/// Whether this thread's stream records a CUDA graph, in which nothing else must be enqueued; nothing where the device is
-/// lost.
-std::optional<bool> cuda_is_capturing() noexcept;
+/// Whether this thread's stream of the device records a CUDA graph, in which nothing else must be enqueued; nothing where
+/// the device is lost.
+std::optional<bool> cuda_is_capturing(c10::Device device) noexcept;
 
 /// The devices of this process in CUDA's order, each as the 32 hex digits of its UUID. None where CUDA is not in use.
 std::vector<std::string> cuda_uuids() noexcept;

@@ -46,11 +46,15 @@ CudaMemory cuda_memory(c10::DeviceIndex index) {
   refuse(index);
 }
 
-std::optional<int64_t> cuda_refusals() noexcept {
+std::optional<int64_t> cuda_refusals(MaybeDevice /*device*/) noexcept {
   return std::nullopt;
 }
 
-std::optional<int64_t> cuda_free_bytes() noexcept {
+std::optional<int64_t> cuda_free_bytes(MaybeDevice /*device*/) noexcept {
+  return std::nullopt;
+}
+
+std::optional<int64_t> cuda_recent_free_bytes() noexcept {
   return std::nullopt;
 }
 
@@ -82,7 +86,7 @@ std::optional<CudaPool> cuda_pool(c10::Device device) {
   refuse(device);
 }
 
-std::optional<bool> cuda_is_capturing() noexcept {
+std::optional<bool> cuda_is_capturing(c10::Device /*device*/) noexcept {
   return false;
 }
 

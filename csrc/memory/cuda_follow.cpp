@@ -122,7 +122,8 @@ std::optional<std::string> cuda_refusal() {
           "this CUDA allocator tells nothing of its blocks, so only the CPU's are tracked "
           "(allocator: " +
           caching::get()->name() +
-          "); leave backend:cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF to track them";
+          "); leave torch's caching allocator in place to track them (no "
+          "backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF, no change_current_allocator)";
     });
   }
   return words;

@@ -16,10 +16,13 @@ HeldByOthers on_cuda(c10::Device device) {
   const auto now = stats(device);
   const auto memory = cuda_memory(checked_cuda_index(device));
   HeldByOthers held;
-  held.process_bytes = at_least_0(now.reserved_bytes - now.used_bytes);
-  held.others_bytes = at_least_0(memory.total_bytes - memory.free_bytes - now.reserved_bytes);
   held.free_bytes = memory.free_bytes;
   held.where = "CUDA driver";
+  if (!now.counted) {
+    return held;
+  }
+  held.process_bytes = at_least_0(now.reserved_bytes - now.used_bytes);
+  held.others_bytes = at_least_0(memory.total_bytes - memory.free_bytes - now.reserved_bytes);
   return held;
 }
 

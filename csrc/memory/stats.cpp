@@ -42,9 +42,11 @@ int64_t lower_watermark(c10::Device device) {
   if (device.is_cpu()) {
     return BudgetAllocator::instance().lower_watermark();
   }
-  const int64_t before = watermark_bytes(device);
-  cuda_lower_watermark(device.index());
-  return before;
+  const auto now = cuda_counters(device.index());
+  if (now.counted) {
+    cuda_lower_watermark(device.index());
+  }
+  return now.watermark_bytes;
 }
 
 void fold(Slot& slot, c10::Device device) {
@@ -82,9 +84,11 @@ Stats stats(c10::Device given) {
   const std::lock_guard lock(slot.mutex);
   const auto now = counters(device);
   const int64_t peak = std::max({slot.folded_bytes, now.watermark_bytes, now.used_bytes});
-  const auto limit_bytes =
-      device.is_cpu() ? slot.limit_bytes : cuda_limit(device.index(), slot.cuda_limit);
-  return {now.used_bytes, peak, limit_bytes, now.reserved_bytes, now.allocations, now.ooms};
+  const auto limit_bytes = device.is_cpu() ? slot.limit_bytes
+                           : now.counted   ? cuda_limit(device.index(), slot.cuda_limit)
+                                           : std::nullopt;
+  return {now.used_bytes,  peak,     limit_bytes, now.reserved_bytes,
+          now.allocations, now.ooms, now.counted};
 }
 
 void set_limit(c10::Device given, std::optional<int64_t> bytes) {
@@ -105,7 +109,7 @@ void set_limit(c10::Device given, std::optional<int64_t> bytes) {
 std::optional<int64_t> capacity_bytes(c10::Device given) {
   const auto device = checked(given);
   const auto now = stats(device);
-  if (device.is_cpu()) {
+  if (device.is_cpu() || !now.counted) {
     return now.limit_bytes;
   }
   const auto there_is = cuda_memory(device.index()).free_bytes + now.reserved_bytes;

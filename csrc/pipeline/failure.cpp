@@ -127,7 +127,7 @@ BatchTooLarge too_large(const Failure& failure, int64_t rows, std::vector<TriedS
   text << "): memory ran out in the " << describe(failure) << ".\nTried: ";
   for (size_t i = 0; i < tried.size(); ++i) {
     text << (i == 0 ? "" : "; ") << tried[i].pieces << " of " << tried[i].piece_rows
-         << " rows (peak: " << format_bytes(tried[i].peak_bytes) << ")";
+         << " rows (peak: " << format_peak(tried[i].peak_bytes) << ")";
   }
   text << ".\nTry next: " << format_numbered(facts.advice)
        << ".\nThe last error was: " << failure.text;

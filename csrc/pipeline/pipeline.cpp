@@ -13,6 +13,7 @@
 #include "pipeline/failure.h"
 #include "pipeline/pipeline_state.h"
 #include "pipeline/report.h"
+#include "step/no_capture.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -259,6 +260,9 @@ StepResult Pipeline::State::run_until_it_stands(Call& call, PeerVerdict& verdict
 }
 
 PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
+  for (const auto device : options.devices) {
+    require_no_capture(device, "a step of a pipeline");
+  }
   const OneCall::Entered entered(calls, "step");
   require_usable();
   const Doing in_call(doing, cancelled);

@@ -20,7 +20,9 @@ std::optional<int64_t> context_bytes(c10::Device given) {
   if (!device.is_cuda()) {
     return std::nullopt;
   }
-  return context_bytes(read_gpus(), device.index(), memory::stats(device).reserved_bytes);
+  const auto stats = memory::stats(device);
+  return stats.counted ? context_bytes(read_gpus(), device.index(), stats.reserved_bytes)
+                       : std::nullopt;
 }
 
 }  // namespace brimful::probes

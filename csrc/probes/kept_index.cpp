@@ -25,7 +25,7 @@ KeptIndex::KeptIndex(const IndexUse& use)
     } else {
       tensor_ = c10::weak_intrusive_ptr<c10::TensorImpl>(index.getIntrusivePtr());
     }
-  } else if (index.is_cuda() && is_short && memory::cuda_is_capturing() == false) {
+  } else if (index.is_cuda() && is_short && memory::cuda_is_capturing(index.device()) == false) {
     copy_ = PinnedCopy::begin(use);
     dropped_ = copy_ == nullptr;
   }

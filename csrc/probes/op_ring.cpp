@@ -113,7 +113,7 @@ void note(const at::RecordFunction& function) {
     add_tensors(input, entry.record.tensors);
   }
   if (uses_library(entry.record.name)) {
-    entry.record.free_bytes = memory::cuda_free_bytes();
+    entry.record.free_bytes = memory::cuda_recent_free_bytes();
     entry.record.input_bytes = bytes_of(function.inputs());
   }
   auto& ours = ring();

@@ -39,18 +39,19 @@ HostMemory read_host() {
   return host;
 }
 
-TorchMemory of_device(c10::Device device) {
-  const auto stats = memory::stats(device);
-  return {device.str(), stats.used_bytes, stats.peak_bytes, stats.reserved_bytes,
-          stats.limit_bytes};
+void add(std::vector<TorchMemory>& devices, c10::Device device) {
+  if (const auto stats = memory::stats(device); stats.counted) {
+    devices.push_back({device.str(), stats.used_bytes, stats.peak_bytes, stats.reserved_bytes,
+                       stats.limit_bytes});
+  }
 }
 
 std::vector<TorchMemory> read_torch() {
-  std::vector<TorchMemory> devices{of_device(c10::Device(c10::DeviceType::CPU))};
+  std::vector<TorchMemory> devices;
+  add(devices, c10::Device(c10::DeviceType::CPU));
   const auto cuda = memory::cuda_uuids().size();
   for (size_t i = 0; i < cuda; ++i) {
-    devices.push_back(
-        of_device(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(i))));
+    add(devices, c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(i)));
   }
   return devices;
 }

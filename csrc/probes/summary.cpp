@@ -73,6 +73,9 @@ Cells cells_of(const ModuleRow& row) {
 }
 
 std::string peaks_text(const StepSummary& summary) {
+  if (summary.peak_bytes == 0) {
+    return "peaks unknown: the device's allocator keeps no statistics";
+  }
   std::string text = "peak " + format_bytes(summary.peak_bytes) + ": forward " +
                      format_bytes(summary.forward_peak_bytes);
   if (summary.backward_peak_bytes > 0) {

@@ -93,7 +93,7 @@ std::string to_string(const Report& report) {
        << ", retries: " << report.retries << ", out of memory here: " << report.ooms
        << ", cache released: " << report.cache_releases << ")\nrows of a piece that fits: "
        << (report.piece_rows > 0 ? std::to_string(report.piece_rows) : "not needed yet")
-       << "\npeak of the last step: " << format_bytes(report.peak_bytes)
+       << "\npeak of the last step: " << format_peak(report.peak_bytes)
        << " (limit: " << (report.limit_bytes ? format_bytes(*report.limit_bytes) : "none") << ")";
   if (report.mean_fill) {
     text << "\npeak / limit: " << (report.last_fill ? percent(*report.last_fill) : "none")

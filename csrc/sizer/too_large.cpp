@@ -220,7 +220,7 @@ std::string words_for(const Shortfall& shortfall, const TooLargeFacts& facts) {
   for (size_t i = 0; i < facts.tried.size(); ++i) {
     const auto& tried = facts.tried[i];
     text << (i == 0 ? ".\nTried: " : "; ") << counted(tried.pieces, "piece") << " of "
-         << counted(tried.piece_rows, "row") << " (peak: " << format_bytes(tried.peak_bytes) << ")";
+         << counted(tried.piece_rows, "row") << " (peak: " << format_peak(tried.peak_bytes) << ")";
   }
   text << (of_optimizer ? ".\nThe peak would be: " : ".\nThe last peak: ") << listed(facts.bytes);
   if (facts.limit_bytes) {

@@ -197,7 +197,7 @@ class ModuleSpans(_Running):
             self._rows.begin()
         self._scope = _C._PeakScope(self._device)
         self._scope.__enter__()
-        self._used = _C.memory_stats(self._device).used_bytes
+        self._used = _C._memory_used_bytes(self._device)
         self._note_nodes()
 
     def end(self) -> None:
@@ -205,7 +205,7 @@ class ModuleSpans(_Running):
         self._scope.__exit__()
 
     def moved(self) -> None:
-        used = _C.memory_stats(self._device).used_bytes
+        used = _C._memory_used_bytes(self._device)
         if self.stack:
             peak = self._scope.peak_bytes - self._uncounted
             span = _C._MemorySpan(self.stack, not self._in_forward, peak, used - self._used)

@@ -202,7 +202,7 @@ def _small_traces(
     def trace(few: int) -> int:
         piece = splitter.slice(batch, rows, 0, few)
         with _C._TraceScope() as scope, _C._PeakScope(step.device) as peak:
-            before = _C.memory_stats(step.device).used_bytes
+            before = _C._memory_used_bytes(step.device)
             step.run(piece)
         unchanged.between_runs()
         traces.append((few, scope.trace))
@@ -226,7 +226,7 @@ def _small_traces(
 
 
 def _foretell(found: _C.StepSummary, traces: Traces, uncounted: int) -> None:
-    found.used_bytes = _C.memory_stats(found.device).used_bytes - uncounted
+    found.used_bytes = _C._memory_used_bytes(found.device) - uncounted
     model = _C.PeakModel.fit(traces) if traces else None
     if model is not None:
         found.predicted_bytes = found.used_bytes + model.peak_bytes(found.rows)
@@ -266,7 +266,7 @@ def _measure_step(
             self._scope.__exit__(*error)
             peaks[self._name] = self._scope.peak_bytes - uncounted
 
-    found.used_bytes = _C.memory_stats(step.device).used_bytes - uncounted
+    found.used_bytes = _C._memory_used_bytes(step.device) - uncounted
     with _C._PeakScope(step.device) as whole, _C._TraceScope() as scope:
         step.run(batch, Part)
     found.peak_bytes = whole.peak_bytes - uncounted

@@ -47,8 +47,11 @@ class Unchanged:
         self._versions = _unsafe_preserve_version_counter((*self._parameters, *self._buffers))
         self._versions.__enter__()
         self._gradients = [(p, p.grad) for p in self._parameters]
-        self.bytes = _C.memory_stats(self._device).used_bytes - before
-        self.bytes += _storage_bytes(self._device, [g for _, g in self._gradients if g is not None])
+        if before is not None:  # else its allocator keeps no statistics
+            self.bytes = _C._memory_used_bytes(self._device) - before
+            self.bytes += _storage_bytes(
+                self._device, [g for _, g in self._gradients if g is not None]
+            )
         self.empty_gradients()
         return self
 

@@ -94,7 +94,10 @@ __all__ = [
 
 
 def stats(device: str | torch.device) -> Stats:
-    """Return the bytes in use, their peak since ``reset_peak``, the limit, and the number of refusals."""
+    """Return the bytes in use, their peak since ``reset_peak``, the limit, and the number of refusals.
+
+    All are ``None`` for a CUDA device whose allocator keeps no statistics (``CUDAPluggableAllocator``).
+    """
     return memory_stats(device)
 
 
@@ -106,7 +109,7 @@ def set_limit(device: str | torch.device, bytes: int | Literal["auto"] | None) -
     ``"auto"``, for the CPU only, is ``system_limit().limit_bytes`` now, after malloc has given its free pages back: a
     container's kill becomes an error. Call it when model, optimizer and data loaders are there, and again when other
     processes have come or gone. Raises ``ValueError`` if ``bytes`` is negative or another word, and
-    ``NotImplementedError`` where the system states no bound.
+    ``NotImplementedError`` where the system states no bound, or the device's allocator takes no limit.
     """
     if not (bytes is None or isinstance(bytes, str)):
         try:

@@ -85,10 +85,22 @@ def test_a_step_on_a_lost_device_raises_its_error(lose):
         brimful.BatchSizer(model).step(x, lambda m, p: m(p).square().mean())
 
 
-def test_a_step_is_not_captured_into_a_graph():
-    set_capturing = getattr(ctypes.CDLL(None), "sim_cuda_set_capturing", None)
-    if set_capturing is None:
+def test_an_error_of_the_device_keeps_its_type_and_its_code(lose):
+    lose()
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access") as caught:
+        brimful.memory.release_cached("cuda")
+    assert caught.value.error_code == ILLEGAL_ADDRESS
+
+
+@pytest.fixture
+def set_capturing():
+    found = getattr(ctypes.CDLL(None), "sim_cuda_set_capturing", None)
+    if found is None:
         pytest.skip("a stream of the simulated device says that it is captured")
+    return found
+
+
+def test_a_step_is_not_captured_into_a_graph(set_capturing):
     sizer = brimful.BatchSizer(net())
     x = torch.randn(16, 8, device="cuda")
     stream = torch.cuda.Stream()
@@ -101,3 +113,26 @@ def test_a_step_is_not_captured_into_a_graph():
             sizer.step(x, lambda m, p: m(p).square().mean())
         set_capturing(handle, 0)
         sizer.step(x, lambda m, p: m(p).square().mean())
+
+
+def test_a_step_of_a_pipeline_is_not_captured_into_a_graph(set_capturing):
+    """On any of its devices: the current one is another."""
+    pipe = brimful.Pipeline(
+        [nn.Linear(8, 8).cuda(0), nn.Linear(8, 4).cuda(1)],
+        devices=["cuda:0", "cuda:1"],
+        microbatches=2,
+        loss_fn=lambda a, b: (a - b).square().mean(),
+    )
+    x, y = torch.randn(16, 8, device="cuda:0"), torch.randn(16, 4, device="cuda:1")
+    with torch.cuda.device(1):
+        stream = torch.cuda.Stream()
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    with torch.cuda.stream(stream), torch.cuda.device(0):
+        set_capturing(handle, 1)
+        with pytest.raises(
+            RuntimeError,
+            match=r"a step of a pipeline cannot be captured into a CUDA graph \(device: cuda:1\)",
+        ):
+            pipe.step(x, y)
+        set_capturing(handle, 0)
+        pipe.step(x, y)

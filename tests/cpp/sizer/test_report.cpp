@@ -77,7 +77,7 @@ TEST_CASE("A report without a limit has no fill", "[sizer][report]") {
   CHECK(to_string(recorder.report(0)) ==
         "steps: 0 (failed: 0, retries: 0, out of memory here: 0, cache released: 0)\n"
         "rows of a piece that fits: not needed yet\n"
-        "peak of the last step: 0 B (limit: none)\n"
+        "peak of the last step: unknown (limit: none)\n"
         "time in steps: 0.0 ms, lost to repeated attempts: 0.0 ms");
   plain_step(recorder, 60, 100);
   plain_step(recorder, 50, std::nullopt);

@@ -4,11 +4,23 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 MIB = 1 << 20
 
 _process = ctypes.CDLL(None)
 sim = _process if hasattr(_process, "sim_cuda_calls") else None
+
+
+# A program that begins with it allocates by a library of its own, one request of the driver each.
+PLUGGABLE = f"""
+import ctypes, torch
+library = {str(Path(os.environ.get("LD_PRELOAD", "").split(":")[0]).parent / "libsim_pluggable.so")!r}
+torch.cuda.memory.change_current_allocator(
+    torch.cuda.memory.CUDAPluggableAllocator(library, "pluggable_allocate", "pluggable_free")
+)
+requests = ctypes.CDLL(library).pluggable_requests
+"""
 
 
 def set_delay(us):

@@ -1,6 +1,6 @@
-"""Torch's other ways to memory: expandable segments, cudaMallocAsync."""
+"""Torch's other ways to memory: expandable segments, cudaMallocAsync, an allocator of the program's."""
 
-from simulation import program
+from simulation import PLUGGABLE, program
 
 USE = """
 import torch
@@ -41,3 +41,36 @@ def test_expandable_segments_are_one_piece_that_grows():
 
 def test_memory_may_come_in_the_order_of_streams():
     assert said_with("backend:cudaMallocAsync", USE) == ["used 48", "out of memory", "left 0"]
+
+
+ITS_OWN = (
+    PLUGGABLE
+    + """
+MIB = 1 << 20
+free = lambda: torch.cuda.mem_get_info()[0]
+before = free()
+kept = torch.ones(8 * MIB, dtype=torch.uint8, device="cuda")
+print("used", (before - free()) // MIB, requests() > 0, int(kept.sum()) == 8 * MIB)
+try:
+    torch.empty(2 * before, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    print("out of memory", error)
+try:
+    torch.cuda.memory_allocated()
+except RuntimeError:
+    print("no statistics")
+del kept
+print("left", before - free())
+"""
+)
+
+
+def test_a_program_may_bring_an_allocator():
+    status, said = program(ITS_OWN)
+    assert status == 0, said
+    assert [line[:35] for line in said.splitlines() if not line.startswith("[W")] == [
+        "used 8 True True",
+        "out of memory this allocator has no",
+        "no statistics",
+        "left 0",
+    ]

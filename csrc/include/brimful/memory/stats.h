@@ -25,6 +25,9 @@ struct Stats {
   int64_t allocations = 0;
   /// Allocations that were refused so far, those of a FaultAt included; never reset by brimful.
   int64_t ooms = 0;
+  /// False: the device's allocator keeps no statistics (CUDA's pluggable allocators). The numbers are 0 and say nothing, no
+  /// limit can be set, and PeakScopes see 0.
+  bool counted = true;
 };
 
 BRIMFUL_API Stats stats(c10::Device device);
@@ -33,10 +36,11 @@ BRIMFUL_API Stats stats(c10::Device device);
 /// limit. A limit below what is in use frees nothing: later allocations fail.
 /// CPU: exact, on used_bytes. CUDA: by torch's per-process fraction, on reserved_bytes, which grow in whole segments.
 /// @throws c10::ValueError if `bytes` is negative
+/// @throws c10::NotImplementedError for a limit of an allocator that keeps no statistics
 BRIMFUL_API void set_limit(c10::Device device, std::optional<int64_t> bytes);
 
 /// The most that this process's tensors may take of the device in all: the limit, and on CUDA no more than what they have and
-/// what the driver has free beside other processes. Nothing on a CPU without a limit. Does not wait for the device.
+/// what the driver has free beside other processes. Nothing on a CPU without a limit, and where the allocator keeps no statistics. Does not wait for the device.
 BRIMFUL_API std::optional<int64_t> capacity_bytes(c10::Device device);
 
 /// Sets Stats::peak_bytes to what is in use now. Open PeakScopes keep their peaks.

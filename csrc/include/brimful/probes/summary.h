@@ -38,7 +38,8 @@ struct ModuleRow {
   int64_t backward_peak_bytes = 0;
 };
 
-/// A step in its steady state: forward, backward, the optimizer. Bytes in use count all that the device holds.
+/// A step in its steady state: forward, backward, the optimizer. Bytes in use count all that the device holds; they are 0
+/// where its allocator keeps no statistics.
 struct StepSummary {
   std::vector<ModuleRow> modules;  ///< the model itself first
   std::string mode;                ///< "train", "eval, bfloat16", ...

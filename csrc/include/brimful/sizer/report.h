@@ -17,7 +17,7 @@ struct StepNote {
   int64_t piece_rows = 0;  ///< of the largest piece; 0: no data
   int64_t retries = 0;
   int64_t ooms = 0;        ///< on this rank
-  int64_t peak_bytes = 0;  ///< of this rank's device
+  int64_t peak_bytes = 0;  ///< of this rank's device; 0: its allocator keeps no statistics
   std::optional<int64_t> limit_bytes;
   double total_ms = 0;  ///< by the host's clock, from the first attempt on
   double lost_ms = 0;   ///< of these, in attempts that were repeated or failed
