@@ -73,7 +73,13 @@ void bind_launch(py::module_& m) {
       },
       py::arg("group").none(true), py::arg("what"), py::arg("out_of_memory"), py::arg("failed"),
       py::arg("words"));
-  m.def("_empty_engine_queue", &empty_engine_queue, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "_empty_engine_queue",
+      [](const std::string& device) {
+        const py::gil_scoped_release no_gil;
+        empty_engine_queue(c10::Device(device));
+      },
+      py::arg("device"));
   m.def(
       "_is_out_of_memory_message",
       [](const std::string& message) { return is_out_of_memory_message(message); },

@@ -288,7 +288,7 @@ void Executor::Impl::run_rank(int rank) {
     streams.emplace(job_.streams);
   }
   const CallerState state(*job_.caller, job_.autocast, job_.keep_casts);
-  const EvidenceScope evidence;
+  const EvidenceScope evidence(options.devices[rank]);
   const DrawWatch watch(turns_.watches());
   RankRun run(job_.work, skips_, job_.result, options.trace, places_[rank].waits, turns_, rank,
               cancelled_);

@@ -11,7 +11,11 @@ using torch::autograd::variable_list;
 
 variable_list run_engine(const edge_list& roots, const variable_list& gradients, Keep keep,
                          const edge_list& captured) {
-  return run_backward_cleanly([&] {
+  c10::Device device(c10::DeviceType::CPU);
+  for (const auto& gradient : gradients) {
+    device = gradient.defined() ? gradient.device() : device;
+  }
+  return run_backward_cleanly(device, [&] {
     return Engine::get_default_engine().execute(roots, gradients, keep == Keep::graph,
                                                 /*create_graph=*/false,
                                                 /*accumulate_grad=*/captured.empty(), captured);

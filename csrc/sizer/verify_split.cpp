@@ -143,8 +143,9 @@ bool run_both(Sums& whole, Sums& split, int64_t rows, const VerifyWork& work,
 
 std::vector<at::Tensor> gradients_of(const at::Tensor& loss, const at::Tensor& seed,
                                      const std::vector<at::Tensor>& inputs) {
-  return run_backward_cleanly(
-      [&] { return torch::autograd::grad({loss}, inputs, {seed}, std::nullopt, false, true); });
+  return run_backward_cleanly(loss.device(), [&] {
+    return torch::autograd::grad({loss}, inputs, {seed}, std::nullopt, false, true);
+  });
 }
 
 SplitCheck verify_split(int64_t rows, const NamedTensors& parameters, Transaction& transaction,

@@ -67,7 +67,9 @@ constexpr int64_t kShortBytes = int64_t{256} << 20;  // a library's handle and w
 constexpr int32_t kCudaErrorMemoryAllocation = 2;
 constexpr size_t kMaxDescription = 2000;
 
-thread_local std::optional<int64_t> refusals_before;  // of the innermost scope
+// Of the innermost scope.
+thread_local std::optional<c10::Device> device_of_scope;
+thread_local std::optional<int64_t> refusals_before;
 
 bool confirms(const MemoryEvidence& evidence) {
   return evidence.refused || (evidence.free_bytes && *evidence.free_bytes < kShortBytes);
@@ -132,19 +134,23 @@ Shortage shortage_in(std::string_view message) {
 }
 
 MemoryEvidence memory_evidence() noexcept {
-  const auto refusals = memory::cuda_refusals();
+  const auto refusals = memory::cuda_refusals(device_of_scope);
   if (!refusals) {
     return {};
   }
-  return {memory::cuda_free_bytes(), refusals_before && *refusals > *refusals_before};
+  return {memory::cuda_free_bytes(device_of_scope),
+          refusals_before && *refusals > *refusals_before};
 }
 
-EvidenceScope::EvidenceScope() noexcept : outer_(refusals_before) {
-  refusals_before = memory::cuda_refusals();
+EvidenceScope::EvidenceScope(std::optional<c10::Device> device) noexcept
+    : outer_device_(device_of_scope), outer_refusals_(refusals_before) {
+  device_of_scope = device && device->is_cuda() ? device : std::nullopt;
+  refusals_before = memory::cuda_refusals(device_of_scope);
 }
 
 EvidenceScope::~EvidenceScope() {
-  refusals_before = outer_;
+  device_of_scope = outer_device_;
+  refusals_before = outer_refusals_;
 }
 
 bool is_out_of_memory_message(std::string_view message) {

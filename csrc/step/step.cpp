@@ -15,6 +15,16 @@
 #include "step/engine_queue.h"
 
 namespace brimful {
+namespace {
+std::optional<c10::Device> device_of(const std::vector<std::shared_ptr<Participant>>& participants,
+                                     const std::vector<at::Tensor>& outside) {
+  std::optional<c10::Device> device;
+  for_each_parameter(participants, outside,
+                     [&](const at::Tensor& parameter) { device = parameter.device(); });
+  return device;
+}
+}  // namespace
+
 StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants,
                      std::vector<at::Tensor> outside)
     : participants_(std::move(participants)), outside_(std::move(outside)) {
@@ -80,7 +90,8 @@ void StepGroup::run_backward(const PieceLoss& piece, const PieceWork& work, doub
   });
   const auto seed =
       at::full_like(piece.loss, piece.weight / ref, at::TensorOptions().requires_grad(false));
-  run_backward_cleanly([&] { work.backward(piece.loss, seed); });
+  const auto device = device_of(participants_, outside_).value_or(piece.loss.device());
+  run_backward_cleanly(device, [&] { work.backward(piece.loss, seed); });
 }
 
 void StepGroup::rehearse(int64_t rows, const PieceWork& work,
@@ -182,7 +193,7 @@ void StepGroup::drain(ControlRecord record, Verdict verdict) {
 AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   using Own = AttemptResult::Own;
   AttemptResult result;
-  const EvidenceScope evidence;
+  const EvidenceScope evidence(device_of(participants_, outside_));
   const memory::RetryScope retries;
   begin_attempt(attempt.buffer_source);
   try {

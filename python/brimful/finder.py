@@ -133,7 +133,8 @@ def _ran_out(error: BaseException) -> bool:
 
 def _clean() -> None:
     gc.collect()
-    _C._empty_engine_queue()
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    _C._empty_engine_queue(f"cuda:{torch.cuda.current_device()}" if on_cuda else "cpu")
     memory.release_cached("cpu")
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if on_cuda:
         memory.release_cached("cuda")

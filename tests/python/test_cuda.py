@@ -229,3 +229,22 @@ def test_without_a_limit_the_sizes_that_fit_are_learned():
         outcome = sizer.step(x, loss_fn)
         model.zero_grad()
     assert outcome.pieces == 1, "there is room again"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_evidence_of_a_shortage_is_looked_for_on_the_steps_device():
+    model = net().to("cuda:1")
+    pieces = []
+
+    def cudnn_finds_no_memory(model, x):
+        pieces.append(len(x))
+        if len(x) == 64:
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.empty(1 << 40, dtype=torch.uint8, device="cuda:1")
+            raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
+        return loss_fn(model, x)
+
+    assert torch.cuda.current_device() == 0
+    outcome = brimful.BatchSizer(model).step(data(64).to("cuda:1"), cudnn_finds_no_memory)
+    assert outcome.pieces == 2
+    assert pieces[-2:] == [32, 32]

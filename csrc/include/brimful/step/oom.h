@@ -1,5 +1,6 @@
 #pragma once
 #include <brimful/export.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <exception>
@@ -25,19 +26,21 @@ struct MemoryEvidence {
       free_bytes;        ///< of the CUDA device; nothing: not in use, or it no longer answers
   bool refused = false;  ///< torch's allocator refused a request in the same attempt
 };
-/// Of this thread's CUDA device. Waits for nothing; never throws.
+/// Of the innermost scope's CUDA device, else of this thread's current one. Waits for nothing; never throws.
 BRIMFUL_API MemoryEvidence memory_evidence() noexcept;
 
-/// Refusals by torch's CUDA allocator count as evidence from here on. Nests; destroy it on the same thread.
+/// Refusals by torch's CUDA allocator on the step's device count as evidence from here on, by default on this thread's
+/// current one. Nests; destroy it on the same thread.
 class BRIMFUL_API EvidenceScope {
  public:
-  EvidenceScope() noexcept;
+  explicit EvidenceScope(std::optional<c10::Device> device = {}) noexcept;
   ~EvidenceScope();
   EvidenceScope(const EvidenceScope&) = delete;
   EvidenceScope& operator=(const EvidenceScope&) = delete;
 
  private:
-  std::optional<int64_t> outer_;
+  std::optional<c10::Device> outer_device_;
+  std::optional<int64_t> outer_refusals_;
 };
 
 /// True if `error` means that memory ran out and a smaller piece may fit: by its type (c10::OutOfMemoryError,
