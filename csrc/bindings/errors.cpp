@@ -18,6 +18,7 @@ struct Types {
   PyObject* plan_mismatch = nullptr;
   PyObject* out_of_memory = nullptr;  ///< torch's
   PyObject* distributed = nullptr;    ///< torch's: a communicator is lost
+  PyObject* accelerator = nullptr;    ///< torch's, with the device's code
 };
 Types types;
 
@@ -67,6 +68,13 @@ void set_too_large(const BatchTooLarge& error) {
   PyErr_SetObject(types.batch_too_large, instance.ptr());
 }
 
+void set_accelerator_error(const c10::AcceleratorError& error) {
+  py::object instance =
+      py::reinterpret_borrow<py::object>(types.accelerator)(error.what_without_backtrace());
+  instance.attr("error_code") = error.get_error_code();
+  PyErr_SetObject(types.accelerator, instance.ptr());
+}
+
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) {
@@ -90,6 +98,8 @@ void translate(std::exception_ptr pointer) {
     PyErr_SetString(PyExc_NotImplementedError, e.what_without_backtrace());
   } catch (const c10::OutOfMemoryError& e) {
     PyErr_SetString(types.out_of_memory, e.what_without_backtrace());
+  } catch (const c10::AcceleratorError& e) {
+    set_accelerator_error(e);
   } catch (const std::system_error& e) {
     // Of the file system: OSError makes a FileNotFoundError and the like of it.
     const auto instance = py::handle(PyExc_OSError)(e.code().value(), e.what());
@@ -122,6 +132,8 @@ void throw_to_core(py::error_already_set& error) {
 void bind_errors(py::module_& m) {
   const py::object out_of_memory = py::module_::import("torch").attr("OutOfMemoryError");
   types.out_of_memory = py::object(out_of_memory).release().ptr();
+  types.accelerator =
+      py::object(py::module_::import("torch").attr("AcceleratorError")).release().ptr();
   types.distributed =
       py::object(py::module_::import("torch.distributed").attr("DistError")).release().ptr();
   types.rank_failed = new_type(
