@@ -1,8 +1,12 @@
 // Copies and fills.
+#include <cupti.h>
+
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
 
+#include "../cupti/sim_cupti.h"
 #include "memory.h"
 
 namespace {
@@ -11,8 +15,66 @@ bool pageable(const void* pointer) {
   return sim::attributes_of(pointer).type == cudaMemoryTypeUnregistered;
 }
 
+uint8_t memory_of(const void* pointer) {
+  switch (sim::attributes_of(pointer).type) {
+    case cudaMemoryTypeDevice:
+      return CUPTI_ACTIVITY_MEMORY_KIND_DEVICE;
+    case cudaMemoryTypeHost:
+      return CUPTI_ACTIVITY_MEMORY_KIND_PINNED;
+    default:
+      return CUPTI_ACTIVITY_MEMORY_KIND_PAGEABLE;
+  }
+}
+
+sim_cupti_copy copy_of(uint32_t call, const void* to, const void* from, size_t bytes,
+                       CUstream_st* stream) {
+  constexpr uint32_t kDefaultStream = 7;  // as CUPTI numbers it
+  const auto streams = sim::streams_of(stream->device);
+  const auto place = std::find(streams.begin(), streams.end(), stream) - streams.begin();
+  const auto source = memory_of(from);
+  const auto target = memory_of(to);
+  const bool from_device = source == CUPTI_ACTIVITY_MEMORY_KIND_DEVICE;
+  const bool to_device = target == CUPTI_ACTIVITY_MEMORY_KIND_DEVICE;
+  const auto kind =
+      from_device ? to_device ? CUPTI_ACTIVITY_MEMCPY_KIND_DTOD : CUPTI_ACTIVITY_MEMCPY_KIND_DTOH
+      : to_device ? CUPTI_ACTIVITY_MEMCPY_KIND_HTOD
+                  : CUPTI_ACTIVITY_MEMCPY_KIND_HTOH;
+  return {call,
+          static_cast<uint8_t>(kind),
+          source,
+          target,
+          bytes,
+          static_cast<uint32_t>(stream->device),
+          kDefaultStream + static_cast<uint32_t>(place)};
+}
+
+/// A copy as the profiler is to see it.
+cudaError_t copy_noted(uint32_t call, void* to, const void* from, size_t bytes,
+                       CUstream_st* stream) {
+  const auto began = sim_cupti_now();
+  const auto note = copy_of(call, to, from, bytes, stream);
+  const bool kept_apart = stream->defers() && pageable(from);
+  auto kept = std::make_shared<std::string>();
+  if (kept_apart) {
+    kept->assign(static_cast<const char*>(from), bytes);
+  }
+  stream->enqueue([=] {
+    const auto start = sim_cupti_now();
+    std::memmove(to, kept_apart ? kept->data() : from, bytes);
+    sim_cupti_note_copy(&note, start, sim_cupti_now());
+  });
+  if (pageable(to)) {
+    stream->synchronize();
+  }
+  sim_cupti_note_call(call, CUPTI_RUNTIME_TRACE_CBID_cudaMemcpyAsync_v3020, began);
+  return cudaSuccess;
+}
+
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t given) {
   CUstream_st* stream = sim::real(given);
+  if (const auto call = sim_cupti_new_call()) {
+    return copy_noted(call, to, from, bytes, stream);
+  }
   if (stream->defers() && pageable(from)) {
     // Pageable memory is read before the call returns, as by the real runtime.
     auto kept = std::make_shared<std::string>(static_cast<const char*>(from), bytes);
