@@ -82,7 +82,7 @@ c10::DeviceIndex checked_cuda_index(c10::Device device) {
 CudaCounters cuda_counters(c10::DeviceIndex index) {
   const auto stats = device_stats(index);
   if (!stats) {
-    return {.counted = false};
+    return {0, 0, 0, 0, 0, /*counted=*/false};
   }
   const auto& used = stats->allocated_bytes[kAggregate];
   return {used.current, used.peak, stats->reserved_bytes[kAggregate].current,
