@@ -100,11 +100,13 @@ void Wire::decode(const at::Tensor& gradients, double scale, double carry) {
   if (carries) {
     carry_error(gradients, carry);
   }
-  if (scale != 1 && widens(gradients, buffer_)) {
+  // bfloat16 as by the loop above, other dtypes as torch's DistributedDataParallel does: in the one that travelled.
+  const bool as_own_loop = buffer_.scalar_type() == at::kBFloat16 && !widens(gradients, buffer_);
+  if (scale != 1 && !as_own_loop) {
     buffer_.mul_(scale);
   }
   gradients.copy_(buffer_);
-  if (scale != 1 && !widens(gradients, buffer_)) {
+  if (scale != 1 && as_own_loop) {
     gradients.mul_(scale);
   }
 }
