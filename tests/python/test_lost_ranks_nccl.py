@@ -19,7 +19,7 @@ import brimful
 two_devices = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two CUDA devices (torch.cuda.device_count() < 2)"
 )
-# Alone they pass. In two of three runs of all tests on the simulated device a rank saw the other's end in step 0 already;
+# Alone they pass. In two of three runs of all tests on the simulated device a rank saw the other's end in step 0:
 # why is not known.
 not_always = pytest.mark.xfail(reason="an end that is seen too early", strict=False)
 pytestmark = [pytest.mark.gpu, two_devices, not_always]
