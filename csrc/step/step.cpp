@@ -18,10 +18,15 @@ namespace brimful {
 namespace {
 std::optional<c10::Device> device_of(const std::vector<std::shared_ptr<Participant>>& participants,
                                      const std::vector<at::Tensor>& outside) {
-  std::optional<c10::Device> device;
-  for_each_parameter(participants, outside,
-                     [&](const at::Tensor& parameter) { device = parameter.device(); });
-  return device;
+  if (!outside.empty()) {
+    return outside.back().device();
+  }
+  for (auto each = participants.rbegin(); each != participants.rend(); ++each) {
+    if (const auto& parameters = (*each)->parameters(); !parameters.empty()) {
+      return parameters.back().device();
+    }
+  }
+  return std::nullopt;
 }
 }  // namespace
 

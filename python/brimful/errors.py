@@ -29,7 +29,7 @@ def explain(
     free_bytes: int | None = None,
     workspace_bytes: int | None = None,
 ) -> Explanation:
-    """Explain an exception, or the text of one, by its text and by what can be measured now.
+    """Explain an exception, or the text of one, by its message and by what can be measured now.
 
     ``stderr`` is what was printed with it: kernels print their assertions there. ``free_bytes``, of the device before
     the call, and ``workspace_bytes``, what the call needs beside tensors, tell whether a library's "not initialized" is

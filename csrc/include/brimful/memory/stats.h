@@ -40,7 +40,8 @@ BRIMFUL_API Stats stats(c10::Device device);
 BRIMFUL_API void set_limit(c10::Device device, std::optional<int64_t> bytes);
 
 /// The most that this process's tensors may take of the device in all: the limit, and on CUDA no more than what they have and
-/// what the driver has free beside other processes. Nothing on a CPU without a limit, and where the allocator keeps no statistics. Does not wait for the device.
+/// what the driver has free beside other processes. Nothing on a CPU without a limit, and where the allocator keeps no
+/// statistics. Does not wait for the device.
 BRIMFUL_API std::optional<int64_t> capacity_bytes(c10::Device device);
 
 /// Sets Stats::peak_bytes to what is in use now. Open PeakScopes keep their peaks.
