@@ -44,8 +44,8 @@ test-python: build
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
 
 # The simulated device has to be loaded before torch, so these are processes of their own (tests/cuda_sim).
-SIMULATED = SIM_CUDA_MEMORY_MB=6144 $(BIN)/python tests/cuda_sim/run.py --libraries $(BUILD)/cuda_sim -- \
-  $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
+SIMULATE = SIM_CUDA_MEMORY_MB=6144 $(BIN)/python tests/cuda_sim/run.py --libraries
+SIMULATED = $(SIMULATE) $(BUILD)/cuda_sim -- $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
 
 test-cuda-sim: build ## Run the tests marked gpu on the simulated CUDA device, and that device's own
 	@$(SIMULATED) -m "gpu and not real_gpu and not slow" tests/python tests/cuda_sim/tests
@@ -68,11 +68,18 @@ test-oldest: ## Build and install against the oldest torch that is supported, an
 	@BRIMFUL_BUILD=build/oldest-$(notdir $(PYTHON)) CMAKE_ARGS='-DCMAKE_BUILD_TYPE=Quick -DCMAKE_CXX_COMPILER=clang++' \
 	  $(MAKE) smoke TORCH=$(OLDEST_TORCH)
 
-# A real installation beside torch, not the build folder.
+SMOKE_SIM = build/cuda_sim-$(basename $(TORCH))
+
+# A real installation beside torch, not the build folder; and the tests of what releases of torch differ in most on CUDA.
 smoke: setup
 	@rm -f $(VENV)/lib/python3*/site-packages/brimful-dev.pth
 	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
-	@$(BIN)/python -m pytest -m smoke
+	@$(BIN)/python -m pytest -m "smoke and not gpu"
+	@$(BIN)/cmake -S tests/cuda_sim -B $(SMOKE_SIM) -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DPython_EXECUTABLE=$(BIN)/python \
+	  --log-level=WARNING
+	@$(BIN)/cmake --build $(SMOKE_SIM) --parallel $(JOBS)
+	@$(SIMULATE) $(SMOKE_SIM) -- $(BIN)/python -m pytest -m "smoke and gpu" tests/python
+	@$(SIMULATE) $(SMOKE_SIM) -- $(BIN)/python -m pytest -m "gpu and not slow" -k "not opinfo" tests/cuda_sim/tests
 
 # torch's and CUDA's libraries stay where pip puts them.
 EXCLUDE := $(foreach lib,libtorch libc10 libcudart libnccl,--exclude '$(lib)*')

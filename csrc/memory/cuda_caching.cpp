@@ -1,6 +1,5 @@
 #include "memory/cuda_caching.h"
 #include <c10/core/AllocatorConfig.h>
-#include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <algorithm>
 #include <cmath>
@@ -24,7 +23,7 @@ CachingSettings settings_now(const caching::AllocatorConfigInfo& config) {
       static_cast<int64_t>(std::min(Config::max_non_split_rounding_size(), kMost));
   settings.large_segment_bytes = static_cast<int64_t>(Config::large_segment_size());
   settings.garbage_collection_threshold = config.garbage_collection_threshold;
-  settings.expandable = caching::CUDAAllocatorConfig::expandable_segments();
+  settings.expandable = Config::use_expandable_segments();
   for (const size_t divisions : config.roundup_power2_divisions) {
     settings.power2_divisions.push_back(static_cast<int64_t>(divisions));
   }

@@ -36,6 +36,7 @@ def settings():
     begin("garbage_collection_threshold:0.999999")  # 0 is refused
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", models.CASES)
 @pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS)
 def test_steps_of_models_take_what_the_model_of_the_allocator_says(settings, text, name):

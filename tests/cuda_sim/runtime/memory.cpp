@@ -1,6 +1,7 @@
 // Memory of the devices and pinned memory: blocks of host memory, counted for the device.
 #include "memory.h"
 
+#include <sys/mman.h>
 #include <algorithm>
 #include <cstdlib>
 
@@ -16,6 +17,23 @@ size_t left_of(const Device& device) {
 
 uintptr_t number(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer);
+}
+
+size_t whole_pages(size_t bytes) {
+  constexpr size_t kPage = 4096;
+  return (bytes + kPage - 1) / kPage * kPage;
+}
+
+/// At ascending addresses, as a driver gives them: of equal blocks torch 2.11 takes the one with the lowest.
+void* map_block(size_t bytes) {  // under the state's lock
+  static uintptr_t next = uintptr_t{1} << 45;
+  void* block = mmap(reinterpret_cast<void*>(next), whole_pages(bytes), PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (block == MAP_FAILED) {
+    return nullptr;
+  }
+  next = number(block) + whole_pages(bytes);
+  return block;
 }
 
 }  // namespace
@@ -35,7 +53,7 @@ cudaError_t allocate(void** out, size_t bytes, Kind kind) {
   if (kind == Kind::device && rounded > left_of(device)) {
     return fail(cudaErrorMemoryAllocation);
   }
-  void* block = std::aligned_alloc(kAlignment, rounded);
+  void* block = kind == Kind::device ? map_block(rounded) : std::aligned_alloc(kAlignment, rounded);
   if (block == nullptr) {
     return fail(cudaErrorMemoryAllocation);
   }
@@ -77,8 +95,8 @@ cudaError_t release_now(void* pointer) {
   s.blocks.erase(found);
   if (block.kind == Kind::device) {
     s.devices[block.device].used -= block.bytes;
-  }
-  if (block.kind != Kind::registered) {
+    munmap(pointer, whole_pages(block.bytes));
+  } else if (block.kind != Kind::registered) {
     std::free(pointer);
   }
   return cudaSuccess;

@@ -33,6 +33,8 @@ EXCEPTIONS = {
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": NOT_FOR_BOTH,
 }
 
+ADDED_LATER = {"torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"}  # behind torch 2.11
+
 # On CUDA torch multiplies half types with a result in 32 bits here.
 TOLERANCES = {
     "nn.functional.linear_cross_entropy.chunked": {"rtol": 0.1, "atol": 0.01},
@@ -66,4 +68,4 @@ def test_all_samples(op, dtype):
 
 
 def test_the_list_of_exceptions_has_no_others():
-    assert set(EXCEPTIONS) <= {sweep.name_of(op) for op in sweep.op_db}
+    assert set(EXCEPTIONS) - ADDED_LATER <= {sweep.name_of(op) for op in sweep.op_db}

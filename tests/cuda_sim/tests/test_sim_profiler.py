@@ -32,7 +32,7 @@ def test_the_profiler_has_each_copy_with_its_operator(tmp_path):
         for e in events
         if e.get("cat") == "cpu_op" and "External id" in e["args"]
     }
-    assert {operators[e["args"]["External id"]] for e in copies} == {"aten::copy_"}
+    assert {operators[e["args"]["External id"]] for e in asked} == {"aten::copy_"}
 
 
 def test_without_a_profiler_nothing_is_kept():

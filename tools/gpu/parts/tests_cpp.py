@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 
+import torch
+
 from tools.gpu.check import Check, check, skipped
 from tools.gpu.runner import ROOT
 
@@ -13,9 +15,10 @@ SMALL_LIMIT = 5  # tests
 
 def run(small: bool) -> Iterator[Check]:
     """A test is a process of its own, as under CTest."""
-    found = sorted(ROOT.glob("build/torch-*/tests/cpp/brimful_tests"))
+    folders = f"build/torch-{'.'.join(torch.__version__.split('.')[:2])}-*"
+    found = sorted(ROOT.glob(f"{folders}/tests/cpp/brimful_tests"))
     if not found:
-        yield skipped("C++ tests", "not built (make build; build/torch-*/tests/cpp/brimful_tests)")
+        yield skipped("C++ tests", f"not built ({folders}/tests/cpp/brimful_tests; make build)")
         return
     listed = subprocess.run(
         [found[-1], "[gpu]", "--list-test-names-only"], stdout=subprocess.PIPE, text=True
