@@ -6,7 +6,6 @@ import subprocess
 from collections.abc import Iterator
 
 import torch
-
 from tools.gpu.check import Check, check, skipped
 from tools.gpu.runner import ROOT
 
