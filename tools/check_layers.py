@@ -1,6 +1,8 @@
 """Checks that includes only go down the layers, and the few rules that keep a layer what it is.
 
 base -> memory -> step -> { sizer | reducer | probes } -> { pipeline | launch } -> bindings
+
+Folders of a layer have an order of their own (FOLDERS): each may use those of lower levels.
 """
 
 import re
@@ -18,6 +20,9 @@ LEVELS = {
     "pipeline": 4,
     "launch": 4,
     "bindings": 5,
+}
+FOLDERS = {
+    "probes": {"host": 0, "explain": 0, "leak": 0, "report": 0, "gpu": 1, "oom": 1, "monitor": 2},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 
@@ -40,6 +45,12 @@ def layer(path: str) -> str | None:
     return "base" if path.startswith("brimful/") and path != "brimful/brimful.h" else None
 
 
+def folder(path: str) -> str | None:
+    """The folder within a layer of a private path."""
+    parts = path.split("/")
+    return parts[1] if len(parts) > 2 and parts[0] in FOLDERS else None
+
+
 def check(file: Path) -> list[str]:
     name = file.relative_to(ROOT / "csrc").as_posix()
     own, problems = layer(name), []
@@ -56,6 +67,11 @@ def check(file: Path) -> list[str]:
             problems.append(f"csrc/{name}:{number}: a public header includes the private {path}")
         if own and other and own != other and LEVELS[other] >= LEVELS[own]:
             problems.append(f"csrc/{name}:{number}: {own} may not include {other} ({path})")
+        here, there = folder(name), folder(path)
+        if own == other and here and there and here != there:
+            levels = FOLDERS[own]
+            if levels[there] >= levels[here]:
+                problems.append(f"csrc/{name}:{number}: {own}/{here} may not include {path}")
     return problems
 
 

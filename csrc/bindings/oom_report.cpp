@@ -9,7 +9,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/labels.h"
-#include "probes/oom_program.h"
+#include "probes/oom/program.h"
 
 namespace brimful {
 namespace {

@@ -5,9 +5,9 @@
 #include <fstream>
 #include <map>
 #include <string>
-#include "probes/cuda_numbers.h"
-#include "probes/gpu_reader.h"
-#include "probes/visible_devices.h"
+#include "probes/gpu/cuda_numbers.h"
+#include "probes/gpu/reader.h"
+#include "probes/gpu/visible_devices.h"
 #include "support/catch.h"
 #include "support/scoped_env.h"
 

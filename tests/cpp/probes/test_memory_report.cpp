@@ -11,7 +11,7 @@
 #include <random>
 #include <regex>
 
-#include "probes/timeline.h"
+#include "probes/report/timeline.h"
 
 namespace test_memory_report {
 

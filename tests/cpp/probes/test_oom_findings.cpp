@@ -7,8 +7,8 @@
 #include <fstream>
 #include <string>
 
-#include "probes/attention_line.h"
-#include "probes/oom_blocks.h"
+#include "probes/oom/attention_line.h"
+#include "probes/oom/blocks.h"
 #include "support/catch.h"
 
 namespace test_oom_findings {

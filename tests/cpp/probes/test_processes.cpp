@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
-#include "probes/proc_files.h"
+#include "probes/host/proc_files.h"
 #include "support/catch.h"
 
 namespace test_processes {

@@ -1,0 +1,119 @@
+#include <brimful/step/oom.h>
+#include <algorithm>
+#include "base/format.h"
+#include "probes/explain/error_rules.h"
+#include "probes/explain/parts.h"
+
+namespace brimful::probes {
+namespace {
+
+void apply(const ErrorRule& rule, const ErrorEvidence& evidence, Explanation& out) {
+  out.kind = rule.kind;
+  out.is_memory = rule.is_memory;
+  out.cause = rule.cause;
+  out.remedy = rule.remedy;
+  if (out.kind == "shared_memory") {
+    add_bytes(out, "free in /dev/shm now", evidence.shm_free_bytes);
+  }
+  if (!rule.is_memory && evidence.oom_kills) {
+    out.evidence.push_back("kills by the kernel for want of memory in this cgroup: " +
+                           std::to_string(*evidence.oom_kills));
+    if (*evidence.oom_kills > 0) {
+      out.is_memory = true;
+    }
+  }
+}
+
+void explain_other(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
+  const bool index = contains(error.text, "out of range") || contains(error.text, "out of bounds");
+  if (index && !evidence.indices.empty()) {
+    out.kind = "index";
+    out.is_memory = false;
+    out.cause = evidence.indices.front().words();
+    out.remedy = "compare the indices with the size of what they index";
+    return;
+  }
+  out.kind = "other";
+  if (index || is_mistake(error.text) || is_mistake_by_type(error)) {
+    out.is_memory = false;
+    out.cause = "no shortage of memory: " + said_by(error.text);
+    out.remedy = "mend what the error says; nothing about memory will help";
+    return;
+  }
+  out.cause = "an error that brimful does not know: " + said_by(error.text);
+  out.remedy =
+      "begin with what the error says; where it does not come with a smaller batch, memory is "
+      "behind "
+      "it";
+}
+
+void explain_other_rank(const ErrorText& error, Explanation& out) {
+  out.kind = "other_rank";
+  out.is_memory = is_a(error, "OutOfMemoryError") || is_a(error, "RankOutOfMemory");
+  out.cause = "another rank failed: " + said_by(error.text);
+  out.remedy = "look at that rank's output";
+}
+
+}  // namespace
+
+bool is_a(const ErrorText& error, std::string_view type) {
+  return std::find(error.types.begin(), error.types.end(), type) != error.types.end();
+}
+
+void add_bytes(Explanation& out, const char* what, const std::optional<int64_t>& bytes) {
+  if (bytes) {
+    out.evidence.push_back(std::string(what) + ": " + format_bytes(*bytes));
+  }
+}
+
+Explanation explain_error(const ErrorText& given, const ErrorEvidence& evidence) {
+  Explanation out;
+  ErrorText error = given;
+  if (error.types.empty()) {
+    error.types = types_in(error.text);
+  }
+  if (is_a(error, "RankFailed") || is_a(error, "RankOutOfMemory")) {
+    explain_other_rank(error, out);
+    return out;
+  }
+  if (is_a(error, "BatchTooLarge") || too_large_in(error.text)) {
+    explain_too_large(error, out);
+    return out;
+  }
+  if (is_a(error, "OutOfMemoryError") || is_a(error, "MemoryError")) {
+    explain_refusal(error, evidence, out);
+    return out;
+  }
+  const auto shortage = shortage_in(error.text);
+  if (contains(error.text, "device-side assert triggered") || assertion_in(error.text)) {
+    explain_assertion(error, evidence, out);
+  } else if (const auto* rule = rule_for(error.text)) {
+    apply(*rule, evidence, out);
+  } else if (shortage == Shortage::allocator || is_refusal_of_host(error.text)) {
+    explain_refusal(error, evidence, out);
+  } else if (shortage == Shortage::outside || shortage == Shortage::unclear ||
+             (shortage == Shortage::none && is_vague_status(error.text))) {
+    explain_library(error, evidence, shortage == Shortage::outside, out);
+  } else if (shortage == Shortage::lost && contains(error.text, "NCCL error")) {
+    explain_nccl(error, out);
+  } else if (shortage == Shortage::lost && contains(error.text, "CUDA error")) {
+    explain_lost(error, evidence, out);
+  } else {
+    explain_other(error, evidence, out);
+  }
+  return out;
+}
+
+std::string to_text(const Explanation& explanation) {
+  const auto* memory = !explanation.is_memory   ? " (memory: not known)"
+                       : *explanation.is_memory ? " (memory: yes)"
+                                                : " (memory: no)";
+  std::string text = explanation.kind + memory + "\n  cause:  " + explanation.cause +
+                     "\n  remedy: " + explanation.remedy;
+  for (const auto& line : explanation.evidence) {
+    text += "\n  - " + line;
+  }
+  return text;
+}
+
+}  // namespace brimful::probes

@@ -1,0 +1,204 @@
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdlib>
+#include <utility>
+#include "base/format.h"
+#include "probes/explain/parts.h"
+
+namespace brimful::probes {
+namespace {
+
+/// The bytes of "12.50 GiB" behind `before`; nothing if it is not there.
+std::optional<int64_t> bytes_behind(const std::string& text, std::string_view before) {
+  const auto at = text.find(before);
+  if (at == std::string::npos) {
+    return std::nullopt;
+  }
+  char* end = nullptr;
+  const char* begin = text.c_str() + at + before.size();
+  const double number = std::strtod(begin, &end);
+  if (end == begin || !std::isfinite(number)) {
+    return std::nullopt;
+  }
+  const std::string_view rest(end);
+  constexpr std::array<std::pair<std::string_view, int>, 6> kUnits{
+      {{" bytes", 0}, {" B", 0}, {" KiB", 10}, {" MiB", 20}, {" GiB", 30}, {" TiB", 40}}};
+  for (const auto& [unit, shift] : kUnits) {
+    if (rest.starts_with(unit)) {
+      return static_cast<int64_t>(std::ldexp(number, shift));
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<int64_t> first_of(const std::string& text,
+                                std::initializer_list<std::string_view> places) {
+  for (const auto place : places) {
+    if (const auto bytes = bytes_behind(text, place)) {
+      return bytes;
+    }
+  }
+  return std::nullopt;
+}
+
+// As brimful's sizer, map_batches, pipeline and steps with `accumulate` begin a BatchTooLarge.
+constexpr std::array<std::string_view, 8> kTooLarge{
+    "no split of the batch fits",
+    "in lockstep no rank may split further by itself",
+    "the optimizer's step would run out of memory, whatever the split",
+    "no piece that was tried fits",
+    "a piece of one row does not fit",
+    "no number of microbatches fits",
+    "so no other number of microbatches was tried",
+    "memory ran out for the copy of the gradients"};
+constexpr std::array<std::string_view, 5> kHostWords{
+    "CPU", "mmap", "std::bad_alloc", "Cannot allocate memory", "Unable to allocate"};
+
+struct HolderInText {
+  std::string pid;
+  int64_t bytes = 0;
+};
+
+/// As torch's error lists those on the device: "Process 3619440 has 70.00 GiB memory in use."
+std::vector<HolderInText> processes_in(const std::string& text) {
+  constexpr std::string_view kBefore = "Process ";
+  constexpr size_t kMost = 64;
+  std::vector<HolderInText> found;
+  for (size_t at = text.find(kBefore); at != std::string::npos && found.size() < kMost;
+       at = text.find(kBefore, at + 1)) {
+    const auto digits = at + kBefore.size();
+    const auto end = text.find_first_not_of("0123456789", digits);
+    if (end == std::string::npos || end == digits) {
+      continue;
+    }
+    const auto rest = text.substr(at, text.find(" memory in use", at) - at);
+    if (const auto bytes = bytes_behind(rest, text.substr(at, end - at) + " has ")) {
+      found.push_back({text.substr(digits, end - digits), *bytes});
+    }
+  }
+  return found;
+}
+
+struct Use {
+  std::vector<HolderInText> others;
+  int64_t other_bytes = 0;
+  int64_t own_bytes = 0;
+};
+
+/// A container hides which of the processes is this one: then it is the smallest that can hold what torch has.
+Use use_in(const std::string& text) {
+  constexpr int64_t kAbsurd = int64_t{1} << 50;  // torch's number where NVML knows none
+  Use use{processes_in(text)};
+  const auto said = bytes_behind(text, "this process has ");
+  use.own_bytes = first_of(text, {"Of the allocated memory "}).value_or(0) +
+                  bytes_behind(text, "is allocated by PyTorch, and ").value_or(0);
+  if (said && *said < kAbsurd) {
+    use.own_bytes = *said;
+  } else {
+    auto own = use.others.end();
+    for (auto at = use.others.begin(); at != use.others.end(); ++at) {
+      if (at->bytes >= use.own_bytes && (own == use.others.end() || at->bytes < own->bytes)) {
+        own = at;
+      }
+    }
+    if (own != use.others.end()) {
+      use.others.erase(own);
+    }
+  }
+  for (const auto& process : use.others) {
+    use.other_bytes += process.bytes;
+  }
+  return use;
+}
+
+/// Names other processes where they hold at least as much as this one, and enough for the request.
+bool explain_others(const std::string& text, const std::optional<int64_t>& asked,
+                    Explanation& out) {
+  const auto use = use_in(text);
+  for (const auto& process : use.others) {
+    out.evidence.push_back("process " + process.pid + " has " + format_bytes(process.bytes) +
+                           " of the device");
+  }
+  if (use.others.empty() || use.other_bytes < use.own_bytes ||
+      use.other_bytes < asked.value_or(0)) {
+    return false;
+  }
+  const bool one = use.others.size() == 1;
+  out.cause = (one ? "process " + use.others.front().pid + " holds "
+                   : std::to_string(use.others.size()) + " other processes hold ") +
+              format_bytes(use.other_bytes) + " of this device, and this process " +
+              format_bytes(use.own_bytes) + ": what is left has no room for this allocation";
+  out.remedy = std::string(one ? "end that process" : "end those processes") +
+               " (`brimful top` lists them), or use another device: a smaller batch leaves what "
+               "others hold";
+  return true;
+}
+
+}  // namespace
+
+bool is_refusal_of_host(std::string_view text) {
+  return contains(text, "Cannot allocate memory") || contains(text, "CPU out of memory. Tried") ||
+         (contains(text, "Unable to allocate ") && contains(text, "for an array with shape"));
+}
+
+std::optional<std::string> too_large_in(const std::string& text) {
+  for (const auto words : kTooLarge) {
+    if (const auto behind = line_behind(text, words)) {
+      return std::string(words) + *behind;
+    }
+  }
+  return std::nullopt;
+}
+
+void explain_too_large(const ErrorText& error, Explanation& out) {
+  out.kind = "out_of_memory";
+  out.is_memory = true;
+  out.cause = too_large_in(error.text).value_or("nothing that was tried fits");
+  out.remedy = line_behind(error.text, "Try next: ")
+                   .value_or(
+                       "one larger batch to a step without accumulate, a smaller model or "
+                       "input, or a device with more memory");
+}
+
+void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
+  out.kind = "out_of_memory";
+  out.is_memory = true;
+  const auto& text = error.text;
+  const auto asked = first_of(text, {"ried to allocate ", "(requested: ", "Unable to allocate "});
+  const auto idle = first_of(text, {" of the allocated memory "});
+  const auto cached = bytes_behind(text, "is allocated by PyTorch, and ");
+  add_bytes(out, "asked for", asked);
+  add_bytes(out, "cached by torch and in no tensor", cached ? cached : idle);
+  const bool expandable = contains(evidence.allocator_settings, "expandable_segments:True");
+  const bool host = is_a(error, "MemoryError") ||
+                    std::any_of(kHostWords.begin(), kHostWords.end(),
+                                [&](std::string_view words) { return contains(text, words); });
+  const auto likely = line_behind(text, "Likely cause: ");
+  const auto next = line_behind(text, "Try next: ");
+  if (likely && next) {  // brimful looked where it happened
+    out.cause = *likely;
+    out.remedy = *next;
+  } else if (explain_others(text, asked, out)) {
+    return;
+  } else if (host && !contains(text, "CUDA")) {
+    out.cause = "the host's memory, or the limit that was set on it, does not hold this allocation";
+    out.remedy =
+        "a smaller batch, or a brimful.BatchSizer, which splits it (in a validation "
+        "brimful.map_batches); a higher limit";
+  } else if (asked && cached && *cached >= *asked) {
+    out.cause =
+        "memory is fragmented: torch has cached more than was asked for, in pieces that are "
+        "too small";
+    out.remedy =
+        expandable ? "fewer different shapes (pad to a few lengths); expandable_segments is on"
+                   : "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and fewer different shapes";
+  } else {
+    out.cause = "the device has no room for this allocation";
+    out.remedy =
+        "a smaller batch, or a brimful.BatchSizer, which splits it and keeps the gradient "
+        "(in a validation brimful.map_batches); see what else is on the device with `brimful top`";
+  }
+}
+
+}  // namespace brimful::probes
