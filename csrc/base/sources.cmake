@@ -1,0 +1,11 @@
+brimful_sources(LIGHT
+  chrome_trace.cpp
+  error.cpp
+  format.cpp
+  json.cpp
+  log.cpp
+  markup.cpp
+  one_line.cpp
+  pickle.cpp
+  replace_file.cpp
+  whole_file.cpp)

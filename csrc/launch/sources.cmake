@@ -1,0 +1,13 @@
+brimful_sources(LIGHT
+  distributed_sampler.cpp)
+brimful_sources(HEAVY
+  checkpoint.cpp
+  gloo_group.cpp
+  init_from_env.cpp
+  meet.cpp
+  run_ranks.cpp)
+if(brimful_torch_cuda)
+  brimful_sources(HEAVY_ALONE nccl_group.cpp)
+else()
+  brimful_sources(HEAVY_ALONE nccl_absent.cpp)
+endif()

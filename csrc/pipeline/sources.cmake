@@ -1,0 +1,59 @@
+brimful_sources(LIGHT
+  checker.cpp
+  communication.cpp
+  findings.cpp
+  picture_svg.cpp
+  picture_text.cpp
+  places.cpp
+  schedule.cpp
+  schedule_text.cpp
+  schedules.cpp
+  simulate.cpp
+  v_schedules.cpp
+  walk.cpp)
+brimful_sources(HEAVY
+  abandon.cpp
+  attempt.cpp
+  balance.cpp
+  box_channel.cpp
+  caller_gradients.cpp
+  copy_lane.cpp
+  device_lane.cpp
+  draw_watch.cpp
+  executor.cpp
+  failure.cpp
+  form_bytes.cpp
+  graph_cut.cpp
+  group_channel.cpp
+  ivalue_form.cpp
+  keywords.cpp
+  known_parameters.cpp
+  local_socket.cpp
+  message_bytes.cpp
+  nn_stages.cpp
+  peer_links.cpp
+  peers.cpp
+  pipeline.cpp
+  pipeline_setup.cpp
+  progress.cpp
+  random_state.cpp
+  rank_run.cpp
+  replicas.cpp
+  report.cpp
+  run_engine.cpp
+  settle.cpp
+  skips.cpp
+  skips_outside.cpp
+  split_backward.cpp
+  split_nodes.cpp
+  stage_run.cpp
+  streams.cpp
+  tied_weights.cpp
+  transfer.cpp
+  turns.cpp
+  value.cpp)
+if(brimful_torch_cuda)
+  brimful_sources(HEAVY_ALONE nccl_pair.cpp)
+else()
+  brimful_sources(HEAVY_ALONE nccl_pair_absent.cpp)
+endif()

@@ -1,0 +1,30 @@
+brimful_sources(LIGHT
+  scaled_copy.cpp)
+brimful_sources(HEAVY
+  agree.cpp
+  bucket.cpp
+  bucket_plan.cpp
+  comm_hook.cpp
+  device_clock.cpp
+  device_wait.cpp
+  finish.cpp
+  foreign.cpp
+  gradient_view.cpp
+  gradients.cpp
+  graph_hooks.cpp
+  join.cpp
+  launch.cpp
+  layout.cpp
+  owners.cpp
+  peers.cpp
+  place.cpp
+  plain.cpp
+  planner.cpp
+  planning.cpp
+  reducer.cpp
+  rows.cpp
+  stopwatch.cpp
+  tail.cpp
+  turns.cpp
+  updates.cpp
+  wire.cpp)

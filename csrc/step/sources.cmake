@@ -1,0 +1,13 @@
+brimful_sources(HEAVY
+  checks.cpp
+  control_record.cpp
+  copy_each.cpp
+  engine_queue.cpp
+  failure_words.cpp
+  kept_batch.cpp
+  kept_gradients.cpp
+  no_capture.cpp
+  oom.cpp
+  remedy.cpp
+  step.cpp
+  transaction.cpp)
