@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import preload
 from simulation import set_delay, sim
 
 HERE = Path(__file__).parent
@@ -20,6 +21,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.gpu)
+
+
+def pytest_collection_finish(session):
+    if all(
+        item.path.is_relative_to(HERE) for item in session.items
+    ):  # others say what theirs import
+        preload()
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,11 @@ import torch.distributed as dist
 WATCHDOG_S = 60
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["numpy", "torch"])
+
+
+def preload():
+    """Ranks are forks of a process that has imported torch. A test process has one such: of all its tests."""
+    _context.set_forkserver_preload(["numpy", "torch"])
 
 
 def _main(rank, size, port, backend, timeout_s, path, function, args, environment):
