@@ -2,10 +2,14 @@
 #include "reducer/device_wait.h"
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <typeindex>
+#include <typeinfo>
+#include <unordered_map>
 
 namespace brimful {
 namespace {
@@ -16,23 +20,58 @@ constexpr milliseconds kListenToDevice{500};
 constexpr milliseconds kLongestMargin{10000};
 constexpr int kMarginPart = 8;  // of a timeout
 
+/// A question that backends of some kinds answer by throwing: they are asked once, since a wait asks all the time.
+template <typename Answer>
+class Question {
+ public:
+  explicit Question(Answer (c10d::Backend::*ask)()) : ask_(ask) {}
+
+  std::optional<Answer> operator()(c10d::Backend& backend) {
+    const std::type_index kind = typeid(backend);
+    if (!answers(kind)) {
+      return std::nullopt;
+    }
+    try {
+      auto answer = (backend.*ask_)();
+      note(kind, true);
+      return answer;
+    } catch (const std::exception&) {
+      note(kind, false);
+      return std::nullopt;
+    }
+  }
+
+ private:
+  bool answers(std::type_index kind) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = answers_.find(kind);
+    return known == answers_.end() || known->second;
+  }
+  /// The first time counts: what has answered is asked again, whatever it throws.
+  void note(std::type_index kind, bool answered) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    answers_.emplace(kind, answered);
+  }
+
+  Answer (c10d::Backend::*ask_)();
+  std::mutex mutex_;  // not held while a backend is asked: Python's takes the GIL
+  std::unordered_map<std::type_index, bool> answers_;
+};
+
 /// When to give up: torch's watchdog looks up to a second apart, and would end the process at the timeout.
 std::optional<milliseconds> patience_of(c10d::Backend& backend) {
-  try {
-    const auto timeout = backend.getBackendOptions()->timeout;
-    return timeout - std::min(kLongestMargin, timeout / kMarginPart);
-  } catch (const std::exception&) {
-    return std::nullopt;  // this backend does not tell
+  static Question options_of(&c10d::Backend::getBackendOptions);
+  const auto options = options_of(backend);
+  if (!options) {
+    return std::nullopt;
   }
+  const auto timeout = (*options)->timeout;
+  return timeout - std::min(kLongestMargin, timeout / kMarginPart);
 }
 
 void require_none(c10d::Backend& backend) {
-  auto error = c10d::ErrorType::SUCCESS;
-  try {
-    error = backend.getError();
-  } catch (const std::exception&) {
-    return;  // this backend does not tell
-  }
+  static Question error_of(&c10d::Backend::getError);
+  const auto error = error_of(backend).value_or(c10d::ErrorType::SUCCESS);
   if (error != c10d::ErrorType::SUCCESS) {
     throw std::runtime_error(error == c10d::ErrorType::TIMEOUT
                                  ? "the backend reports that a collective timed out"
