@@ -98,18 +98,21 @@ std::optional<DeviceClock::Times> DeviceClock::read() const {
   }
   try {
     const auto last = points_.begin() + static_cast<std::ptrdiff_t>(buckets_);
+    // Not so if the step began, or left a bucket, in a stream that the others did not wait for.
     const bool known = passed(begin_) && passed(work_) && passed(end_) &&
-                       std::all_of(points_.begin(), last, [&](const Points& points) {
-                         return passed(points.launch) && passed(points.done);
-                       });
-    if (!known) {
-      return std::nullopt;
-    }
+                       std::all_of(points_.begin(), last,
+                                   [&](const Points& points) {
+                                     return passed(points.launch) && passed(points.done);
+                                   }) &&
+                       *since_begin(end_) >= 0;
+    const auto ms = [&](const Point& point) {
+      return known || !point.set ? since_begin(point) : Times::kUnknown;
+    };
     Times times;
-    times.total_ms = *since_begin(end_);
-    times.work_ms = since_begin(work_);
+    times.total_ms = *ms(end_);
+    times.work_ms = ms(work_);
     for (auto points = points_.begin(); points != last; ++points) {
-      times.buckets.push_back({since_begin(points->launch), since_begin(points->done)});
+      times.buckets.push_back({ms(points->launch), ms(points->done)});
     }
     return times;
   } catch (const std::exception&) {

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -30,16 +31,19 @@ class DeviceClock {
   /// Behind all waits: what the host then waits for in the current stream comes after all events.
   void end_step();
 
-  /// Since begin_step; nothing where it is not known.
+  /// Since begin_step; nothing where the host has to say it.
   struct Bucket {
     std::optional<double> launch_ms;
     std::optional<double> done_ms;
   };
   struct Times {
+    /// All of them, where the events are not ordered as the step is.
+    static constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
     double total_ms = 0;
     std::optional<double> work_ms;
     std::vector<Bucket> buckets;
   };
+  /// Nothing if the step began or left a bucket in a stream that its end did not wait for.
   std::optional<Times> read() const;
 
  private:

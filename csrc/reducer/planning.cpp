@@ -10,6 +10,9 @@ void Reducer::State::propose_plan() {
   if (!planner || planner->done() || next_plan || proposal || arrivals.empty()) {
     return;
   }
+  if (!watch.last_is_known()) {
+    return;
+  }
   proposal = planner->observe(plan, arrivals, watch.last_step(), watch.span_ms());
   if (proposal) {
     ++proposals;

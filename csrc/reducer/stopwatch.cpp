@@ -3,12 +3,29 @@
 #include <brimful/reducer/step_times.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "base/chrome_trace.h"
 
 namespace brimful {
 namespace {
 constexpr size_t kKeptSteps = 64;
+
+/// Among the ranks that know their time.
+void find_straggler(const std::vector<float>& ms_by_rank, StepTimes& times) {
+  times.straggler = -1;
+  float least = std::numeric_limits<float>::infinity();
+  float most = -1;
+  for (size_t rank = 0; rank < ms_by_rank.size(); ++rank) {
+    if (ms_by_rank[rank] > most) {  // which NaN is not
+      most = ms_by_rank[rank];
+      times.straggler = static_cast<int>(rank);
+    }
+    least = std::fmin(least, ms_by_rank[rank]);
+  }
+  times.straggler_ms = times.straggler < 0 ? 0 : most - least;
+}
 }  // namespace
 
 void Stopwatch::begin_step() {
@@ -99,6 +116,7 @@ double Stopwatch::end_work(double agreeing_ms) {
 
 /// On the host's axis: what the host has just waited for is the last of the device's events.
 void Stopwatch::take_device_times(const DeviceClock::Times& device, double agreeing_ms) {
+  known_ = !std::isnan(device.total_ms);
   const double begin_ms = times_.total_ms - device.total_ms;
   for (size_t i = 0; i < times_.buckets.size(); ++i) {
     const auto& points = device.buckets.at(i);
@@ -111,7 +129,7 @@ void Stopwatch::take_device_times(const DeviceClock::Times& device, double agree
     }
   }
   if (device.work_ms) {
-    device_work_ms_ = std::max(0.0, *device.work_ms - agreeing_ms);
+    device_work_ms_ = std::max(*device.work_ms - agreeing_ms, 0.0);  // NaN stays
   }
 }
 
@@ -127,11 +145,7 @@ void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank, dou
   if (const auto device = device_ ? device_->read() : std::nullopt) {
     take_device_times(*device, agreeing_ms);
   }
-  if (!ms_by_rank.empty()) {
-    const auto [least, most] = std::minmax_element(ms_by_rank.begin(), ms_by_rank.end());
-    times_.straggler = static_cast<int>(most - ms_by_rank.begin());
-    times_.straggler_ms = *most - *least;
-  }
+  find_straggler(ms_by_rank, times_);
   kept_.push_back(times_);
   if (kept_.size() > kKeptSteps) {
     kept_.pop_front();
@@ -163,6 +177,9 @@ std::string to_chrome_trace(const std::vector<StepTimes>& steps, int rank) {
       const auto name = "bucket " + std::to_string(i);
       const ChromeTrace::Values about{{"bytes", number(bucket.bytes)},
                                       {"parameters", number(bucket.parameters)}};
+      if (std::isnan(bucket.launch_ms)) {
+        continue;
+      }
       if (bucket.first_ms > 0) {
         span(name, 1, bucket.first_ms, bucket.ready_ms, about);
       }

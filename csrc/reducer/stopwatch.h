@@ -37,7 +37,7 @@ class Stopwatch {
   void launched(int64_t bucket, c10::Device device, const c10::intrusive_ptr<c10d::Work>& work,
                 int64_t bytes, int64_t parameters);
   /// This rank's own part of the step is done, or on a device enqueued. Returns how long it took without waiting for others;
-  /// on a device that of the step before, if there was one.
+  /// on a device that of the step before, if there was one, or NaN where the device does not know.
   double end_work(double agreeing_ms);
   void begin_wait() { wait_begin_ = Clock::now(); }
   /// The bucket's collective has ended.
@@ -53,6 +53,8 @@ class Stopwatch {
   std::vector<StepTimes> steps() const { return {kept_.begin(), kept_.end()}; }
   const StepTimes& last_step() const { return kept_.back(); }
   bool has_steps() const { return !kept_.empty(); }
+  /// Whether the last step's times of buckets are: a device may not know its own.
+  bool last_is_known() const { return known_; }
 
  private:
   static double ms_since(Clock::time_point begin) {
@@ -72,6 +74,7 @@ class Stopwatch {
   std::shared_ptr<Done> done_;
   std::optional<DeviceClock> device_;     ///< nothing on the CPU
   std::optional<double> device_work_ms_;  ///< of the last step that ended
+  bool known_ = true;
   std::deque<StepTimes> kept_;
 };
 

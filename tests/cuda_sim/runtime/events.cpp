@@ -1,4 +1,5 @@
 // The runtime's functions of events.
+#include <algorithm>
 #include <chrono>
 
 #include "state.h"
@@ -24,7 +25,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned /*flags*/) {
   SIM_ENTER();
   CUstream_st* on = sim::real(stream);
-  on->enqueue([mark = event->renew(on)] { mark->set(); });
+  on->enqueue([on, mark = event->renew(on)] { mark->set(on->ahead); });
   return cudaSuccess;
 }
 
@@ -35,8 +36,15 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned /*flags*/) {
   SIM_ENTER();
   const auto mark = event->latest();
+  CUstream_st* on = sim::real(stream);
+  const auto follow = [on, mark] {
+    mark->wait();
+    on->ahead = std::max(on->ahead.load(), mark->ahead());
+  };
   if (mark && !mark->is_done()) {
-    sim::real(stream)->enqueue([mark] { mark->wait(); }, sim::When::by_thread);
+    on->enqueue(follow, sim::When::by_thread);
+  } else if (mark && mark->ahead() > sim::Clock::duration::zero()) {
+    on->enqueue(follow);
   }
   return cudaSuccess;
 }

@@ -24,6 +24,9 @@ void sim_cuda_set_delay(long us);
 /// waits for one of its events. So a wait that is missing is seen, whatever the machine does meanwhile.
 void sim_cuda_hold(cudaStream_t stream);
 void sim_cuda_release(cudaStream_t stream);
+/// Work of this stream that takes so long by its clock, and no time: events behind it, and of streams that then wait for
+/// it, are that much later (not those of other processes).
+void sim_cuda_pass_time(cudaStream_t stream, long us);
 
 /// From now on a kernel that nobody stands in for ends the process, as SIM_CUDA_STRICT=1 says, or does not.
 void sim_cuda_set_strict(int strict);

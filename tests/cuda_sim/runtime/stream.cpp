@@ -7,10 +7,11 @@
 
 namespace sim {
 
-void Mark::set() {
+void Mark::set(Clock::duration ahead) {
   const std::lock_guard lock(mutex_);
   done_ = true;
-  time_ = Clock::now();
+  ahead_ = ahead;
+  time_ = Clock::now() + ahead;
   changed_.notify_all();
 }
 
@@ -30,6 +31,11 @@ bool Mark::is_done() {
 Clock::time_point Mark::time() {
   const std::lock_guard lock(mutex_);
   return time_;
+}
+
+Clock::duration Mark::ahead() {
+  const std::lock_guard lock(mutex_);
+  return ahead_;
 }
 
 }  // namespace sim

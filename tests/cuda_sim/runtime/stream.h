@@ -19,12 +19,14 @@ class Mark {
  public:
   explicit Mark(CUstream_st* stream) : stream_(stream) {}
 
-  void set();
+  /// By the clock of its stream, which is this far ahead.
+  void set(Clock::duration ahead);
   /// A stream that is held goes on.
   void wait();
   bool is_done();
   /// When it was set.
   Clock::time_point time();
+  Clock::duration ahead();
 
  private:
   CUstream_st* const stream_;  // on which it was recorded; streams are never deleted
@@ -32,6 +34,7 @@ class Mark {
   std::condition_variable changed_;
   bool done_ = false;
   Clock::time_point time_;
+  Clock::duration ahead_{};
 };
 
 enum class When {
@@ -60,6 +63,8 @@ struct CUstream_st {
   const int device;
   const int priority;
   std::atomic<bool> capturing{false};
+  /// Of its clock, by which events are timed, against the machine's: what its work was said to take. For its own work.
+  std::atomic<sim::Clock::duration> ahead{sim::Clock::duration::zero()};
 
  private:
   void run();

@@ -1,5 +1,6 @@
 // The runtime's functions of streams. Nothing is captured into a graph (see absent.cpp): a test says whether it is.
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "sim_cuda.h"
@@ -19,6 +20,11 @@ extern "C" {
 
 void sim_cuda_set_capturing(cudaStream_t stream, int capturing) {
   sim::real(stream)->capturing = capturing != 0;
+}
+
+void sim_cuda_pass_time(cudaStream_t stream, long us) {
+  CUstream_st* on = sim::real(stream);
+  on->enqueue([=] { on->ahead = on->ahead.load() + std::chrono::microseconds(us); });
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned /*flags*/, int priority) {

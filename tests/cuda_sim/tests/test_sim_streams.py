@@ -53,6 +53,28 @@ def test_events_are_done_in_time():
     assert start.elapsed_time(end) >= 5
 
 
+def pass_time(stream, seconds):
+    sim.sim_cuda_pass_time(ctypes.c_void_p(stream.cuda_stream), ctypes.c_long(seconds * 1_000_000))
+
+
+@pytest.mark.parametrize("delay_us", [None, 2_000])
+def test_time_that_passes_on_a_stream_passes_for_those_that_wait_for_it(delay_us):
+    set_delay(delay_us)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in streams] for _ in range(2))
+    for stream, start in zip(streams, starts, strict=True):
+        start.record(stream)
+    pass_time(streams[0], 1000)
+    streams[1].wait_stream(streams[0])
+    for stream, end in zip(streams, ends, strict=True):
+        end.record(stream)
+    torch.cuda.synchronize()
+    took = [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
+    assert 1e6 <= took[0] < 2e6
+    assert 1e6 <= took[1] < 2e6
+    assert took[2] < 5e5
+
+
 def test_memory_that_a_stream_uses_is_not_given_out_again():
     set_delay(20_000)
     side = torch.cuda.Stream()

@@ -27,7 +27,7 @@ struct ControlRecord {
       0;  ///< what the ranks must have alike, such as the number that they divide losses by
   /// From the step's begin until its last bucket left, by the host's clock, without waiting for others; 0 of a rank that
   /// did not finish its pieces. On CUDA the device's time of the step before, which is known without a wait; in the first
-  /// step the host's.
+  /// step the host's, and NaN where the device does not say.
   float work_ms = 0;
   uint32_t plan = 0;  ///< rank 0: number of a bucket plan that all ranks take up next; else 0
   /// Of a few parameters, spread over the model: 1 where its values are others than in the last step that stood.
