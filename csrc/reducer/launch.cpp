@@ -74,7 +74,7 @@ void Reducer::State::send(int64_t index) {
   auto& bucket = buckets[index];
   try {
     if (!broken && !alone) {
-      require_no_error(group, bucket.device);
+      require_group(bucket.device);
     }
   } catch (...) {
     broken = std::current_exception();
@@ -199,7 +199,7 @@ void Reducer::collect_hook_results() {
     if (bucket.hooked && !s_->broken) {
       wait_for_hook(*bucket.hooked);
     }
-    if (bucket.hooked && !s_->broken && bucket.hooked->hasError() && told_broken()) {
+    if (bucket.hooked && !s_->broken && bucket.hooked->hasError() && s_->told_broken()) {
       s_->broken = bucket.hooked->exception_ptr();
     }
     if (bucket.hooked && !s_->broken) {
@@ -254,7 +254,7 @@ void Reducer::check_last_hook(bool throws) {
     s.collectives_of_hook.insert_or_assign(s.last_hooked, made);
     return;
   }
-  if (told_broken()) {
+  if (s.told_broken()) {
     s.broken = error;
     return;
   }

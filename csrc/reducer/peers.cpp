@@ -6,6 +6,7 @@
 #include <chrono>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 
 #include "reducer/at_exit.h"
 #include "reducer/device_wait.h"
@@ -127,7 +128,7 @@ void Reducer::wait_for(c10d::Work& work, c10::Device device,
                        std::chrono::steady_clock::time_point left_at) {
   auto& s = *s_;
   const auto listen = [&] {
-    if (told_broken()) {
+    if (s.told_broken()) {
       throw std::runtime_error("another rank found the process group broken");
     }
   };
@@ -162,7 +163,7 @@ void Reducer::wait_for_hook(c10::ivalue::Future& future) {
       return give_up("the others did not come to a communication hook before this process ended");
     }
     if (now > listen_at) {
-      if (told_broken()) {
+      if (s.told_broken()) {
         return give_up("another rank found the process group broken");
       }
       listen_at += std::chrono::milliseconds(kListenEvery);
@@ -171,11 +172,24 @@ void Reducer::wait_for_hook(c10::ivalue::Future& future) {
   future.wait();
 }
 
-bool Reducer::told_broken() {
+bool Reducer::State::told_broken() const {
   try {
-    return s_->store && s_->store->check({s_->key + "broken"});
+    return store && store->check({key + "broken"});
   } catch (const std::exception&) {
     return false;  // the store's rank died: the group's own timeout ends the wait
+  }
+}
+
+void Reducer::State::require_group(c10::Device of) {
+  if (of.is_cpu()) {
+    return;
+  }
+  require_no_error(group, of);
+  const auto now = std::chrono::steady_clock::now();
+  const bool away = now - std::exchange(required_at, now) > std::chrono::milliseconds(kListenEvery);
+  if (away && told_broken()) {
+    waiting_since = decltype(waiting_since)::max();
+    throw std::runtime_error("the others have given up waiting for this rank");
   }
 }
 
@@ -257,7 +271,8 @@ void Reducer::throw_broken(int64_t at_step, const std::string& waiting_for,
   auto& s = *s_;
   const auto here = s.key + "broken/";
   const auto now = std::chrono::steady_clock::now();
-  const auto waited = std::chrono::duration_cast<milliseconds>(now - s.waiting_since).count();
+  const auto since = std::min(s.waiting_since, now);
+  const auto waited = std::chrono::duration_cast<milliseconds>(now - since).count();
   const auto deadline = now + milliseconds(kMissingPatience);
   std::string missing;
   int first = -1;

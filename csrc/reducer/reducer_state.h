@@ -89,7 +89,8 @@ struct Reducer::State {
   int buffer_source = 0;
   std::string taken;          ///< a parameter that a later reducer has taken over
   std::exception_ptr broken;  ///< the first error of the process group
-  std::chrono::steady_clock::time_point waiting_since;  ///< of the last wait for other ranks
+  std::chrono::steady_clock::time_point waiting_since;  ///< of the last wait for others; max: none
+  std::chrono::steady_clock::time_point required_at;    ///< the group, before the last collective
   bool late = false;         ///< a gradient came after its bucket had left
   int graph_task = -1;       ///< of the backward that a step runs
   bool reentrant = false;    ///< a gradient came in another graph task: it may come again
@@ -185,6 +186,13 @@ struct Reducer::State {
   uint64_t collectives() const;
   std::exception_ptr error_of_hook(c10::ivalue::Future& result) const;
   c10d::GradBucket hook_bucket(int64_t index) const;
+
+  // peers.cpp
+  bool told_broken() const;
+  /// Before a collective: a rank that was away for long asks whether the others have given up. What it then calls nobody
+  /// matches, and torch's watchdog ends a process for that.
+  /// @throws std::runtime_error if they have, or if the group's backend has found an error
+  void require_group(c10::Device of);
 
   // planning.cpp
   void propose_plan();

@@ -129,7 +129,7 @@ void Reducer::exchange_rows() {
       if (!also_the_groups_threads) {  // until the last all_gather has ended
         also_the_groups_threads.emplace();
       }
-      require_no_error(s.group, bucket.device);
+      s.require_group(bucket.device);
       const memory::CategoryScope messages(memory::Category::communication);
       gathering.sent = gathering.packing.pack(bucket.own);
       gathering.received =

@@ -131,6 +131,7 @@ void Reducer::exchange_turn(uint64_t kind) {
   s.waiting_since = std::chrono::steady_clock::now();
   try {
     const memory::Unlimited unlimited;
+    s.require_group(s.device);
     const auto all = exchange_bytes(s.group, s.device, as_record(own),
                                     [&](c10d::Work& work) { wait_for(work, s.device); });
     s.turns.clear();

@@ -39,16 +39,17 @@ class Leave:
 
     def __init__(self, model, point, nap_s):
         self.model, self.point, self.nap_s, self.armed = model, point, nap_s, False
-        if point == "forward":
+        if point in ("forward", "both"):
             model.module[3].register_forward_pre_hook(self)
-        else:
+        if point != "forward":
             model.module[0].weight.register_hook(self)
 
     def __call__(self, *_):
         if not self.armed:
             return
-        self.armed = False
-        assert (self.model.buckets_left > 0) == (self.point != "forward")
+        in_backward = self.model.buckets_left > 0
+        self.armed = self.point == "both" and not in_backward
+        assert in_backward == (self.point != "forward") or self.point == "both"
         if self.point != "finish":
             return lose(self.nap_s)
         torch.cuda._sleep((2 if self.nap_s is None else self.nap_s) * CYCLES_A_S)
@@ -134,6 +135,19 @@ def test_a_rank_that_hangs_is_named_before_the_watchdog_ends_the_process(ranks, 
 
     places = [("forward", False), ("backward", True), ("agreement", False)]
     at_once([partial(run, *place) for place in places])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_comes_too_late_is_not_ended_by_its_watchdog(ranks, kind):
+    """It calls no collective that the others have left, which its watchdog would find as its backward goes on."""
+    results = ranks(lost_job, kind, {}, "both", TIMEOUT_S, False, watchdog_s=40)
+    require_named(results, "rank 1 did not come (it left its loop, died or hangs)")
+    step, error = results[1]
+    assert step == 2, results
+    assert type(error) is brimful.RankFailed, error
+    assert error.rank == 1, error
+    assert "rank 1 came " in str(error), error
+    assert "(cause: the others have given up waiting for this rank)" in str(error), error
 
 
 def test_a_device_that_hangs_ends_no_process(ranks):

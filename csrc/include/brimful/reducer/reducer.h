@@ -216,7 +216,6 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void begin_plain_step(Verdict verdict);
   void meet_behind_forward();
   void join_without_gradients();
-  bool told_broken();
   bool begin_plain_backward(std::unique_lock<std::mutex>& lock, bool through_output);
   void end_plain_backward();
   void plain_backward_died() noexcept;
