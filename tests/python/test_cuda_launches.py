@@ -1,13 +1,15 @@
 """What a step asks of the device beside the program's own work, counted by the simulated one."""
 
 import ctypes
+import gc
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import brimful
-from brimful import memory
+from brimful import _C, memory
 
 pytestmark = pytest.mark.gpu
 
@@ -81,3 +83,41 @@ def test_statistics_ask_the_driver_for_nothing(calls):
         assert calls("cudaMemGetInfo", lambda: memory.stats("cuda")) == 0
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_a_step_asks_the_driver_for_its_room_and_no_more(calls, fraction):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).cuda(), torch.randn(16, 4).cuda()
+    sizer = brimful.BatchSizer(model, pieces=4)
+
+    def step():
+        model.zero_grad()
+        sizer.step(x, loss_fn)
+
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    try:
+        step()
+        assert calls("cudaMemGetInfo", step) <= 1
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def highest_resident_kb():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+
+
+def test_the_pool_is_read_without_the_history_of_its_blocks():
+    """A history may have millions of lines, which torch's snapshot copies unless it is told not to."""
+    torch.cuda.memory._record_memory_history(context=None, max_entries=200_000)
+    try:
+        for _ in range(40_000):
+            torch.empty(1, device="cuda")
+        _C._cuda_pool("cuda")
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the highest is what is now
+        before_kb = highest_resident_kb()
+        _C._cuda_pool("cuda")
+        assert highest_resident_kb() - before_kb < 4096
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
