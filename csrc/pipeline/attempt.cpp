@@ -371,6 +371,9 @@ PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
   record.ref = call.mark;
   if (own_verdict(call, result).kind == Kind::ok) {
     noting(result, [&] {
+      if (options.peers && !replicas->empty()) {  // the last buckets take what this says of all
+        options.peers->await_messages();
+      }
       const auto loss_sum = weigh(result.losses, record);
       call.group.announce(record, loss_sum);
       call.group.complete();

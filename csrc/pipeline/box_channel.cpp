@@ -94,7 +94,7 @@ void Outbox::send_failure(int64_t place) {
 
 void Outbox::flush() noexcept {
   try {
-    if (links_.socket) {
+    if (links_.socket && !lost_socket_) {
       links_.socket->flush();
     }
   } catch (const std::exception&) {
@@ -125,6 +125,8 @@ Transfer Inbox::post(const at::Tensor& bytes, int tag) {
 }
 
 at::Tensor Inbox::next_from_socket() {
+  // Who makes up for a step's messages would wait for each of them as long as for the first.
+  TORCH_CHECK(!lost_socket_, "the connection to another rank on this host is lost");
   try {
     MessageHead head;
     links_.socket->receive(&head, sizeof(head));

@@ -1,14 +1,18 @@
 #include "pipeline/device_lane.h"
 
 #include <ATen/ATen.h>
+#include <brimful/error.h>
+#include <brimful/step/oom.h>
 #include <c10/core/StreamGuard.h>
 
 #include <thread>
 
 #include "pipeline/streams.h"
+#include "reducer/device_wait.h"
 
 namespace brimful::pipeline {
 namespace {
+using Clock = std::chrono::steady_clock;
 constexpr std::chrono::seconds kPatience{10};
 
 /// The tensor's memory as bytes: NCCL knows fewer dtypes than torch.
@@ -20,6 +24,7 @@ at::Tensor as_bytes(const at::Tensor& tensor) {
 // Communicators are made by their first use, in which each end waits for the other: here, where both are known to come.
 DeviceLane::DeviceLane(c10::intrusive_ptr<c10d::Backend> backend, c10::Device device, End end)
     : backend_(std::move(backend)),
+      patience_(patience_of(*backend_)),
       device_(device),
       other_(end == End::sends ? 1 : 0),
       stream_(stream_apart(device)) {
@@ -36,18 +41,21 @@ DeviceLane::DeviceLane(c10::intrusive_ptr<c10d::Backend> backend, c10::Device de
 DeviceLane::~DeviceLane() {
   if (!lost_) {
     try {
-      settled(*event_at(stream_));
+      if (settled(*event_at(stream_)) && trouble().empty()) {
+        backend_->abort();
+        return;
+      }
     } catch (const std::exception&) {  // of a device that has failed: nothing arrives any more
     }
   }
   abort();
 }
 
-bool DeviceLane::settled(const c10::Event& event) const noexcept {
-  const auto end = std::chrono::steady_clock::now() + kPatience;
+bool DeviceLane::settled(const c10::Event& event) noexcept {
+  const auto end = Clock::now() + kPatience;
   try {
     while (!event.query()) {
-      if (std::chrono::steady_clock::now() > end) {
+      if (Clock::now() > end || !trouble().empty()) {
         return false;
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -59,22 +67,74 @@ bool DeviceLane::settled(const c10::Event& event) const noexcept {
 }
 
 void DeviceLane::keep() {
+  const std::lock_guard lock(mutex_);
   kept_ = event_at(stream_);
 }
 
+void DeviceLane::forget_arrived() {
+  while (!under_way_.empty() && under_way_.front().end && under_way_.front().end->query()) {
+    under_way_.pop_front();
+  }
+}
+
+std::string DeviceLane::trouble() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (backend_ == nullptr) {  // its rank knows
+    return {};
+  }
+  try {
+    require_no_error(*backend_);
+    forget_arrived();
+    const auto now = Clock::now();
+    if (patience_ && !under_way_.empty() && now - under_way_.front().since > *patience_) {
+      return "a message between two devices did not arrive in " +
+             std::to_string(patience_->count()) + " ms";
+    }
+    return {};
+  } catch (...) {
+    return brimful::describe(std::current_exception());
+  }
+}
+
+bool DeviceLane::has_arrived() {
+  const std::lock_guard lock(mutex_);
+  forget_arrived();
+  return under_way_.empty();
+}
+
+Clock::time_point DeviceLane::waits_since() {
+  const std::lock_guard lock(mutex_);
+  return under_way_.empty() || backend_ == nullptr ? Clock::now() : under_way_.front().since;
+}
+
 template <typename Move>
-void DeviceLane::move(const Message& message, const Move& move) {
-  TORCH_CHECK(backend_ != nullptr, "the way between the devices of two ranks is gone");
+std::shared_ptr<c10::Event> DeviceLane::move(const Message& message, const Move& move) {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  {
+    const std::lock_guard lock(mutex_);
+    backend = backend_;
+    if (backend != nullptr) {
+      under_way_.push_back({Clock::now(), nullptr});
+    }
+  }
+  if (backend == nullptr) {
+    brimful::detail::throw_rank_failed(-1, -1, FailureKind::error,
+                                       "the way between the devices of two ranks is gone");
+  }
   const c10::StreamGuard guard(stream_);
   try {
+    require_no_error(*backend);
     for (const auto& tensor : message.value.tensors) {
       if (tensor.defined() && tensor.device() == device_ && tensor.numel() > 0) {
         keep_for(tensor, stream_);
         std::vector<at::Tensor> bytes{as_bytes(tensor)};
         // This stream waits, and what waits for it. wait() could have the host wait (NCCL_BLOCKING_WAIT).
-        move(bytes)->synchronize();
+        move(*backend, bytes)->synchronize();
       }
     }
+    const std::lock_guard lock(mutex_);
+    forget_arrived();
+    return under_way_.back().end = event_at(stream_);
   } catch (...) {
     lost_ = true;
     throw;
@@ -83,7 +143,7 @@ void DeviceLane::move(const Message& message, const Move& move) {
 
 void DeviceLane::send(const Message& message) {
   event_at(computing_stream(device_))->block(stream_);
-  move(message, [&](auto& tensors) { return backend_->send(tensors, other_, 0); });
+  move(message, [&](auto& backend, auto& tensors) { return backend.send(tensors, other_, 0); });
 }
 
 at::Tensor DeviceLane::room(at::IntArrayRef sizes, at::ScalarType dtype, bool of_computing) const {
@@ -96,21 +156,34 @@ at::Tensor DeviceLane::room(at::IntArrayRef sizes, at::ScalarType dtype, bool of
 }
 
 void DeviceLane::receive(Message& message) {
-  move(message, [&](auto& tensors) { return backend_->recv(tensors, other_, 0); });
-  message.ready = event_at(stream_);
+  message.ready =
+      move(message, [&](auto& backend, auto& tensors) { return backend.recv(tensors, other_, 0); });
 }
 
-void DeviceLane::abort() noexcept {
-  if (backend_ == nullptr) {
-    return;
+bool DeviceLane::abort() noexcept {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  std::shared_ptr<c10::Event> kept;
+  {
+    const std::lock_guard lock(mutex_);
+    backend = backend_;
+    kept = kept_;
   }
-  settled(*kept_);
-  lost_ = true;
+  if (backend == nullptr) {
+    return true;
+  }
+  const bool arrived = settled(*kept);
+  {
+    const std::lock_guard lock(mutex_);
+    lost_ = true;
+    backend_.reset();
+  }
   try {
-    backend_->abort();
+    backend->abort();
   } catch (const std::exception&) {  // it is to be gone, and is
   }
-  backend_.reset();
+  // Its end waits for torch's watchdog, which sleeps for a quarter of a minute when it has found an error.
+  std::thread([last = std::move(backend)] {}).detach();
+  return arrived;
 }
 
 }  // namespace brimful::pipeline

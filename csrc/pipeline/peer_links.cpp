@@ -63,6 +63,7 @@ void Peers::connect(int64_t name, const std::vector<int>& rank_of_stage) {
     }
   }
   const auto prefix = "brimful/pipeline/" + std::to_string(name) + "/";
+  watch_.set({}, {});
   std::exception_ptr error;
   for (const auto& [low, high] : pairs) {
     try {
@@ -71,6 +72,7 @@ void Peers::connect(int64_t name, const std::vector<int>& rank_of_stage) {
       error = error ? error : std::current_exception();
     }
   }
+  watch_.set(lanes(), prefix + "given up");
   if (error) {
     std::rethrow_exception(error);
   }
@@ -148,26 +150,23 @@ bool Peers::has_lost_link() const {
                               std::any_of(inboxes_.begin(), inboxes_.end(), is_lost));
 }
 
-template <typename Act>
-void Peers::for_each_lane(const Act& act) const {
-  const auto visit = [&](const auto& boxes) {
+std::vector<DeviceLane*> Peers::lanes() const {
+  std::vector<DeviceLane*> lanes;
+  const auto add = [&](const auto& boxes) {
     for (const auto& [peer, box] : boxes) {
       if (auto* const lane = box->lane()) {
-        act(*lane);
+        lanes.push_back(lane);
       }
     }
   };
-  visit(outboxes_);
-  visit(inboxes_);
-}
-
-void Peers::keep_links() {
-  for_each_lane([](DeviceLane& lane) { lane.keep(); });
+  add(outboxes_);
+  add(inboxes_);
+  return lanes;
 }
 
 void Peers::drop_links() noexcept {
   placed_.clear();
-  for_each_lane([](DeviceLane& lane) { lane.abort(); });
+  watch_.drop();
 }
 
 }  // namespace brimful::pipeline

@@ -67,7 +67,10 @@ PeerVerdict worse(PeerVerdict first, PeerVerdict second) {
 }  // namespace
 
 Peers::Peers(c10::intrusive_ptr<c10d::ProcessGroup> group, MakePair make_pair, bool sockets)
-    : group_(std::move(group)), make_pair_(std::move(make_pair)), sockets_(sockets) {
+    : group_(std::move(group)),
+      make_pair_(std::move(make_pair)),
+      sockets_(sockets),
+      watch_(group_->getStore()) {
   const memory::Unlimited unlimited;
   outgoing_ = at::empty({static_cast<int64_t>(sizeof(Wire))}, at::kByte);
   incoming_ = at::empty_like(outgoing_);
@@ -164,8 +167,8 @@ std::vector<std::string> Peers::exchange(const std::string& own) {
 PeerVerdict Peers::agree(const PeerVerdict& own) {
   const memory::Unlimited unlimited;
   const bool last = rank() + 1 == size();
-  auto verdict = own;
-  verdict.lost_link |= has_lost_link();
+  auto verdict = with_lanes(own);
+  const auto mine = verdict;
   std::string broke;
   // A neighbour that is gone: the other one is told, for it waits.
   const auto talk = [&](const auto& exchange) {
@@ -173,9 +176,9 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
       exchange();
     } catch (const std::exception&) {
       broke = "the pipeline's process group broke" +
-              (own.kind == PeerVerdict::Kind::ok ? "" : " after: " + own.text) +
+              (mine.kind == PeerVerdict::Kind::ok ? "" : " after: " + mine.text) +
               " (error: " + brimful::describe(std::current_exception()) + ")";
-      verdict = own;
+      verdict = mine;
       verdict.kind = PeerVerdict::Kind::error;
       verdict.rank = rank();
       verdict.text = broke;
@@ -194,15 +197,40 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
   if (rank() > 0) {
     talk([&] { send(rank() - 1, verdict, kBackTag); });
   }
+  const auto late = mine.kind == PeerVerdict::Kind::ok ? watch_.given_up() : "";
   if (!broke.empty() || verdict.lost_link) {
     drop_links();
   }
-  keep_links();
+  watch_.keep();
   if (!broke.empty()) {
-    brimful::detail::throw_rank_failed(own.kind == PeerVerdict::Kind::ok ? -1 : rank(), -1,
-                                       FailureKind::error, broke);
+    throw_broken(mine.kind, broke);
+  }
+  if (verdict.kind == PeerVerdict::Kind::ok && !late.empty()) {  // the next step's says so to all
+    throw_broken(mine.kind,
+                 "the step is not this rank's, though the others found it good: " + late);
   }
   return verdict;
+}
+
+PeerVerdict Peers::with_lanes(PeerVerdict own) {
+  const auto given_up = watch_.given_up();
+  if (own.kind < PeerVerdict::Kind::error && !given_up.empty()) {
+    own.kind = PeerVerdict::Kind::error;
+    own.rank = rank();
+    own.text = given_up;
+  }
+  own.lost_link |= has_lost_link();
+  return own;
+}
+
+void Peers::throw_broken(PeerVerdict::Kind own, const std::string& text) const {
+  brimful::detail::throw_rank_failed(
+      own == PeerVerdict::Kind::ok ? -1 : rank(), -1, FailureKind::error,
+      text + (watch_.has_lost_kept()
+                  ? "; gradients of an earlier step were still under way between the devices: what "
+                    "was "
+                    "computed from them on this rank may have any values, go on from a checkpoint"
+                  : ""));
 }
 
 std::shared_ptr<Peers> peers_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {

@@ -10,6 +10,7 @@
 
 #include "pipeline/box_channel.h"
 #include "pipeline/group_channel.h"
+#include "pipeline/lane_watch.h"
 
 namespace brimful::pipeline {
 
@@ -58,12 +59,17 @@ class Peers {
   /// @throws c10::ValueError unless devices are linked for stages placed so
   void require_links(const std::vector<int>& rank_of_stage) const;
   void drop_links() noexcept;
+  /// While what it returns is there the lanes between devices are looked after; on the CPU nothing.
+  std::jthread look_after() { return is_on_device() ? watch_.look_after() : std::jthread(); }
+  /// Waits on the host until all messages between devices have arrived.
+  /// @throws RankFailed if they will not
+  void await_messages() { watch_.await_arrival(); }
   /// One of `from` and `to` is this rank; `number`: the channel's own, the same at both ends.
   std::unique_ptr<Channel> channel(int from, int to, int number);
 
   /// Passes the worst verdict along the ranks, and the final one back: 2 * (ranks - 1) small messages in all. Called by
-  /// every rank after its last action of an attempt.
-  /// @throws RankFailed if the group broke
+  /// every rank after its last action of an attempt. Where lanes were given up this rank's own is an error.
+  /// @throws RankFailed if the group broke, or lanes were given up when the others had been told of none
   PeerVerdict agree(const PeerVerdict& own);
   /// Every rank's text, by rank; called by all.
   std::vector<std::string> exchange(const std::string& own);
@@ -75,14 +81,15 @@ class Peers {
  private:
   void send(int peer, const PeerVerdict& verdict, int tag);
   PeerVerdict receive(int peer, int tag);
+  /// With what has become of this rank's links.
+  PeerVerdict with_lanes(PeerVerdict own);
+  [[noreturn]] void throw_broken(PeerVerdict::Kind own, const std::string& text) const;
 
   void connect(const std::string& prefix, int low, int high);
   std::shared_ptr<LocalSocket> open_socket(int peer);
   std::unique_ptr<DeviceLane> open_lane(const std::string& prefix, int from, int to);
   bool has_lost_link() const;
-  void keep_links();
-  template <typename Act>
-  void for_each_lane(const Act& act) const;
+  std::vector<DeviceLane*> lanes() const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   MakePair make_pair_;
@@ -94,6 +101,7 @@ class Peers {
   at::Tensor outgoing_;  ///< verdicts: what passes them on takes no memory
   at::Tensor incoming_;
   int64_t messages_ = 0;  ///< of verdicts that this rank has sent
+  LaneWatch watch_;
 };
 
 }  // namespace brimful::pipeline

@@ -266,6 +266,7 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   const OneCall::Entered entered(calls, "step");
   require_usable();
   const Doing in_call(doing, cancelled);
+  const auto lanes_watched = options.peers ? options.peers->look_after() : std::jthread();
   last_failure.reset();
   const Peaks peaks(options.devices);
   Call call{rows, work, group_of_step()};
@@ -298,6 +299,7 @@ Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
   const OneCall::Entered entered(calls, "forward");
   require_usable();
   const Doing in_call(doing, cancelled);
+  const auto lanes_watched = options.peers ? options.peers->look_after() : std::jthread();
   const at::NoGradGuard no_grad;
   const KeptBatch::Scope lets_go(batch);
   last_failure.reset();

@@ -28,6 +28,7 @@ brimful_sources(HEAVY
   ivalue_form.cpp
   keywords.cpp
   known_parameters.cpp
+  lane_watch.cpp
   local_socket.cpp
   message_bytes.cpp
   nn_stages.cpp

@@ -58,27 +58,6 @@ class Question {
   std::unordered_map<std::type_index, bool> answers_;
 };
 
-/// When to give up: torch's watchdog looks up to a second apart, and would end the process at the timeout.
-std::optional<milliseconds> patience_of(c10d::Backend& backend) {
-  static Question options_of(&c10d::Backend::getBackendOptions);
-  const auto options = options_of(backend);
-  if (!options) {
-    return std::nullopt;
-  }
-  const auto timeout = (*options)->timeout;
-  return timeout - std::min(kLongestMargin, timeout / kMarginPart);
-}
-
-void require_none(c10d::Backend& backend) {
-  static Question error_of(&c10d::Backend::getError);
-  const auto error = error_of(backend).value_or(c10d::ErrorType::SUCCESS);
-  if (error != c10d::ErrorType::SUCCESS) {
-    throw std::runtime_error(error == c10d::ErrorType::TIMEOUT
-                                 ? "the backend reports that a collective timed out"
-                                 : "the backend reports an error of its communicator");
-  }
-}
-
 /// A short wait is a step's, where a late look costs time; a long one shall leave the processor to others.
 void pause(Clock::duration waited) {
   if (waited < milliseconds(5)) {
@@ -90,6 +69,27 @@ void pause(Clock::duration waited) {
 }
 }  // namespace
 
+/// When to give up: torch's watchdog looks up to a second apart, and would end the process at the timeout.
+std::optional<milliseconds> patience_of(c10d::Backend& backend) {
+  static Question options_of(&c10d::Backend::getBackendOptions);
+  const auto options = options_of(backend);
+  if (!options) {
+    return std::nullopt;
+  }
+  const auto timeout = (*options)->timeout;
+  return timeout - std::min(kLongestMargin, timeout / kMarginPart);
+}
+
+void require_no_error(c10d::Backend& backend) {
+  static Question error_of(&c10d::Backend::getError);
+  const auto error = error_of(backend).value_or(c10d::ErrorType::SUCCESS);
+  if (error != c10d::ErrorType::SUCCESS) {
+    throw std::runtime_error(error == c10d::ErrorType::TIMEOUT
+                                 ? "the backend reports that a collective timed out"
+                                 : "the backend reports an error of its communicator");
+  }
+}
+
 bool waits_in_streams(c10d::ProcessGroup& group, c10::Device device) {
   return device.is_cuda() &&
          group.getBackend(device.type())->getBackendName().rfind("nccl", 0) == 0;
@@ -97,7 +97,7 @@ bool waits_in_streams(c10d::ProcessGroup& group, c10::Device device) {
 
 void require_no_error(const Group& group, c10::Device device) {
   if (!device.is_cpu() && group->getSize() > 1) {
-    require_none(*group->getBackend(device.type()));
+    require_no_error(*group->getBackend(device.type()));
   }
 }
 
@@ -109,7 +109,7 @@ void wait_on_device(const Group& group, c10::Device device, c10d::Work& work,
   const auto begin = Clock::now();
   auto listen_at = begin + kListenToDevice;
   while (!work.isCompleted()) {
-    require_none(*backend);
+    require_no_error(*backend);
     const auto now = Clock::now();
     if (patience && now - since > *patience) {
       throw std::runtime_error("the other ranks did not come in " +
@@ -124,7 +124,7 @@ void wait_on_device(const Group& group, c10::Device device, c10d::Work& work,
   if (const auto error = work.exception()) {
     std::rethrow_exception(error);
   }
-  require_none(*backend);
+  require_no_error(*backend);
   work.wait();
 }
 

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <functional>
+#include <optional>
 
 #include "reducer/agree.h"
 
@@ -11,6 +12,13 @@ namespace brimful {
 
 /// Whether the backend's wait() makes the current stream wait, and not the host.
 bool waits_in_streams(c10d::ProcessGroup& group, c10::Device device);
+
+/// When to give up what is under way: from the backend's timeout on torch's watchdog may end the process. None: it does not
+/// tell its timeout.
+std::optional<std::chrono::milliseconds> patience_of(c10d::Backend& backend);
+
+/// @throws std::runtime_error if the backend has found an error
+void require_no_error(c10d::Backend& backend);
 
 /// Before a collective of a device is called: torch's watchdog, once it has found an error, holds for up to a minute a lock
 /// that the call needs. Nothing on the CPU.

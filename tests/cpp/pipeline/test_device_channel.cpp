@@ -357,6 +357,76 @@ TEST_CASE("A payload that nobody has memory for ends the lanes, and new ones wor
   CHECK(checks.failures().empty());
 }
 
+TEST_CASE("Who waits for messages between devices has them", "[pipeline][lanes]") {
+  const Watchdog watchdog("messages that are waited for", std::chrono::seconds(60));
+  slow::install();
+  Checks checks;
+  std::atomic<bool> released{false};
+  with_ends(
+      [&](Ends& ends) {
+        if (ends.rank == 0) {
+          slow::enqueue(ends.device, [&] { released.wait(false); });
+          return ends.send(0);
+        }
+        ends.in[0]->receive(0);
+        const std::jthread later([&] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          released = true;
+          released.notify_all();
+        });
+        ends.peers->await_messages();
+        checks.expect(released, "the message");
+      },
+      1, 1);
+  slow::drain();
+  CHECK(checks.failures().empty());
+}
+
+TEST_CASE("Lanes whose communicator has failed are given up, and new ones work",
+          "[pipeline][lanes]") {
+  const Watchdog watchdog("lanes that are given up", std::chrono::seconds(60));
+  slow::install();
+  Checks checks;
+  std::atomic<int> wrong{0};
+  std::atomic<bool> released{false};
+  const auto again = ++names;
+  with_ends(
+      [&](Ends& ends) {
+        {
+          const auto watched = ends.peers->look_after();
+          if (ends.rank == 0) {
+            slow::enqueue(ends.device, [&] { released.wait(false); });
+            ends.send(0);
+          } else {
+            ends.in[0]->receive(0);
+            FakeNccl::broken_end = 1;
+            c10::Event end(ends.device.type());
+            end.record(c10::impl::VirtualGuardImpl(ends.device.type()).getStream(ends.device));
+            while (!end.query()) {  // it comes to its end, though nothing came
+              std::this_thread::yield();
+            }
+            released = true;
+            released.notify_all();
+          }
+          ends.flush();
+          const auto verdict = ends.peers->agree({});
+          checks.expect(verdict.kind == PeerVerdict::Kind::error &&
+                            verdict.text.find("the backend reports") != std::string::npos,
+                        verdict.text);
+          checks.expect(ends.peers->wants_links(), "lanes are gone");
+        }
+        FakeNccl::broken_end = -1;
+        ends.peers->connect(again, {0, 1});
+        ends.begin();
+        ends.send(0);
+        look(ends.in[0]->receive(0).value.tensors[0], 0, wrong);
+      },
+      1, 1);
+  slow::drain();
+  CHECK(wrong == 0);
+  CHECK(checks.failures().empty());
+}
+
 TEST_CASE("A group that cannot serve the stages' device is refused", "[pipeline][lanes]") {
   const Watchdog watchdog("groups that are refused");
   run_ranks({1}, [&](int, const Group& group) {

@@ -100,6 +100,7 @@ struct FakeNccl::Pair {
 
 std::atomic<int> FakeNccl::aborts{0};
 std::atomic<int> FakeNccl::failures_left{0};
+std::atomic<int> FakeNccl::broken_end{-1};
 
 FakeNccl::FakeNccl(const std::string& name, int end) : Backend(end, 2), pair_(Pair::of(name)) {}
 FakeNccl::~FakeNccl() = default;
@@ -142,6 +143,10 @@ void FakeNccl::abort() {
     pair_->aborted[getRank()] = true;
   }
   pair_->changed.notify_all();
+}
+
+c10d::ErrorType FakeNccl::getError() {
+  return getRank() == broken_end ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
 }  // namespace brimful::test

@@ -28,11 +28,14 @@ class FakeNccl : public c10d::Backend {
   WorkPtr send(Tensors& tensors, int to, int tag) override;
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
   void abort() override;
+  c10d::ErrorType getError() override;
 
   /// Calls of abort(), of all.
   static std::atomic<int> aborts;
   /// Calls that fail from now on, of all: each send or receive of theirs throws.
   static std::atomic<int> failures_left;
+  /// An end, 0 or 1, of every pair that has found an error; -1: none.
+  static std::atomic<int> broken_end;
 
  private:
   WorkPtr enqueue(at::Tensor tensor, bool sends);
