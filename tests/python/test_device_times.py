@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import math
 
 import pytest
@@ -106,13 +107,15 @@ def begins_elsewhere_job(rank):
         if elsewhere:
             side.synchronize()
         model.zero_grad()
-    return told
+    return told, model.reducer.chrome_trace()
 
 
 @pytest.mark.skipif(not simulated, reason="holds a stream")
 def test_a_step_whose_beginning_is_not_ordered_before_its_end_has_no_times_of_the_device(ranks):
     first, second = ranks(begins_elsewhere_job)
-    for rank, steps in enumerate([first, second]):
+    for rank, (steps, trace) in enumerate([first, second]):
+        slices = [event for event in json.loads(trace)["traceEvents"] if event["ph"] == "X"]
+        assert all(math.isfinite(each["ts"] + each["dur"]) for each in slices)
         assert [times["straggler"] for times in steps[1:]] == [1, 0, 1, 1], steps
         for step, times in enumerate(steps):
             unknown = rank == 1 and step == 1
