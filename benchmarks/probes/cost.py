@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 import brimful
 from benchmarks import callgrind, common, intervals
 from benchmarks.sizer import overhead
-from brimful import _tracking
+from brimful.memory import _tracking
 
 IDS = ("probes.cost_cnn", "probes.cost_transformer", "probes.cost_tiny")
 ROUNDS, QUICK_ROUNDS = 60, 3

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import common, intervals
-from brimful import memory, report
+from brimful import memory
+from brimful.cli import report
 
 IDS = ("probes.report_s", "probes.report_mb")
 EVENTS, QUICK_EVENTS = 1_000_000, 20_000

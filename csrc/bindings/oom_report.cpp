@@ -39,7 +39,7 @@ std::optional<OomProgram> read_program() {
   const py::gil_scoped_acquire gil;
   py::error_scope pending;  // the refusal may be within another error's handling
   try {
-    const auto module = py::module_::import("brimful._oom");
+    const auto module = py::module_::import("brimful.memory._oom");
     return as_program(module.attr("program")());
   } catch (const std::exception&) {
     return std::nullopt;

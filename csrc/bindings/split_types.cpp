@@ -9,7 +9,7 @@
 
 namespace brimful {
 namespace {
-constexpr const char* kBlockMaskModule = "brimful._block_mask";
+constexpr const char* kBlockMaskModule = "brimful.sizer._block_mask";
 
 // Leaked with the interpreter: they are used until it ends.
 PyObject* own_splits = nullptr;   ///< by type: (rows_of, slice_rows)

@@ -38,17 +38,17 @@ from brimful.sizer import NO_DATA, BatchSizer
 
 if TYPE_CHECKING:
     from brimful import gpus, monitor, search
-    from brimful._balance import balance
-    from brimful._split_types import register_split
-    from brimful._summary import summary
     from brimful.checkpoint import load, save_on_rank0
     from brimful.errors import explain, op_ring
     from brimful.finder import find_executable_batch_size
     from brimful.inference import map_batches
     from brimful.leaks import LeakFinder, who_holds
     from brimful.loader import LoaderAdvisor
+    from brimful.memory._summary import summary
     from brimful.pipeline import Pipeline, split_sequential
+    from brimful.pipeline._balance import balance
     from brimful.schedule import Schedule
+    from brimful.sizer._split_types import register_split
     from brimful.verify import verify_split
 
 memory_install()
@@ -100,9 +100,6 @@ __all__ = [
 
 # Loaded when they are asked for, with these names of theirs.
 _LATER = {
-    "_balance": ["balance"],
-    "_split_types": ["register_split"],
-    "_summary": ["summary"],
     "checkpoint": ["load", "save_on_rank0"],
     "errors": ["explain", "op_ring"],
     "finder": ["find_executable_batch_size"],
@@ -110,10 +107,13 @@ _LATER = {
     "inference": ["map_batches"],
     "leaks": ["LeakFinder", "who_holds"],
     "loader": ["LoaderAdvisor"],
+    "memory._summary": ["summary"],
     "monitor": [],
     "pipeline": ["Pipeline", "split_sequential"],
+    "pipeline._balance": ["balance"],
     "schedule": ["Schedule"],
     "search": [],
+    "sizer._split_types": ["register_split"],
     "verify": ["verify_split"],
 }
 
@@ -128,4 +128,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_LATER})
+    return sorted({*globals(), *__all__, *(name for name in _LATER if "." not in name)})

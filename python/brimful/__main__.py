@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import brimful
 
-# Each is brimful.<name>.main(arguments) -> exit status.
+# Each is brimful.cli.<name>.main(arguments) -> exit status.
 _COMMANDS = {
     "top": "a live table of the host's memory, the GPUs and who is on them",
     "doctor": "is this machine fit for training?",
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, or print what an option asks for; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in _COMMANDS:
-        module = importlib.import_module(f"brimful.{arguments[0]}")
+        module = importlib.import_module(f"brimful.cli.{arguments[0]}")
         return int(module.main(arguments[1:]))
     commands = "\n".join(f"  {name:8} {what}" for name, what in _COMMANDS.items())
     parser = argparse.ArgumentParser(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from brimful import _C
-from brimful._wrapping import Contents, member_of
+from brimful.reducer._wrapping import Contents, member_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful

@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 
-from brimful import _trial, memory
+from brimful import memory
 from brimful._process_end import is_out_of_memory, words_of
-from brimful._summary import summary
-from brimful._trial import Trial, WouldRunOut
 from brimful.errors import explain
 from brimful.finder import _clean
+from brimful.memory._summary import summary
 from brimful.monitor import gpus
-from brimful.sizer import BatchSizer
+from brimful.sizer import BatchSizer, _trial
+from brimful.sizer._trial import Trial, WouldRunOut
 
 __all__ = [
     "CUDA_CONTEXT_BYTES",

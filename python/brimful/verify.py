@@ -10,8 +10,8 @@ import torch
 
 from brimful import _C
 from brimful._modules import named_modules, named_parameters, unwrapped
-from brimful._same_random import SameRandomNumbers
 from brimful.sizer import BatchDim, _entries, _modules, _numpy_state, _set_numpy_state
+from brimful.sizer._same_random import SameRandomNumbers
 
 __all__ = ["verify_split"]
 

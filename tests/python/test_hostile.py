@@ -196,7 +196,7 @@ def test_tensors_of_a_class_that_refuses_are_seen_past():
     with memory.track():
         torch.ones(10)
         assert memory.peak_by_category().bytes > 0
-    assert brimful._oom.size_of(model) == 20
+    assert brimful.memory._oom.size_of(model) == 20
     assert CALLED == []
     assert brimful.who_holds(torch.eye(2).to_sparse()).kind == "unknown"
     assert memory.find_block(torch.eye(2).to_sparse()) is None

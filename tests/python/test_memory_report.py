@@ -17,7 +17,7 @@ from torch.cuda import _memory_viz
 
 from brimful import memory
 from brimful.__main__ import main as brimful_main
-from brimful.report import main as report
+from brimful.cli.report import main as report
 
 
 def train(steps=3):

@@ -13,7 +13,8 @@ import fake_nvml
 import pytest
 
 import brimful
-from brimful import __main__ as program, doctor, gpus, monitor
+from brimful import __main__ as program, gpus, monitor
+from brimful.cli import doctor
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from rank_processes import raised
 
 import brimful
 from brimful import _C
-from brimful._next_step import next_step
+from brimful.sizer._next_step import next_step
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -16,7 +16,8 @@ from runs import MIB, EveryOperator, batch_of, cross_entropy, mlp, used
 from torch import nn
 
 import brimful
-from brimful import memory, report
+from brimful import memory
+from brimful.cli import report
 
 
 def program(source: str, **names: object) -> dict[str, object]:

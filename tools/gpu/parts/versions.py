@@ -13,7 +13,7 @@ from tools.gpu.device import SIMULATED
 def run(small: bool) -> Iterator[Check]:
     """Yields one check of the versions and one for each of the doctor's lines."""
     import brimful
-    from brimful import doctor
+    from brimful.cli import doctor
 
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from brimful import _C, _labels, _log
+from brimful import _C, _log
+from brimful.memory import _labels
 
 _removers: list[Callable[[], None]] = []
 _give_way: Callable[[], None] | None = None

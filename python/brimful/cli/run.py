@@ -16,10 +16,11 @@ from types import CodeType, ModuleType, TracebackType
 
 import torch
 
-from brimful import _C, _tracking, memory
+from brimful import _C, memory
 from brimful._log import unheard
 from brimful.errors import explain, record_in_background
 from brimful.leaks import LeakFinder
+from brimful.memory import _tracking
 
 _LARGEST = 3
 _NO_PROGRAM = 2  # the status that Python has then

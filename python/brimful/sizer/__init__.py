@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from brimful import _C, _torch_ddp, _trial
+from brimful import _C
 from brimful._modules import batch_norms
-from brimful._optimizer_room import OptimizerRoom
 from brimful._process_end import is_out_of_memory, mark_told, words_of
-from brimful.reducer import DistributedDataParallel
+from brimful.reducer import DistributedDataParallel, _torch_ddp
+from brimful.sizer import _trial
+from brimful.sizer._optimizer_room import OptimizerRoom
 
 __all__ = ["NO_DATA", "BatchSizer"]
 

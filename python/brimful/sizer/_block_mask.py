@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from brimful._split_types import register_split
+from brimful.sizer._split_types import register_split
 
 
 class OpenedBlockMask(tuple[dict[str, Any]]):

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from brimful import _C, _pipeline_arguments as _arguments, _torch_ddp
+from brimful import _C
 from brimful._modules import batch_norms
-from brimful._stage_names import StageNames
-from brimful.reducer import DistributedDataParallel
+from brimful.pipeline import _arguments
+from brimful.pipeline._stage_names import StageNames
+from brimful.reducer import DistributedDataParallel, _torch_ddp
 from brimful.sizer import BatchDim, _numpy_state, _scaler_tensors, _set_numpy_state
 
 __all__ = ["Pipeline", "pop", "split_sequential", "stash"]

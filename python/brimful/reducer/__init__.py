@@ -14,13 +14,13 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.utils._pytree import tree_map_only
 
 from brimful import _C
-from brimful._comm_hook import builtin_hook, check_comm_hook
 from brimful._compat import optimizers_in_backward, skipped_by_dynamo
-from brimful._join import InTorchsJoin, joining, not_joined
-from brimful._mixed_precision import MixedPrecision, check_mixed_precision, wire_dtype_of
 from brimful._process_end import is_out_of_memory, register, words_of
-from brimful._torch_dcp import treat_as_torchs
-from brimful._wrapping import (
+from brimful.reducer._comm_hook import builtin_hook, check_comm_hook
+from brimful.reducer._join import InTorchsJoin, joining, not_joined
+from brimful.reducer._mixed_precision import MixedPrecision, check_mixed_precision, wire_dtype_of
+from brimful.reducer._torch_dcp import treat_as_torchs
+from brimful.reducer._wrapping import (
     Contents,
     bucket_caps,
     buffers_agree,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from brimful import _C
-from brimful._next_step import NextStep, next_step
+from brimful.sizer._next_step import NextStep, next_step
 
 
 class OptimizerRoom:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from brimful import _C, _labels
+from brimful import _C
+from brimful.memory import _labels
 from brimful.sizer import BatchSizer
 
 Program = tuple[list[tuple[str, int, bool]], list[str], bool, list[_labels.Label], bool]

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from brimful import _labels, _tracking
 from brimful._C import (
     _RING_BYTES,
     DeviceRecording,
@@ -52,6 +51,7 @@ from brimful._C import (
     memory_tracking as tracking,
     memory_tracking_counts,
 )
+from brimful.memory import _labels, _tracking
 
 __all__ = [
     "DeviceRecording",

@@ -8,10 +8,17 @@ from typing import Any
 
 import torch
 
-from brimful import _C, _pipeline_arguments as _arguments
-from brimful._module_spans import ModuleRows, ModuleSpans
-from brimful._summary import LossFn, _collected_between_steps, _Step, _sum_of_outputs, summary
-from brimful._unchanged import Unchanged
+from brimful import _C
+from brimful.memory._module_spans import ModuleRows, ModuleSpans
+from brimful.memory._summary import (
+    LossFn,
+    _collected_between_steps,
+    _Step,
+    _sum_of_outputs,
+    summary,
+)
+from brimful.pipeline import _arguments
+from brimful.sizer._unchanged import Unchanged
 
 __all__ = ["balance"]
 

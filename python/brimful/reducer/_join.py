@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
-from brimful._wrapping import Contents
+from brimful.reducer._wrapping import Contents
 
 if TYPE_CHECKING:
     from brimful.reducer import DistributedDataParallel

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from brimful import _C
-from brimful._wrapping import member_of
+from brimful.reducer._wrapping import member_of
 
 _MOST = 2**31 - 1
 

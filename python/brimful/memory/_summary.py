@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from brimful import _C
-from brimful._module_spans import ModuleRows, ModuleSpans, SavedBytes
 from brimful._modules import unwrapped
-from brimful._unchanged import Unchanged
+from brimful.memory._module_spans import ModuleRows, ModuleSpans, SavedBytes
+from brimful.sizer._unchanged import Unchanged
 
 __all__ = ["summary"]
 

@@ -1,0 +1,1 @@
+"""What `python -m brimful` runs: each module has main(arguments), which returns the exit status."""
