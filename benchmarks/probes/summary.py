@@ -1,4 +1,4 @@
-"""What `brimful.summary` foretells of a step's peak from two small batches, against the allocator's own."""
+"""What `brimful.summary` predicts of a step's peak from two small batches, against the allocator's own."""
 
 from __future__ import annotations
 

@@ -82,9 +82,25 @@ std::vector<CudaWorkspace> cuda_workspaces(c10::Device /*device*/) {
   return {};
 }
 
+bool has_cuda_pool() {
+  return false;
+}
+
 std::optional<CudaPool> cuda_pool(c10::Device device) {
   refuse(device);
 }
+
+CudaTraceScope::CudaTraceScope(c10::Device device) : index_(device.index()) {
+  refuse(device);
+}
+
+CudaTraceScope::~CudaTraceScope() = default;
+
+std::vector<CachingRequest> CudaTraceScope::requests() const {
+  return requests_;
+}
+
+void CudaTraceScope::note(const CachingRequest& /*request*/) {}
 
 std::optional<bool> cuda_is_capturing(c10::Device /*device*/) noexcept {
   return false;

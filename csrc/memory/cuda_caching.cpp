@@ -1,6 +1,7 @@
 #include "memory/cuda_caching.h"
 #include <c10/core/AllocatorConfig.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -47,9 +48,13 @@ CachingRoom room_now(c10::DeviceIndex index) {
 
 }  // namespace
 
+bool has_cuda_pool() {
+  return caching::get()->initialized() && caching::get()->name() == "native";
+}
+
 std::optional<CudaPool> cuda_pool(c10::Device device) {
   const auto index = checked_cuda_index(device);
-  if (caching::get()->name() != "native") {
+  if (!has_cuda_pool()) {
     return std::nullopt;
   }
   const auto snapshot = caching::snapshot({0, 0}, /*include_traces=*/false);
@@ -70,6 +75,7 @@ std::optional<CudaPool> cuda_pool(c10::Device device) {
   }
   pool.settings = settings_now(snapshot.config_metadata);
   pool.room = room_now(index);
+  pool.stream = reinterpret_cast<uint64_t>(c10::cuda::getCurrentCUDAStream(index).stream());
   return pool;
 }
 

@@ -21,7 +21,7 @@ brimful_sources(LIGHT
 brimful_sources(HEAVY
   moment.cpp)
 if(brimful_torch_cuda)
-  brimful_sources(LIGHT_ALONE cuda.cpp cuda_caching.cpp cuda_follow.cpp cuda_workspaces.cpp)
+  brimful_sources(LIGHT_ALONE cuda.cpp cuda_caching.cpp cuda_follow.cpp cuda_trace.cpp cuda_workspaces.cpp)
 else()
   brimful_sources(LIGHT_ALONE cuda_absent.cpp)
 endif()

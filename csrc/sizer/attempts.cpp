@@ -33,7 +33,7 @@ std::optional<Plan> BatchSizer::choose_pieces(const StepInput& input, const Piec
   std::optional<Plan> plan;
   if (input.rows && !input.split && predicts()) {
     const memory::PeakScope peak(options_.device);
-    plan = plan_of(input, work);
+    plan = plan_of(input, work, options_.device.is_cpu());
     outcome.pieces = plan ? plan->pieces : wanted_pieces(input);
     outcome.peak_bytes = peak.peak_bytes();
   }

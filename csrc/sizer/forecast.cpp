@@ -6,22 +6,18 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
+#include "sizer/forecast_room.h"
+#include "sizer/loss_scale.h"
 #include "sizer/one_call.h"
+#include "sizer/step_trace.h"
 
 namespace brimful {
 namespace {
 constexpr int64_t kFirstTracedRows = 2;  // of the first traced size; BatchNorm refuses one row
 constexpr int64_t kCheckedRows = 16;
 constexpr double kGoodEnough = 0.01;  // of the peak: else a larger size is traced
-constexpr int64_t kStepSlackBytes =
-    16384;  // what a step allocates beside its pieces: losses, weights
 constexpr double kMoreMargin = 0.02;
-
-int64_t room_of(const memory::Stats& now) {
-  return now.limit_bytes ? *now.limit_bytes - now.used_bytes : std::numeric_limits<int64_t>::max();
-}
 
 /// Divides the peak among what is known to be held, and the rest.
 void divide(Plan& plan, const StandingBytes& standing) {
@@ -37,35 +33,63 @@ void divide(Plan& plan, const StandingBytes& standing) {
   plan.gradient_bytes = take(standing.trainable);
   plan.activation_bytes = rest;
 }
+
+ForecastRoom::Need need_of(const ForecastRoom& room, const Forecast& forecast,
+                           const std::vector<int64_t>& split) {
+  return room.need(split.size() == 1 ? forecast.first : forecast.second, split.front());
+}
+
+/// One row each where nothing fits. On CUDA more rows may fit than fewer: an allocator has segments of few sizes. So pieces
+/// are tried one after the other, and behind the sixteenth try an eighth more each time.
+int64_t fewest_pieces(const ForecastRoom& room, const Forecast& forecast, int64_t rows) {
+  constexpr int kOneByOne = 16;
+  const auto fit = [&](int64_t pieces) {
+    return need_of(room, forecast, split_rows(rows, pieces)).fits;
+  };
+  if (fit(1)) {
+    return 1;
+  }
+  const auto most = std::max<int64_t>(forecast.second.largest_rows(room.bytes(), rows), 1);
+  auto pieces = std::max<int64_t>(pieces_for(rows, most), 2);  // fewer have no room at all
+  for (int tries = 1; pieces < rows && !fit(pieces); ++tries) {
+    const auto finer = pieces_for(rows, pieces_for(rows, pieces) - 1);
+    pieces = tries < kOneByOne ? finer : std::max(finer, pieces + pieces / 8);
+  }
+  return std::min(pieces, rows);
+}
+
+/// Without a limit, too: what a step takes can be told, if not how many pieces.
+bool can_plan(c10::Device device) {
+  return device.is_cpu() || ForecastRoom::is_known(device);
+}
 }  // namespace
 
 bool BatchSizer::predicts() const {
-  return options_.predict && options_.device.is_cpu() && !in_lockstep() &&
-         memory::stats(options_.device).limit_bytes;
-}
-
-int64_t BatchSizer::with_margin(int64_t bytes) const {
-  return static_cast<int64_t>(static_cast<double>(bytes) * (1 + margin_)) + kStepSlackBytes;
+  return options_.predict && !in_lockstep() && ForecastRoom::is_known(options_.device);
 }
 
 Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
   Rehearsal traced;
   std::optional<PeakModel> model;
+  const PieceWork as_in_step{work.forward, scaled_backward(work.backward, options_.scaler)};
   const auto trace_few = [&](int64_t rows, KeptBatch& few) {
-    const memory::TraceScope scope;
-    int64_t of_first = 0;
-    group_.rehearse(rows, work, [&] {
-      of_first = static_cast<int64_t>(scope.trace().size());
+    const StepTrace trace(options_.device);
+    size_t of_first = 0;
+    group_.rehearse(rows, as_in_step, [&] {
+      of_first = trace.size();
       few.restore();
     });
-    const auto& events = scope.trace();
-    traced.first.push_back({rows, {events.begin(), events.begin() + of_first}});
-    traced.second.push_back({rows, events});
+    traced.first.push_back(trace.traced(rows, of_first));
+    traced.second.push_back(trace.traced(rows));
   };
+  const auto room = [&] { return ForecastRoom(options_.device, margin_); };
   const auto trace = [&](int64_t rows) {
     KeptBatch few;  // copied before anything is traced
     if (work.tensors) {
       few.begin(work.tensors(0, rows), KeptBatch::Copies::all);
+    }
+    if (model && !room().need(*model, rows).fits) {
+      return false;
     }
     const auto put_back = [&] {
       few.restore();
@@ -81,13 +105,13 @@ Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
     if (traced.second.size() >= 2) {
       model = PeakModel::fit(traced.second);
     }
+    return true;
   };
   // The check must not run out of memory itself.
   const auto checked_rows = [&]() -> int64_t {
-    const auto room = room_of(memory::stats(options_.device));
-    return with_margin(model->peak_bytes(kCheckedRows)) <= room
-               ? kCheckedRows
-               : model->largest_rows(room - with_margin(0), kCheckedRows) * 4 / 5;
+    const auto now = room();
+    return now.need(*model, kCheckedRows).fits ? kCheckedRows
+                                               : now.largest_rows(*model, kCheckedRows) * 4 / 5;
   };
   try {
     trace(kFirstTracedRows);  // what is allocated once and for all
@@ -95,10 +119,11 @@ Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
     trace(kFirstTracedRows);
     trace(kFirstTracedRows + 1);
     int64_t rows = model ? checked_rows() : 0;
-    while (model && rows > kFirstTracedRows + 1 && rows <= *input.rows &&
-           with_margin(model->peak_bytes(rows)) <= room_of(memory::stats(options_.device))) {
+    while (model && rows > kFirstTracedRows + 1 && rows <= *input.rows) {
       const auto told = static_cast<double>(model->peak_bytes(rows));
-      trace(rows);
+      if (!trace(rows)) {
+        break;
+      }
       const auto peak = static_cast<double>(memory::peak_bytes(traced.second.back().trace));
       if (std::abs(told - peak) <= kGoodEnough * peak) {
         break;
@@ -116,22 +141,22 @@ Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
   return traced;
 }
 
-std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork& work) {
+std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork& work, bool anew) {
   const auto rows = *input.rows;
-  if (rows <= kFirstTracedRows || !options_.device.is_cpu() || input.kind.uneven) {
+  if (rows <= kFirstTracedRows || input.kind.uneven || !can_plan(options_.device)) {
     return std::nullopt;
   }
   Plan plan;
   plan.kept_bytes = group_.kept().bytes();
-  const auto take = [&](const memory::Stats& now) {
-    plan.used_bytes = now.used_bytes;
-    plan.limit_bytes = now.limit_bytes;
-    return room_of(now);
+  const auto take = [&](const ForecastRoom& room) {
+    plan.used_bytes = room.used_bytes();
+    plan.limit_bytes = room.capacity_bytes();
   };
   const auto known = forecasts_.find(input.kind);
   const auto kind = fingerprint(input.kind);
-  const auto room_before = take(memory::stats(options_.device));
-  if (!known && found_.holds(kind, rows, room_before)) {
+  const ForecastRoom before(options_.device, margin_);
+  take(before);
+  if ((!known || !anew) && found_.holds(kind, rows, before.bytes())) {
     plan.pieces = found_.pieces;
     plan.piece_rows = split_of(rows, plan.pieces).front();
     plan.peak_bytes = plan.used_bytes + found_.need_bytes;
@@ -147,30 +172,28 @@ std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork&
   if (!forecast) {
     if (fits) {
       piece_rows_ = *fits;
-      history_.note_failure(*fits + 1, pieces_for(rows, *fits + 1), room_before, steps_);
+      history_.note_failure(*fits + 1, pieces_for(rows, *fits + 1), before.bytes(), steps_);
     }
     return std::nullopt;
   }
-  const auto peak_of = [&](const std::vector<int64_t>& split) {
-    const auto& model = split.size() == 1 ? forecast->first : forecast->second;
-    return with_margin(model.peak_bytes(split.front()));
-  };
-  const auto peak = [&](int64_t pieces) { return peak_of(split_rows(rows, pieces)); };
-  const auto room = take(memory::stats(options_.device));
-  if (peak(1) > room) {
-    const auto bytes =
-        static_cast<int64_t>(static_cast<double>(room - kStepSlackBytes) / (1 + margin_));
-    const auto most = forecast->second.largest_rows(bytes, rows);
-    plan.pieces = std::max<int64_t>(most > 0 ? pieces_for(rows, most) : rows, 2);
-    plan.pieces = std::min(plan.pieces, rows);
+  auto room = known ? before : ForecastRoom(options_.device, margin_);
+  plan.pieces = fewest_pieces(room, *forecast, rows);
+  if (plan.pieces > 1 && !known && options_.device.is_cuda()) {
+    memory::release_cached(options_.device);  // segments that the rehearsal left may be in the way
+    room = ForecastRoom(options_.device, margin_);
+    plan.pieces = fewest_pieces(room, *forecast, rows);
   }
+  take(room);
   const auto split = split_of(rows, plan.pieces);
-  const auto need = peak_of(split);
-  if (found_.kind != kind || found_.rows <= rows) {  // not an epoch's last, smaller batch
-    found_ = {kind, rows, plan.pieces, need, plan.pieces > 1 ? peak(plan.pieces - 1) : 0};
-  }
+  const auto need = need_of(room, *forecast, split);
   plan.piece_rows = split.front();
-  plan.peak_bytes = plan.used_bytes + need;
+  if (found_.kind != kind || found_.rows <= rows) {  // not an epoch's last, smaller batch
+    const auto fewer = plan.pieces > 1
+                           ? need_of(room, *forecast, split_rows(rows, plan.pieces - 1)).room_bytes
+                           : 0;
+    found_ = {kind, rows, plan.pieces, need.room_bytes, fewer};
+  }
+  plan.peak_bytes = plan.used_bytes + need.peak_bytes;
   return plan;
 }
 
@@ -184,7 +207,7 @@ std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& wo
   TORCH_CHECK_VALUE(input.rows, "there is nothing to plan without a batch (rows: none)");
   const KeptBatch::Scope batch(batch_);
   capture(input, work);
-  auto plan = plan_of(input, work);
+  auto plan = plan_of(input, work, true);
   if (plan) {
     const auto of_optimizer = options_.optimizer_bytes ? options_.optimizer_bytes() : 0;
     plan->peak_bytes = std::max(plan->peak_bytes, plan->used_bytes + of_optimizer);

@@ -83,6 +83,9 @@ PeakModel::PeakModel(const std::vector<TracedRows>& traces) {
     off_line += events_.back().traced.empty() ? 0 : at_largest;
   }
   off_line_ = total > 0 ? off_line / total : 0;
+  if (traces.back().blocks.size() == events) {
+    blocks_ = traces.back().blocks;
+  }
 }
 
 PeakModel::Event PeakModel::event_of(const std::vector<double>& bytes) const {
@@ -119,6 +122,17 @@ double PeakModel::bytes_of(const Event& event, double rows) const {
   const double share = (rows - rows_[behind - 1]) / (rows_[behind] - rows_[behind - 1]);
   return padded(event.traced[behind - 1] +
                 share * (event.traced[behind] - event.traced[behind - 1]));
+}
+
+memory::Trace PeakModel::trace_at(int64_t rows) const {
+  constexpr double kHalf = 0.5;
+  memory::Trace trace;
+  trace.reserve(events_.size());
+  for (const auto& event : events_) {
+    const double bytes = bytes_of(event, static_cast<double>(rows));
+    trace.push_back(static_cast<int64_t>(bytes < 0 ? bytes - kHalf : bytes + kHalf));
+  }
+  return trace;
 }
 
 int64_t PeakModel::peak_bytes(int64_t rows) const {

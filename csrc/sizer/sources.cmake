@@ -9,6 +9,7 @@ brimful_sources(HEAVY
   compare.cpp
   failure.cpp
   forecast.cpp
+  forecast_room.cpp
   forecasts.cpp
   found_pieces.cpp
   grad_scaler.cpp
@@ -25,5 +26,6 @@ brimful_sources(HEAVY
   row_evidence.cpp
   row_kind.cpp
   split.cpp
+  step_trace.cpp
   too_large.cpp
   verify_split.cpp)

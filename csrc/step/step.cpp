@@ -28,6 +28,12 @@ std::optional<c10::Device> device_of(const std::vector<std::shared_ptr<Participa
   }
   return std::nullopt;
 }
+
+/// A piece's, by its weight, beside those before it.
+at::Tensor with_loss(const at::Tensor& loss_sum, const PieceLoss& piece) {
+  const auto weighted = piece.loss.detach().reshape({}).to(at::kDouble) * piece.weight;
+  return loss_sum.defined() ? loss_sum + weighted : weighted;
+}
 }  // namespace
 
 StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants,
@@ -105,6 +111,7 @@ void StepGroup::rehearse(int64_t rows, const PieceWork& work,
     participant->begin_attempt(0);
   }
   try {
+    at::Tensor loss_sum;
     for (const bool second : {false, true}) {
       const auto piece = work.forward(0, rows);
       require_loss(piece);
@@ -112,6 +119,7 @@ void StepGroup::rehearse(int64_t rows, const PieceWork& work,
         require_no_backward();
       }
       if (piece.weight > 0) {
+        loss_sum = with_loss(loss_sum, piece);  // for its memory alone
         run_backward(piece, work, 1, false);
       }
       if (!second) {
@@ -142,8 +150,7 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
     }
     if (piece.weight > 0) {
       record.weight += piece.weight;
-      const auto weighted = piece.loss.detach().reshape({}).to(at::kDouble) * piece.weight;
-      loss_sum = loss_sum.defined() ? loss_sum + weighted : weighted;
+      loss_sum = with_loss(loss_sum, piece);
       announce(record, loss_sum);
     }
     if (piece.weight > 0 || attempt.lockstep) {

@@ -126,7 +126,7 @@ def facts() -> dict[str, int]:
     """What this trial took so far, for ``tune.report({"loss": loss, **search.facts()})``; empty outside of a trial.
 
     ``oom``; ``effective_batch``, the rows of the largest step of its sizers; ``pieces``, the most that a step was split
-    into (0 where no sizer stepped); ``peak_bytes`` of the process, or what was foretold where nothing was run.
+    into (0 where no sizer stepped); ``peak_bytes`` of the process, or what was predicted where nothing was run.
     """
     trial = _trial.current()
     return {} if trial is None else trial.facts()
@@ -273,7 +273,7 @@ def _run(
     with _limited(options, device, of_ray), Trial(device, options.on_oom == "report") as seen:
         try:
             if of_ray and options.peaks is not None and options.on_oom == "report":
-                _foretell(_peak_of(options.peaks, trial, options.key), device)
+                _predict(_peak_of(options.peaks, trial, options.key), device)
             result = train_fn(trial, *args, **kwargs)
             return {**seen.facts(), **result} if isinstance(result, dict) else result
         except Exception as error:
@@ -320,7 +320,7 @@ def _ran_out(error: Exception) -> bool:
     )
 
 
-def _foretell(peak_bytes: int, device: torch.device) -> None:
+def _predict(peak_bytes: int, device: torch.device) -> None:
     limit_bytes = memory.stats(device).limit_bytes
     if limit_bytes is not None and peak_bytes > limit_bytes:
         raise WouldRunOut(peak_bytes, limit_bytes)

@@ -105,7 +105,7 @@ def test_report_ends_a_trial_before_its_first_step(caplog):
     assert "cannot win" in caplog.text
 
 
-def test_report_does_not_let_a_batch_be_split_that_no_plan_foretold(monkeypatch):
+def test_report_does_not_let_a_batch_be_split_that_no_plan_predicted(monkeypatch):
     monkeypatch.setattr(brimful.BatchSizer, "plan", lambda *_, **__: None)
     result = guarded(on_oom="report")({"batch_size": TOO_LARGE})
     assert result["oom"] == 1 and "is to run whole" in result["oom_words"]
@@ -199,7 +199,7 @@ def test_peaks_tell_before_the_function_is_called():
     assert len(called) == 2
 
 
-def test_a_probe_foretells_the_peak_and_asks_once():
+def test_a_probe_predicts_the_peak_and_asks_once():
     asked = []
 
     def counted(config):

@@ -151,7 +151,7 @@ def draw_forecast() -> str:
         y_end=max(seen) * 1.15,
     )
     chart.line(rows, line, GREY, "a line through the peaks of 8 and 16 rows", dashed=True)
-    chart.line(rows, told, BLUE, "foretold")
+    chart.line(rows, told, BLUE, "predicted")
     chart.line(rows, seen, ORANGE, "measured", dashed=True, marks=True)
     return chart.svg()
 

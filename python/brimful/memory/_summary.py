@@ -21,7 +21,7 @@ __all__ = ["summary"]
 
 LossFn = Callable[[Any, Any], Any]
 _SMALL = 2, 3  # rows; BatchNorm refuses one
-_CHECKED = 16  # more rows, and twice as many where they take other bytes than was foretold
+_CHECKED = 16  # more rows, and twice as many where they take other bytes than was predicted
 _GOOD_ENOUGH = 0.01
 _MOST_ROWS = 1 << 40
 
@@ -81,7 +81,7 @@ def summary(
         step.model.train(train)
         uncounted = unchanged.bytes
         traces = _small_traces(step, batch, rows, splitter, unchanged)
-        _foretell(found, traces, uncounted)
+        _predict(found, traces, uncounted)
         try:
             _measure_modules(found, step, batch, uncounted, unchanged, by_call)
             _measure_step(found, step, batch, uncounted, traces)
@@ -225,7 +225,7 @@ def _small_traces(
     return traces
 
 
-def _foretell(found: _C.StepSummary, traces: Traces, uncounted: int) -> None:
+def _predict(found: _C.StepSummary, traces: Traces, uncounted: int) -> None:
     found.used_bytes = _C._memory_used_bytes(found.device) - uncounted
     model = _C.PeakModel.fit(traces) if traces else None
     if model is not None:

@@ -166,11 +166,11 @@ class BatchSizer:
     where it says nothing). For a batch that ``step`` cannot split, ``size_fn(batch)`` gives the number of rows and
     ``split_fn(batch, begin, end)`` the piece that has some of them; in lockstep it may be asked for none.
 
-    ``predict`` chooses the pieces by the memory that they will need, where the CPU has a limit: at the first batch of a
-    shape, two, three and sixteen of its rows (more where a library rounds allocations up) are run forward and
-    backward twice, with nothing left of it but what it allocated. ``loss_fn`` is called for that too. Of shapes that
-    differ in one length, such as a sequence's, only a few are run. Without ``predict`` pieces are only refined when
-    memory runs out.
+    ``predict`` chooses the pieces by the memory that they will need, where the CPU has a limit, or on CUDA by what
+    torch's allocator will do in its pool as it is: at the first batch of a shape, two, three and sixteen of its
+    rows (more where a library rounds allocations up) are run forward and backward twice, with nothing left of it
+    but what it allocated. ``loss_fn`` is called for that too. Of shapes that differ in one length, such as a
+    sequence's, only a few are run. Without ``predict`` pieces are only refined when memory runs out.
 
     Pieces grow again where there is room for what larger ones were seen to take, or must take at most. Under a limit of
     the CPU's memory a step whose optimizer would run out raises ``BatchTooLarge`` before it begins.
@@ -399,11 +399,12 @@ class BatchSizer:
         """The pieces and the peak of a step with this batch on this rank, as ``predict`` would choose them.
 
         Runs a few rows where it has not seen a batch of this shape; parameters, buffers and RNG stay as they are.
-        Gradients must be empty, unless the step is to ``accumulate``: what it keeps of them is ``kept_bytes``. The peak
-        is that of forward and backward, or of the optimizer's step if it takes more, in bytes, of the CPU;
-        ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes`` (state), ``buffer_bytes`` and ``activation_bytes``
-        (the rest) add up to it. None where memory follows no law that is known, rows differ in what they hold (jagged,
-        sparse, PackedSequence), the batch has fewer than three rows, or the model is not on the CPU.
+        Gradients must be empty, unless the step is to ``accumulate``: what it keeps of them is ``kept_bytes``.
+        The peak is that of forward and backward, or of the optimizer's step if it takes more, in bytes of
+        tensors; ``limit_bytes`` is the limit, on CUDA without one what the device has; ``parameter_bytes``,
+        ``gradient_bytes``, ``optimizer_bytes`` (state), ``buffer_bytes`` and ``activation_bytes`` (the rest)
+        add up to it. None where memory follows no law that is known, rows differ in what they hold (jagged,
+        sparse, PackedSequence), the batch has fewer than three rows, or a CUDA allocator is not torch's own.
         """
         _checked(batch, loss_fn, None)
         self._room.keep()

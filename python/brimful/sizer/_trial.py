@@ -50,7 +50,7 @@ class Trial:
         """Raise WouldRunOut if the first step of a sizer cannot be run under the CPU's limit."""
         self.has_sizer = True
         self._rows = self._rows if accumulate else 0
-        if sizer in self._planned:
+        if sizer in self._planned or sizer._device.type != "cpu":
             return
         self._planned.add(sizer)
         limit_bytes = memory.stats("cpu").limit_bytes

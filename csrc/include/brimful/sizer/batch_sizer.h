@@ -137,9 +137,9 @@ class BRIMFUL_API BatchSizer {
   void refine(const AttemptResult& result, int64_t rows, Outcome& outcome);
   PieceHistory::Room room() const;
   void note_peak(const StepInput& input, const Outcome& outcome);
-  int64_t with_margin(int64_t bytes) const;
   Rehearsal rehearse(const StepInput& input, const PieceWork& work);
-  std::optional<Plan> plan_of(const StepInput& input, const PieceWork& work);
+  /// `anew`: not what the step before found, while there is as much room; a replay of a CUDA allocator takes a while.
+  std::optional<Plan> plan_of(const StepInput& input, const PieceWork& work, bool anew);
   void note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan,
                       const RowKind& kind);
 

@@ -22,8 +22,9 @@ struct BatchSizerOptions {
   bool local = false;
   bool lockstep =
       false;  ///< the model has collectives of its own: all ranks run the same number of pieces
-  /// Choose the pieces of a step by what its memory will be (on a CPU with a limit, outside lockstep). A StepInput made
-  /// by hand needs a `kind` for that where batches differ in more than their rows.
+  /// Choose the pieces of a step by what its memory will be (on a CPU with a limit, on CUDA with torch's own
+  /// allocator; outside lockstep). A StepInput made by hand needs a `kind` for that where batches differ in more than
+  /// their rows.
   bool predict = false;
   /// Pieces of few sizes (split_into_few_sizes() of <brimful/sizer/pieces.h>): for a compiled model, which compiles for
   /// each that it meets.

@@ -8,10 +8,18 @@
 
 namespace brimful {
 
+/// Of an event of a trace on CUDA.
+struct TracedBlock {
+  uint64_t stream = 0;
+  int64_t taken_at =
+      -1;  ///< of what is given back: the event that took it; -1: it was there before
+};
+
 /// A piece of work that was traced with this number of rows.
 struct TracedRows {
   int64_t rows = 0;
   memory::Trace trace;
+  std::vector<TracedBlock> blocks = {};  ///< on CUDA: one for each event
 };
 
 /// How the peak of a piece of work depends on its rows, from traces of a few small sizes: each allocation grows by a
@@ -28,6 +36,10 @@ class BRIMFUL_API PeakModel {
   /// @throws c10::ValueError unless there are at least two sizes, all different and positive
   static std::optional<PeakModel> fit(std::vector<TracedRows> traces);
 
+  /// Bytes of each event, as a trace of so many rows would have them.
+  memory::Trace trace_at(int64_t rows) const;
+  /// One for each of these events, as the largest size had them; empty where they are not known.
+  const std::vector<TracedBlock>& blocks() const { return blocks_; }
   /// Over what is in use at the beginning.
   int64_t peak_bytes(int64_t rows) const;
   /// The most rows, up to `at_most`, whose peak is within `bytes`; 0 if not even one row's is.
@@ -49,6 +61,7 @@ class BRIMFUL_API PeakModel {
 
   std::vector<double> rows_;  ///< traced sizes
   std::vector<Event> events_;
+  std::vector<TracedBlock> blocks_;
   double off_line_ = 0;
 };
 

@@ -12,7 +12,7 @@ struct Plan {
   int64_t kept_bytes = 0;  ///< of that, the gradients that an accumulating step adds to
   /// Predicted, what is in use already included: of forward and backward, or of the optimizer's step if it takes more.
   int64_t peak_bytes = 0;
-  std::optional<int64_t> limit_bytes;
+  std::optional<int64_t> limit_bytes;  ///< on CUDA without a limit what the device has for tensors
   // What peak_bytes consists of; all of them together.
   int64_t parameter_bytes = 0;
   int64_t gradient_bytes = 0;
