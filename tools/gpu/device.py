@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 MIB = 1 << 20
 _process = ctypes.CDLL(None)
@@ -54,6 +57,20 @@ def filled(but: int) -> Iterator[None]:
     finally:
         del hog
         settle()
+
+
+@contextlib.contextmanager
+def alone_over_nccl() -> Iterator[None]:
+    """The default group: this process alone, on the first device."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.cuda.set_device(0)
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

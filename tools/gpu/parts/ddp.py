@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tools.gpu import big_models
 from tools.gpu.check import Check, check, skipped
-from tools.gpu.device import NEEDS_HARDWARE, SIMULATED, settle
+from tools.gpu.device import NEEDS_HARDWARE, SIMULATED, alone_over_nccl, settle
 from torch import nn
 
 WARM_UP, ROUNDS = 40, 15  # our plan is found in the first steps
@@ -28,19 +25,12 @@ Step = Callable[[], None]
 
 def run(small: bool) -> Iterator[Check]:
     """Yields for each model the launches and waits, and on hardware idle gap and step time."""
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    torch.cuda.set_device(0)
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-        try:
-            for name, (make, batch, loss) in _models(small).items():
-                yield from _compare(
-                    name, _steps(make, batch, loss, SMALL_WARM_UP if small else WARM_UP)
-                )
-                settle()
-        finally:
-            dist.destroy_process_group()
+    with alone_over_nccl():
+        for name, (make, batch, loss) in _models(small).items():
+            yield from _compare(
+                name, _steps(make, batch, loss, SMALL_WARM_UP if small else WARM_UP)
+            )
+            settle()
 
 
 def _models(small: bool) -> dict[str, Any]:

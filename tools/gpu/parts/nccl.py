@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tools.gpu.check import Check, check, skipped
-from tools.gpu.device import SIMULATED, relative_difference
+from tools.gpu.device import SIMULATED, alone_over_nccl, relative_difference
 from torch import nn
 
 STEPS = 4
@@ -68,19 +66,12 @@ CASES: dict[str, tuple[Make, Draw, dict[str, Any], float]] = {
 
 def run(small: bool) -> Iterator[Check]:
     """Yields a check for each case: gradients, buffers, and those of a sizer's step in pieces."""
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    torch.cuda.set_device(0)
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-        try:
-            for name in CASES:
-                if name == "sparse" and SIMULATED:
-                    yield skipped(name, "the simulated device has no sparse tensors")
-                else:
-                    yield _case(name)
-        finally:
-            dist.destroy_process_group()
+    with alone_over_nccl():
+        for name in CASES:
+            if name == "sparse" and SIMULATED:
+                yield skipped(name, "the simulated device has no sparse tensors")
+            else:
+                yield _case(name)
 
 
 def _case(name: str) -> Check:

@@ -26,9 +26,10 @@ struct Outcome {
   std::vector<int64_t>
       split;  ///< rows per piece; a step given the same split repeats it bit by bit
   int64_t retries = 0;
-  int64_t peak_bytes = 0;       ///< of this rank's device during the step, retries included
-  std::vector<double> work_ms;  ///< by rank: ControlRecord::work_ms, or NaN; the straggler's is the largest
-  bool last = false;            ///< no rank has another batch
+  int64_t peak_bytes = 0;  ///< of this rank's device during the step, retries included
+  std::vector<double>
+      work_ms;        ///< by rank: ControlRecord::work_ms, or NaN; the straggler's is the largest
+  bool last = false;  ///< no rank has another batch
   std::vector<AttemptNote> attempts;
 };
 
