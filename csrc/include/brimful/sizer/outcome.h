@@ -27,8 +27,8 @@ struct Outcome {
       split;  ///< rows per piece; a step given the same split repeats it bit by bit
   int64_t retries = 0;
   int64_t peak_bytes = 0;  ///< of this rank's device during the step, retries included
-  std::vector<double>
-      work_ms;        ///< by rank: ControlRecord::work_ms, or NaN; the straggler's is the largest
+  /// By rank: that of its control record, or NaN; the largest is the straggler's.
+  std::vector<double> work_ms;
   bool last = false;  ///< no rank has another batch
   std::vector<AttemptNote> attempts;
 };
