@@ -1,16 +1,13 @@
 // Expandable segments: a range of addresses for each pool, in which pages come and go.
 #include <algorithm>
 #include <iterator>
+#include "base/units.h"
 #include "memory/caching_pool.h"
 
 namespace brimful::memory {
 namespace {
 
 constexpr int64_t kSmallPageBytes = 2 * kMiB;
-
-int64_t rounded_up(int64_t bytes, int64_t page) {
-  return (bytes + page - 1) / page * page;
-}
 
 }  // namespace
 
@@ -27,7 +24,7 @@ void CachingBlocks::add_unmapped_gaps() {
     const auto& block = at->second;
     const auto end = at->first + static_cast<uint64_t>(block.bytes);
     const auto bytes = static_cast<int64_t>(end - block.segment);
-    const auto all = rounded_up(std::max(span, bytes), page_bytes(block.pool));
+    const auto all = round_up(std::max(span, bytes), page_bytes(block.pool));
     if (all > bytes) {
       gaps[end] = {block.pool, block.segment, block.order, all - bytes, true, State::unmapped};
     }
@@ -84,7 +81,7 @@ CachingBlocks::At CachingBlocks::find_address_space(const Wanted& wanted) {
       return first;
     }
   }
-  const auto bytes = rounded_up(room_.total_bytes + room_.total_bytes / 8, page_bytes(wanted.pool));
+  const auto bytes = round_up(room_.total_bytes + room_.total_bytes / 8, page_bytes(wanted.pool));
   const auto address = behind_all_;
   behind_all_ += static_cast<uint64_t>(bytes);
   unmapped.insert(address);
@@ -95,7 +92,7 @@ CachingBlocks::At CachingBlocks::find_address_space(const Wanted& wanted) {
 
 /// Of an unmapped block the first pages that hold so many bytes; end() where the device has none left.
 CachingBlocks::At CachingBlocks::map(At block, int64_t bytes) {
-  const auto mapped = rounded_up(bytes, page_bytes(block->second.pool));
+  const auto mapped = round_up(bytes, page_bytes(block->second.pool));
   if (mapped > room_.free_bytes) {
     return blocks_.end();
   }
@@ -130,7 +127,7 @@ CachingBlocks::At CachingBlocks::make_expandable(const Wanted& wanted) {
 void CachingBlocks::unmap(At block) {
   const auto page = page_bytes(block->second.pool);
   const auto begin = static_cast<int64_t>(block->first - block->second.segment);
-  const auto first = rounded_up(begin, page);
+  const auto first = round_up(begin, page);
   const auto end = (begin + block->second.bytes) / page * page;
   if (first >= end) {
     return;

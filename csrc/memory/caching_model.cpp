@@ -74,7 +74,7 @@ int64_t caching_block_bytes(int64_t bytes, const CachingSettings& settings) {
     const auto power = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(bytes)));
     step = power / static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(divisions)));
   }
-  return (bytes + step - 1) / step * step;
+  return round_up(bytes, step);
 }
 
 CachingOutcome replay_caching(const std::vector<CachingSegment>& pool,

@@ -23,7 +23,8 @@ struct CachingSettings {
 };
 
 struct CachingBlock {
-  enum class State { cached, live, pending };  ///< pending: freed, but a stream still uses it
+  /// pending: freed, but a stream still uses it; unmapped: room of an expandable segment without pages, in no snapshot.
+  enum class State { cached, live, pending, unmapped };
   int64_t bytes = 0;
   State state = State::cached;
   int64_t searches = 0;  ///< for garbage collection: those since it was freed

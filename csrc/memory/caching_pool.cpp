@@ -1,6 +1,7 @@
 #include "memory/caching_pool.h"
 #include <algorithm>
 #include <iterator>
+#include "base/units.h"
 
 namespace brimful::memory {
 namespace {
@@ -15,9 +16,8 @@ int64_t segment_bytes_of(int64_t bytes, const CachingSettings& settings) {
   if (bytes <= kSmallBytes) {
     return kSmallSegmentBytes;
   }
-  return bytes < kSharedSegmentBytes
-             ? settings.large_segment_bytes
-             : (bytes + kSegmentStepBytes - 1) / kSegmentStepBytes * kSegmentStepBytes;
+  return bytes < kSharedSegmentBytes ? settings.large_segment_bytes
+                                     : round_up(bytes, kSegmentStepBytes);
 }
 
 }  // namespace
@@ -36,17 +36,15 @@ void CachingBlocks::add_segment(const CachingSegment& segment) {
   newest_ = std::max(newest_, segment.order);
   uint64_t address = segment.address;
   for (const auto& known : segment.blocks) {
-    const auto state = known.state == CachingBlock::State::cached ? State::cached
-                       : known.state == CachingBlock::State::live ? State::live
-                                                                  : State::pending;
     now_.reserved_bytes += known.bytes;
-    now_.allocated_bytes += state == State::live ? known.bytes : 0;
+    now_.allocated_bytes += known.state == State::live ? known.bytes : 0;
     if (!segment.is_private) {
-      const auto at = blocks_
-                          .emplace(address, Block{pool, segment.address, segment.order, known.bytes,
-                                                  segment.is_expandable, state, -known.searches})
-                          .first;
-      if (state == State::cached) {
+      const auto at =
+          blocks_
+              .emplace(address, Block{pool, segment.address, segment.order, known.bytes,
+                                      segment.is_expandable, known.state, -known.searches})
+              .first;
+      if (known.state == State::cached) {
         pools_[pool].cached.insert(fit_of(at));
       }
       behind_all_ = std::max(behind_all_, at->first + static_cast<uint64_t>(known.bytes));

@@ -21,7 +21,7 @@ class CachingBlocks {
   int64_t releases() const { return releases_; }
 
  private:
-  enum class State { cached, live, pending, unmapped };
+  using State = CachingBlock::State;
   /// Blocks serve requests of one stream and of one kind of size.
   struct PoolKey {
     uint64_t stream;

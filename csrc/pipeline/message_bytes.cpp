@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "base/units.h"
 #include "pipeline/form_bytes.h"
 
 namespace brimful::pipeline {
@@ -14,7 +15,7 @@ constexpr int64_t kAlignment = 64;
 enum Where : int64_t { kNowhere, kInside, kApart };
 
 int64_t aligned(int64_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  return round_up(bytes, kAlignment);
 }
 
 /// The form, and names of what was stashed; most messages have neither.

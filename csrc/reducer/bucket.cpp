@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/units.h"
 #include "reducer/scaled_copy.h"
 
 namespace brimful {
@@ -21,8 +22,7 @@ constexpr int64_t kSmallNumel =
     32768;  // below, an own loop beats the dispatcher; above, ATen's vectorised one wins
 
 int64_t aligned(int64_t numel, int64_t element_bytes) {
-  const int64_t step = kAlignmentBytes / element_bytes;
-  return (numel + step - 1) / step * step;
+  return round_up(numel, kAlignmentBytes / element_bytes);
 }
 
 int64_t reals_of(const at::Tensor& parameter) {

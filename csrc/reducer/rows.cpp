@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "base/units.h"
 #include "reducer/device_wait.h"
 #include "reducer/group_calls.h"
 #include "reducer/reducer_state.h"
@@ -19,7 +20,7 @@ namespace {
 constexpr int64_t kAlignmentBytes = 16;  // the largest element (complex double)
 
 int64_t aligned(int64_t bytes) {
-  return (bytes + kAlignmentBytes - 1) / kAlignmentBytes * kAlignmentBytes;
+  return round_up(bytes, kAlignmentBytes);
 }
 
 at::Tensor bytes_of(const at::Tensor& tensor) {
