@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import SIMULATED
 from rank_processes import raised, run_script
 from test_lost_ranks import at_once
 from test_lost_ranks_nccl import CLEAN_UP_ONLY, CYCLES_A_S, KINDS
@@ -23,6 +22,7 @@ import brimful
 two_devices = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two CUDA devices (torch.cuda.device_count() < 2)"
 )
+SIMULATED = hasattr(ctypes.CDLL(None), "sim_cuda_calls")
 pytestmark = [pytest.mark.gpu, two_devices]
 TIMEOUT_S = 4  # of the process group
 SOON_S = 2 * TIMEOUT_S + 4  # for a message, and for the verdict; and the machine may be busy
