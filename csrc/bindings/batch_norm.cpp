@@ -9,14 +9,6 @@
 namespace brimful {
 namespace {
 
-/// A weak reference, which may die with or without the GIL.
-std::shared_ptr<py::weakref> weak(const py::object& object) {
-  return {new py::weakref(object), [](py::weakref* reference) {
-            const py::gil_scoped_acquire gil;
-            delete reference;
-          }};
-}
-
 BatchNormState state_of(const py::object& module) {
   if (module.is_none()) {
     return {false, true, std::nullopt};
@@ -32,7 +24,7 @@ at::Tensor buffer_of(const py::object& module, const char* name) {
 }
 
 BatchNormModule batch_norm_of(const std::string& name, const py::object& object) {
-  const auto module = weak(object);
+  const auto module = shared_object(py::weakref(object));
   BatchNormModule made;
   made.name = name;
   made.state = [module] { return call_python([&] { return state_of((*module)()); }); };

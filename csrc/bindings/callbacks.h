@@ -2,7 +2,7 @@
 #include <string>
 #include <utility>
 
-#include "bindings/bindings.h"
+#include "bindings/gil.h"
 
 namespace brimful {
 
@@ -14,7 +14,7 @@ namespace brimful {
 /// Calls `fn`, which uses Python, from core code: takes the GIL and translates errors.
 template <typename Fn>
 auto call_python(Fn&& fn) {
-  const py::gil_scoped_acquire gil;
+  const Gil gil;
   try {
     return std::forward<Fn>(fn)();
   } catch (py::error_already_set& error) {

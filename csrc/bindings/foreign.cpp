@@ -11,11 +11,7 @@ void bind_foreign(py::module_& m) {
       .def(py::init([](std::vector<at::Tensor> parameters,
                        const c10::intrusive_ptr<c10d::ProcessGroup>& side_group,
                        py::function reduce) {
-             const std::shared_ptr<py::function> kept(new py::function(std::move(reduce)),
-                                                      [](py::function* function) {
-                                                        const py::gil_scoped_acquire gil;
-                                                        delete function;
-                                                      });
+             const auto kept = shared_object(std::move(reduce));
              return ForeignReducer::create(std::move(parameters), side_group, [kept](int source) {
                call_python([&] { (*kept)(source); });
              });

@@ -2,7 +2,7 @@
 #include <brimful/probes/loader_advice.h>
 #include <brimful/probes/monitor.h>
 #include <pybind11/functional.h>
-#include "bindings/bindings.h"
+#include "bindings/gil.h"
 #include "bindings/native_read.h"
 
 namespace brimful {
@@ -16,13 +16,9 @@ AddScalar as_add_scalar(const py::object& writer) {
   if (writer.is_none()) {
     return nullptr;
   }
-  auto method =
-      std::shared_ptr<py::object>(new py::object(writer.attr("add_scalar")), [](py::object* held) {
-        const py::gil_scoped_acquire gil;
-        delete held;
-      });
+  const auto method = shared_object(py::object(writer.attr("add_scalar")));
   return [method](const std::string& tag, double value, int64_t step) {
-    const py::gil_scoped_acquire gil;
+    const Gil gil;
     try {
       (*method)(tag, value, step);
     } catch (py::error_already_set& error) {

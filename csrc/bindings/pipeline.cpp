@@ -25,14 +25,6 @@ using pipeline::Stage;
 using pipeline::StageNote;
 using pipeline::Value;
 
-/// An object that threads without the GIL may let go of.
-std::shared_ptr<py::object> shared(py::object object) {
-  return {new py::object(std::move(object)), [](py::object* owned) {
-            const py::gil_scoped_acquire gil;
-            delete owned;
-          }};
-}
-
 /// Names of keywords that a stage takes; nothing: any.
 using KeywordNames = std::optional<std::vector<std::string>>;
 
@@ -54,12 +46,11 @@ py::dict keywords_of(const KeywordNames& names) {
 Stage stage_of(const PythonStage& parts) {
   Stage stage;
   stage.name = std::get<0>(parts);
-  stage.forward = [forward = shared(std::get<1>(parts)),
+  stage.forward = [forward = shared_object(std::get<1>(parts)),
                    names = std::get<5>(parts)](const Value& input) {
     return call_python([&] {
       const auto keywords = keywords_of(names);
-      return as_value(keywords.empty() ? (*forward)(as_object(input))
-                                       : (*forward)(as_object(input), **keywords));
+      return as_value(call_or_stop_at_exit(*forward, py::make_tuple(as_object(input)), keywords));
     });
   };
   stage.parameters = std::get<2>(parts);
@@ -119,8 +110,10 @@ class PythonPipeline {
       });
     };
     work.loss = [&](int i, int64_t begin, int64_t end, const Value& output) {
-      return call_python(
-          [&] { return as_piece_loss(loss_fn(as_object(output), targets[i]), end - begin); });
+      return call_python([&] {
+        const auto call = py::make_tuple(as_object(output), targets[i]);
+        return as_piece_loss(call_or_stop_at_exit(loss_fn, call), end - begin);
+      });
     };
     return noted([&] {
       const py::gil_scoped_release no_gil;
@@ -267,7 +260,7 @@ void set_schedule(const py::object& schedule, pipeline::PipelineOptions& options
                      "a schedule is a name, a Schedule, or a function of a number of microbatches "
                      "(type: ",
                      py::str(py::type::handle_of(schedule)).cast<std::string>(), ")");
-    options.schedule_for = [make = shared(schedule)](int microbatches) {
+    options.schedule_for = [make = shared_object(schedule)](int microbatches) {
       return call_python([&] { return (*make)(microbatches).cast<pipeline::Schedule>(); });
     };
   }
@@ -309,8 +302,8 @@ std::unique_ptr<PythonPipeline> make_pipeline(
     options.keepers.push_back(keeper_of(capture, restore));
   }
   if (before_action) {
-    options.before_action = [call = shared(*before_action)](int rank, int index,
-                                                            const pipeline::Action& action) {
+    options.before_action = [call = shared_object(*before_action)](int rank, int index,
+                                                                   const pipeline::Action& action) {
       call_python([&] { (*call)(rank, index, pipeline::to_text(action)); });
     };
   }

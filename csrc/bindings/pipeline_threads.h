@@ -72,7 +72,7 @@ class PythonThread {
   ~PythonThread() {
     threads_->remove(ident_);
     if (Py_IsInitialized() != 0) {
-      PyEval_RestoreThread(state_);
+      or_stop_at_exit([&] { PyEval_RestoreThread(state_); });
       PyGILState_Release(ensured_);
     }
   }

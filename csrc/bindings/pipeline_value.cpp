@@ -21,14 +21,14 @@ class PythonForm : public pipeline::Form {
  public:
   explicit PythonForm(py::object skeleton) : skeleton_(std::move(skeleton)) {}
   ~PythonForm() override {
-    const py::gil_scoped_acquire gil;
+    const Gil gil;
     skeleton_ = py::object();
   }
   PythonForm(const PythonForm&) = delete;
   PythonForm& operator=(const PythonForm&) = delete;
 
   std::string describe() const override {
-    const py::gil_scoped_acquire gil;
+    const Gil gil;
     return type_name(skeleton_);
   }
   void write(pipeline::FormWriter& writer) const override {

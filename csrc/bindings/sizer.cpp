@@ -35,17 +35,12 @@ PieceLoss as_piece_loss(const py::object& result, int64_t rows) {
 }
 
 Transaction::Keeper keeper_of(py::function capture, py::function restore) {
-  // Leaked with the interpreter: a keeper may outlive it.
   struct Python {
     py::function capture;
     py::function restore;
     py::object state;
   };
-  auto* python = new Python{std::move(capture), std::move(restore), py::none()};
-  const std::shared_ptr<Python> kept(python, [](Python* p) {
-    const py::gil_scoped_acquire gil;
-    delete p;
-  });
+  const auto kept = shared_object(Python{std::move(capture), std::move(restore), py::none()});
   return {[kept] { call_python([&] { kept->state = kept->capture(); }); },
           [kept] { call_python([&] { kept->restore(kept->state); }); }};
 }

@@ -25,7 +25,7 @@ class With {
     call_python([&] { manager_.attr("__enter__")(); });
   }
   ~With() {
-    const py::gil_scoped_acquire gil;
+    const Gil gil;
     try {
       manager_.attr("__exit__")(py::none(), py::none(), py::none());
     } catch (py::error_already_set& error) {

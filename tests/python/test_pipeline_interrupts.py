@@ -248,3 +248,24 @@ def test_a_program_with_an_abandoned_stage_ends():
         [sys.executable, "-c", program], capture_output=True, timeout=40, text=True
     )
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
+def test_an_abandoned_stage_that_ends_with_the_interpreter_ends_the_program_cleanly():
+    program = (
+        "import os, signal, sys, threading, time, torch, brimful\n"
+        "reading, writing = os.pipe()\n"
+        "class EndsLate:\n"
+        "    def __del__(self, write=os.write, to=writing, sleep=time.sleep):\n"
+        "        write(to, b'x')\n"
+        "        sleep(1)\n"
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "pipe = brimful.Pipeline([torch.nn.Linear(4, 4), lambda h: os.read(reading, 1) and h],\n"
+        "                        microbatches=2, loss_fn=torch.nn.functional.mse_loss)\n"
+        "try:\n    pipe.step(torch.ones(4, 4), torch.ones(4, 4))\n"
+        "except KeyboardInterrupt:\n    print('interrupted', flush=True)\n"
+        "sys.modules['ends_late'] = EndsLate()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=40, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
