@@ -1,6 +1,6 @@
 #pragma once
 #include "bindings/bindings.h"
-#include "pipeline/form_bytes.h"
+#include "pipeline/transport/form_bytes.h"
 
 namespace brimful {
 

@@ -14,7 +14,7 @@
 #include "bindings/pipeline_threads.h"
 #include "bindings/pipeline_value.h"
 #include "bindings/sizer_parts.h"
-#include "pipeline/peers.h"
+#include "pipeline/transport/peers.h"
 
 namespace brimful {
 namespace {

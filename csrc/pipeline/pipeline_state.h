@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <atomic>
 
-#include "pipeline/peers.h"
 #include "pipeline/replicas.h"
 #include "pipeline/tied_weights.h"
+#include "pipeline/transport/peers.h"
 #include "sizer/one_call.h"
 
 namespace brimful::pipeline {

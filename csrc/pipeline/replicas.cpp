@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <unordered_map>
 
-#include "pipeline/messages.h"
+#include "pipeline/schedule/messages.h"
 
 namespace brimful::pipeline {
 namespace {

@@ -11,8 +11,8 @@
 
 #include "base/chrome_trace.h"
 #include "base/format.h"
-#include "pipeline/peers.h"
-#include "pipeline/picture_parts.h"
+#include "pipeline/schedule/picture_parts.h"
+#include "pipeline/transport/peers.h"
 
 namespace brimful::pipeline {
 namespace {

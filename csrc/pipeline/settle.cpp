@@ -8,7 +8,7 @@
 
 #include <limits>
 
-#include "pipeline/caller_gradients.h"
+#include "pipeline/executor/caller_gradients.h"
 #include "pipeline/pipeline_state.h"
 #include "sizer/loss_scale.h"
 

@@ -1,60 +1,60 @@
 brimful_sources(LIGHT
-  checker.cpp
-  communication.cpp
-  findings.cpp
-  picture_svg.cpp
-  picture_text.cpp
-  places.cpp
-  schedule.cpp
-  schedule_text.cpp
-  schedules.cpp
-  simulate.cpp
-  v_schedules.cpp
-  walk.cpp)
+  schedule/checker.cpp
+  schedule/communication.cpp
+  schedule/findings.cpp
+  schedule/picture_svg.cpp
+  schedule/picture_text.cpp
+  schedule/places.cpp
+  schedule/schedule.cpp
+  schedule/schedule_text.cpp
+  schedule/schedules.cpp
+  schedule/simulate.cpp
+  schedule/v_schedules.cpp
+  schedule/walk.cpp)
 brimful_sources(HEAVY
-  abandon.cpp
   attempt.cpp
   balance.cpp
-  box_channel.cpp
-  caller_gradients.cpp
-  copy_lane.cpp
-  device_lane.cpp
-  draw_watch.cpp
-  executor.cpp
   failure.cpp
-  form_bytes.cpp
-  graph_cut.cpp
-  group_channel.cpp
-  ivalue_form.cpp
-  keywords.cpp
-  known_parameters.cpp
-  lane_watch.cpp
-  local_socket.cpp
-  message_bytes.cpp
   nn_stages.cpp
-  peer_links.cpp
-  peers.cpp
   pipeline.cpp
   pipeline_setup.cpp
-  progress.cpp
-  random_state.cpp
-  rank_run.cpp
   replicas.cpp
   report.cpp
-  run_engine.cpp
   settle.cpp
-  skips.cpp
-  skips_outside.cpp
-  split_backward.cpp
-  split_nodes.cpp
-  stage_run.cpp
-  streams.cpp
   tied_weights.cpp
-  transfer.cpp
-  turns.cpp
-  value.cpp)
+  backward/graph_cut.cpp
+  backward/known_parameters.cpp
+  backward/run_engine.cpp
+  backward/split_backward.cpp
+  backward/split_nodes.cpp
+  executor/abandon.cpp
+  executor/caller_gradients.cpp
+  executor/draw_watch.cpp
+  executor/executor.cpp
+  executor/keywords.cpp
+  executor/progress.cpp
+  executor/random_state.cpp
+  executor/rank_run.cpp
+  executor/skips.cpp
+  executor/skips_outside.cpp
+  executor/stage_run.cpp
+  executor/turns.cpp
+  transport/box_channel.cpp
+  transport/copy_lane.cpp
+  transport/device_lane.cpp
+  transport/form_bytes.cpp
+  transport/group_channel.cpp
+  transport/ivalue_form.cpp
+  transport/lane_watch.cpp
+  transport/local_socket.cpp
+  transport/message_bytes.cpp
+  transport/peer_links.cpp
+  transport/peers.cpp
+  transport/streams.cpp
+  transport/transfer.cpp
+  transport/value.cpp)
 if(brimful_torch_cuda)
-  brimful_sources(HEAVY_ALONE nccl_pair.cpp)
+  brimful_sources(HEAVY_ALONE transport/nccl_pair.cpp)
 else()
-  brimful_sources(HEAVY_ALONE nccl_pair_absent.cpp)
+  brimful_sources(HEAVY_ALONE transport/nccl_pair_absent.cpp)
 endif()

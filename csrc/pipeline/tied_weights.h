@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "pipeline/peers.h"
+#include "pipeline/transport/peers.h"
 
 namespace brimful::pipeline {
 

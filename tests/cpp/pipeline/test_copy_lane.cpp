@@ -10,8 +10,8 @@
 #include <atomic>
 #include <thread>
 
-#include "pipeline/local_channel.h"
-#include "pipeline/skips.h"
+#include "pipeline/executor/skips.h"
+#include "pipeline/transport/local_channel.h"
 #include "support/slow_device.h"
 #include "support/watchdog.h"
 

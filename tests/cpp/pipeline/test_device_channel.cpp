@@ -12,7 +12,7 @@
 #include <atomic>
 #include <thread>
 
-#include "pipeline/peers.h"
+#include "pipeline/transport/peers.h"
 #include "support/checks.h"
 #include "support/fake_nccl.h"
 #include "support/slow_device.h"

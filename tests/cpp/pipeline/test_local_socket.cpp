@@ -1,5 +1,5 @@
 // Bytes between two processes of one host, here two threads.
-#include "pipeline/local_socket.h"
+#include "pipeline/transport/local_socket.h"
 
 #include <c10/util/Exception.h>
 

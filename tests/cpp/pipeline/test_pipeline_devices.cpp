@@ -16,7 +16,7 @@
 #include <numeric>
 #include <thread>
 
-#include "pipeline/peers.h"
+#include "pipeline/transport/peers.h"
 #include "support/checks.h"
 #include "support/fake_nccl.h"
 #include "support/gpu.h"

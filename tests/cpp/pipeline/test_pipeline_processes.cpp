@@ -5,7 +5,7 @@
 #include <brimful/pipeline/pipeline.h>
 #include <brimful/pipeline/schedules.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include "pipeline/peers.h"
+#include "pipeline/transport/peers.h"
 #include "support/catch.h"
 #include "support/checks.h"
 #include "support/quiet_log.h"

@@ -1,0 +1,172 @@
+// How a run ends, where not all actions have run: by a failure, or from outside, which does not wait for ever.
+#include <ATen/core/Tensor.h>
+#include <brimful/log.h>
+#include <brimful/pipeline/schedule_text.h>
+#include <brimful/step/oom.h>
+
+#include "pipeline/executor/executor_impl.h"
+#include "pipeline/failure.h"
+
+namespace brimful::pipeline {
+namespace {
+constexpr std::chrono::milliseconds kLook{50};
+
+/// Of the executor whose thread this is; each has a number of its own.
+thread_local uint64_t executor_here = 0;
+}  // namespace
+
+void Executor::Impl::enter_thread() const {
+  executor_here = number_;
+}
+
+// Called when the handler has ended, so that only the pointer pins the frames in which memory ran out.
+void Executor::Impl::note_failure(int rank, int index, std::exception_ptr error) {
+  {
+    const std::lock_guard lock(failure_mutex_);
+    if (!job_.result.failure) {
+      Failure failure;
+      failure.rank = rank;
+      failure.index = index;
+      failure.action = job_.schedule.ranks[rank][index];
+      const auto& run = runs_[failure.action.stage];
+      failure.stage = run.stage->name;
+      failure.shapes = run.flights[failure.action.microbatch].input_shapes();
+      failure.text = brimful::describe(error);
+      failure.out_of_memory = is_out_of_memory(error);
+      failure.error = failure.out_of_memory ? nullptr : std::move(error);
+      job_.result.failure = std::move(failure);
+    }
+  }
+  cancel();
+}
+
+void Executor::Impl::end_from_outside() {
+  ended_.store(true, std::memory_order_relaxed);
+  cancel();
+}
+
+void Executor::Impl::cancel() {
+  cancelled_.store(true, std::memory_order_release);
+  for (auto& bell : bells_) {
+    bell.ring();
+  }
+}
+
+void Executor::Impl::end_work(int rank) {
+  places_[rank].idle.store(true, std::memory_order_release);
+  const std::lock_guard lock(idle_mutex_);
+  if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    idle_.notify_all();
+  }
+}
+
+void Executor::Impl::await_ranks() {
+  std::unique_lock lock(idle_mutex_);
+  idle_.wait(lock, [&] { return running_.load(std::memory_order_acquire) == 0; });
+}
+
+bool Executor::Impl::await_ranks(std::chrono::milliseconds patience) {
+  std::unique_lock lock(idle_mutex_);
+  return idle_.wait_for(lock, patience,
+                        [&] { return running_.load(std::memory_order_acquire) == 0; });
+}
+
+void Executor::Impl::ask_for_interrupt(std::exception_ptr& thrown) const {
+  if (!options.interrupt) {
+    return;
+  }
+  try {
+    options.interrupt();
+  } catch (...) {
+    thrown = std::current_exception();
+  }
+}
+
+bool Executor::Impl::await_end(std::exception_ptr& interrupted) {
+  using Clock = std::chrono::steady_clock;
+  std::optional<Clock::time_point> end;
+  while (!await_ranks(kLook)) {
+    std::exception_ptr again;
+    ask_for_interrupt(interrupted ? again : interrupted);
+    if (interrupted) {
+      cancel();
+    }
+    if (again) {
+      return false;
+    }
+    if (!end && (interrupted || ended_.load(std::memory_order_acquire))) {
+      end = Clock::now() + options.patience;
+    }
+    if (end && Clock::now() >= *end && !await_ranks(std::chrono::milliseconds(0))) {
+      return false;
+    }
+  }
+  if (!interrupted) {
+    ask_for_interrupt(interrupted);
+  }
+  return true;
+}
+
+// Their threads go on; this object lives as long as the last of them.
+void Executor::Impl::abandon() {
+  std::string text;
+  for (int i = 0; i < ranks(); ++i) {
+    if (places_[i].idle.load(std::memory_order_acquire)) {
+      continue;
+    }
+    const auto& order = job_.schedule.ranks[first_rank() + i];
+    const auto done = places_[i].done.load(std::memory_order_relaxed);
+    if (done < std::ssize(order)) {
+      text += (text.empty() ? "" : ", ") + to_text(order[done]) + " (" +
+              words_for(order[done].kind) + " of microbatch " +
+              std::to_string(order[done].microbatch) + " in stage " +
+              std::to_string(order[done].stage) + ")";
+    }
+    for (size_t stage = 0; stage < runs_.size(); ++stage) {
+      if (rank_of_stage_[stage] == first_rank() + i) {
+        drop_late_gradients(*runs_[stage].stage);
+      }
+    }
+  }
+  abandoned_text_ = text.empty() ? "the end of a step" : text;
+  turns_.abandon();
+  self_ = shared_from_this();
+  abandoned_.store(true, std::memory_order_release);
+  for (auto& thread : threads_) {
+    thread.detach();
+  }
+  stop();
+  log(LogLevel::warning, "a step was ended while " + abandoned_text_ +
+                             " went on; the pipeline cannot be used any more");
+}
+
+// What comes out of an abandoned backward would be added to the gradients of steps that the program makes without it.
+void Executor::Impl::drop_late_gradients(const Stage& stage) {
+  for (const auto& parameter : stage.parameters) {
+    if (parameter.requires_grad()) {
+      late_gradients_.push_back(parameter.grad());  // a sum that is under way writes there
+      parameter.register_hook([number = number_](const at::Tensor& /*gradient*/) {
+        if (executor_here == number) {
+          throw Cancelled();
+        }
+      });
+    }
+  }
+}
+
+void Executor::Impl::leave_thread() {
+  if (threads_left_.fetch_sub(1, std::memory_order_acq_rel) == 1 &&
+      abandoned_.load(std::memory_order_acquire)) {
+    const auto self = std::move(self_);
+  }
+}
+
+std::string Executor::Impl::abandoned() const {
+  return abandoned_.load(std::memory_order_acquire) ? abandoned_text_ : "";
+}
+
+std::string Executor::abandoned() const {
+  return impl_->abandoned();
+}
+
+}  // namespace brimful::pipeline

@@ -1,0 +1,373 @@
+#include <ATen/Parallel.h>
+#include <brimful/pipeline/schedule_text.h>
+#include <brimful/step/oom.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/thread_name.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "pipeline/executor/caller_state.h"
+#include "pipeline/executor/draw_watch.h"
+#include "pipeline/executor/executor_impl.h"
+
+namespace brimful::pipeline {
+namespace {
+using Clock = std::chrono::steady_clock;
+
+std::atomic<uint64_t> executors{0};
+
+int64_t now_ns() {
+  return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
+}
+}  // namespace
+
+Executor::Executor(std::vector<Stage> stages, ExecutorOptions options)
+    : impl_(std::make_shared<Impl>(std::move(stages), std::move(options))) {}
+Executor::~Executor() = default;
+StepResult Executor::run(const Schedule& schedule, const StepWork& work) {
+  return impl_->run(schedule, work);
+}
+void Executor::cancel() {
+  impl_->end_from_outside();
+}
+const std::vector<Stage>& Executor::stages() const {
+  return impl_->stages;
+}
+const ExecutorOptions& Executor::options() const {
+  return impl_->options;
+}
+int Executor::ranks() const {
+  return impl_->all_ranks();
+}
+
+Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
+    : stages(std::move(stages_of_model)),
+      options(std::move(wanted)),
+      bells_(ranks()),
+      places_(ranks()),
+      turns_(options.devices, cancelled_),
+      number_(++executors) {
+  TORCH_CHECK_VALUE(!stages.empty(), "a pipeline has at least one stage (stages: 0)");
+  TORCH_CHECK_VALUE(
+      !options.devices.empty() && options.devices.size() <= stages.size(),
+      "a pipeline has one device for each rank, and at least one stage for each (devices: ",
+      options.devices.size(), ", stages: ", stages.size(), ")");
+  TORCH_CHECK_VALUE(!options.peers || ranks() == 1,
+                    "a process of several has one rank, with one device (devices: ", ranks(), ")");
+  const bool crowded = ranks() > static_cast<int>(std::thread::hardware_concurrency());
+  for (auto& bell : bells_) {
+    bell.set_spin(crowded ? std::chrono::microseconds(0) : options.spin);
+  }
+  const int callers_threads = at::get_num_threads();
+  running_.store(ranks(), std::memory_order_relaxed);
+  try {
+    for (int rank = 0; rank < ranks(); ++rank) {
+      threads_.emplace_back([this, rank, callers_threads] {
+        at::get_num_threads();  // a thread's first look would else undo what it is told here
+        const int share = std::max(1, callers_threads / ranks());
+        at::set_num_threads(options.threads_per_rank > 0 ? options.threads_per_rank : share);
+        thread_main(rank);
+      });
+    }
+  } catch (...) {  // those that began would be joined for ever
+    stop();
+    throw;
+  }
+  await_ranks();
+  at::set_num_threads(callers_threads);  // of threads to come: the stages have set it for all
+}
+
+Executor::Impl::~Impl() {
+  if (is_forked()) {
+    for (auto& thread : threads_) {
+      thread.detach();
+    }
+    return;
+  }
+  stop();
+}
+
+void Executor::Impl::stop() {
+  stop_.store(true, std::memory_order_release);
+  for (auto& bell : bells_) {
+    bell.ring();
+  }
+}
+
+bool Executor::Impl::is_forked() const {
+  return ::getpid() != process_;
+}
+
+void Executor::Impl::place_stages(const Schedule& schedule) {
+  const bool all_here = !options.peers;
+  TORCH_CHECK_VALUE((!all_here || schedule.stages == std::ssize(stages)) &&
+                        std::ssize(schedule.ranks) == all_ranks(),
+                    "the schedule is for another pipeline (", schedule.name,
+                    ": stages: ", schedule.stages, ", ranks: ", schedule.ranks.size(),
+                    "; pipeline: stages", all_here ? "" : " of this process", ": ", stages.size(),
+                    ", ranks: ", all_ranks(), ")");
+  auto placed = pipeline::rank_of_stage(schedule);
+  const auto here =
+      std::count_if(placed.begin(), placed.end(), [&](int rank) { return is_here(rank); });
+  TORCH_CHECK_VALUE(here == std::ssize(stages),
+                    "the schedule gives the ranks of this process another number of stages (",
+                    schedule.name, ": ", here, ", pipeline: ", stages.size(), ")");
+  if (placed != rank_of_stage_) {
+    rank_of_stage_ = std::move(placed);
+    connect();
+  }
+}
+
+Channel* Executor::Impl::connect(int from, int to, int number) {
+  if (is_here(from) && is_here(to)) {
+    const auto& devices = options.devices;
+    channels_.push_back(std::make_unique<LocalChannel>(
+        bells_[to - first_rank()], cancelled_,
+        CopyLane::between(devices[from - first_rank()], devices[to - first_rank()])));
+  } else if (is_here(from) || is_here(to)) {
+    channels_.push_back(options.peers->channel(from, to, number));
+  } else {
+    return nullptr;
+  }
+  return channels_.back().get();
+}
+
+void Executor::Impl::connect() {
+  const auto count = static_cast<int>(rank_of_stage_.size());
+  runs_.clear();
+  runs_.resize(count);
+  channels_.clear();
+  size_t next = 0;
+  for (int stage = 0; stage < count; ++stage) {
+    auto& run = runs_[stage];
+    run.index = stage;
+    const int rank = rank_of_stage_[stage];
+    if (is_here(rank)) {
+      run.stage = &stages[next++];
+      run.device = options.devices[rank - first_rank()];
+    }
+  }
+  for (int stage = 0; stage + 1 < count; ++stage) {
+    const int rank = rank_of_stage_[stage];
+    const int following = rank_of_stage_[stage + 1];
+    auto* const forward = connect(rank, following, 2 * stage);
+    auto* const backward = connect(following, rank, 2 * stage + 1);
+    runs_[stage].outputs = runs_[stage + 1].inputs = forward;
+    runs_[stage].output_gradients = runs_[stage + 1].input_gradients = backward;
+  }
+}
+
+void Executor::Impl::prepare(const Schedule& schedule, const StepWork& work, StepResult& result) {
+  const auto microbatches = static_cast<size_t>(schedule.microbatches);
+  for (const auto& order : schedule.ranks) {
+    for (const auto& action : order) {
+      TORCH_CHECK_VALUE(action.microbatch >= 0 && action.microbatch < schedule.microbatches,
+                        "the schedule has an action of a microbatch that is not there (action: ",
+                        to_text(action), ", microbatches: ", schedule.microbatches, ")");
+    }
+  }
+  for (auto& run : runs_) {
+    run.begin(schedule, rank_of_stage_);
+  }
+  for (const auto& channel : channels_) {
+    channel->reset(schedule.microbatches, work.rows);
+  }
+  result.losses.resize(work.loss ? microbatches : 0);
+  result.outputs.resize(work.loss ? 0 : microbatches);
+  result.times.resize(all_ranks());
+}
+
+StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
+  TORCH_CHECK(!abandoned_, "the pipeline was abandoned (under way: ", abandoned_text_,
+              "); make a new one");
+  TORCH_CHECK_VALUE(!is_forked(),
+                    "a pipeline does not go along into a forked process (made in process: ",
+                    process_, "); make it there");
+  place_stages(schedule);
+  Job job{schedule, work};
+  job.caller.emplace();
+  job.result.begin_ns = now_ns();
+  prepare(schedule, work, job.result);
+  job.keep_casts = at::autocast::is_autocast_cache_enabled();
+  for (const auto device : options.devices) {
+    job.autocast |= at::autocast::is_autocast_enabled(device.type());
+    if (!device.is_cpu()) {
+      job.streams.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    }
+  }
+  begin_job(std::move(job));
+  turns_.begin(schedule.stages);
+  wake_ranks();
+  std::exception_ptr interrupted;
+  if (!await_end(interrupted)) {
+    abandon();
+    StepResult left;
+    left.interrupted = std::move(interrupted);
+    left.cancelled = left.abandoned = true;
+    return left;
+  }
+  for (const auto& channel : channels_) {
+    channel->flush();
+  }
+  auto result = std::move(job_.result);
+  end_job();
+  skips_.clear();
+  result.end_ns = now_ns();
+  result.interrupted = std::move(interrupted);
+  finish(schedule, result);
+  return result;
+}
+
+void Executor::Impl::wake_ranks() {
+  cancelled_.store(false, std::memory_order_relaxed);
+  ended_.store(false, std::memory_order_relaxed);
+  running_.store(ranks(), std::memory_order_relaxed);
+  for (auto& place : places_) {
+    place.idle.store(false, std::memory_order_relaxed);
+  }
+  job_number_.fetch_add(1, std::memory_order_release);
+  for (auto& bell : bells_) {
+    bell.ring();
+  }
+}
+
+void Executor::Impl::finish(const Schedule& schedule, StepResult& result) {
+  result.cancelled = ended_.exchange(false, std::memory_order_acq_rel);
+  std::string left;
+  for (auto& run : runs_) {
+    result.peak_live.push_back(run.peak_live);
+    result.peak_live_bytes.push_back(run.peak_live_bytes);
+    result.split_notes.push_back(run.split_note);
+    std::move(run.caller_gradients.begin(), run.caller_gradients.end(),
+              std::back_inserter(result.caller_gradients));
+    run.caller_gradients.clear();
+    left = left.empty() && run.stage != nullptr ? run.left_undone() : left;
+  }
+  const bool is_cancelled = cancelled_.load(std::memory_order_relaxed) || result.interrupted;
+  result.drew_together = turns_.end(!is_cancelled && left.empty());
+  if (is_cancelled || !left.empty()) {  // what was under way pins memory
+    result.caller_gradients.clear();
+    for (auto& run : runs_) {
+      run.drop();
+    }
+    for (const auto& channel : channels_) {
+      channel->reset(schedule.microbatches, 0);
+    }
+  }
+  TORCH_CHECK_VALUE(is_cancelled || left.empty(), "the schedule has ended with work left (", left,
+                    " and what comes after it); check() says what is missing");
+}
+
+void Executor::Impl::thread_main(int rank) {
+  c10::setThreadName("pipeline " + std::to_string(rank));
+  const auto scope = options.thread_scope ? options.thread_scope() : nullptr;
+  enter_thread();
+  end_work(rank);
+  uint64_t done = 0;
+  while (true) {
+    bells_[rank].wait_until([&] {
+      return job_number_.load(std::memory_order_acquire) != done ||
+             stop_.load(std::memory_order_acquire);
+    });
+    if (stop_.load(std::memory_order_acquire)) {
+      return leave_thread();
+    }
+    ++done;
+    run_rank(rank);
+    end_work(rank);
+  }
+}
+
+void Executor::Impl::run_rank(int rank) {
+  const c10::DeviceGuard device(options.devices[rank]);
+  std::optional<c10::MultiStreamGuard> streams;  // of all devices: a copy waits for its source's
+  if (!job_.streams.empty()) {
+    streams.emplace(job_.streams);
+  }
+  const CallerState state(*job_.caller, job_.autocast, job_.keep_casts);
+  const EvidenceScope evidence(options.devices[rank]);
+  const DrawWatch watch(turns_.watches());
+  RankRun run(job_.work, skips_, job_.result, options.trace, places_[rank].waits, turns_, rank,
+              cancelled_);
+  run_actions(first_rank() + rank, run);
+  if (cancelled_.load(std::memory_order_acquire)) {
+    drop_stages(first_rank() + rank);
+  }
+}
+
+// By the thread that made what they hold.
+void Executor::Impl::drop_stages(int rank) {
+  for (auto& stage : runs_) {
+    if (rank_of_stage_[stage.index] == rank) {
+      stage.drop();
+    }
+  }
+}
+
+void Executor::Impl::run_actions(int rank, RankRun& run) {
+  const auto& order = job_.schedule.ranks[rank];
+  auto& times = job_.result.times[rank];
+  int64_t began = 0;
+  auto& place = places_[rank - first_rank()];
+  if (options.trace) {
+    times.reserve(order.size());
+    began = now_ns();
+  }
+  for (size_t i = 0; i < order.size(); ++i) {
+    if (cancelled_.load(std::memory_order_relaxed)) {
+      return drain(rank, i, run);
+    }
+    const auto& action = order[i];
+    place.began_ns.store(began, std::memory_order_relaxed);
+    place.done.store(static_cast<int64_t>(i), std::memory_order_relaxed);
+    std::exception_ptr error;
+    try {
+      if (job_.work.refused) {
+        std::rethrow_exception(job_.work.refused);
+      }
+      if (options.before_action) {
+        options.before_action(rank, static_cast<int>(i), action);
+      }
+      run.run(runs_[action.stage], action);
+    } catch (const PeerFailed&) {
+      job_.result.peer_failed = true;
+      cancel();
+      return drain(rank, i, run);
+    } catch (const Cancelled&) {
+      return drain(rank, i, run);
+    } catch (...) {
+      error = std::current_exception();
+      if (options.translate) {
+        error = options.translate(std::move(error));
+      }
+    }
+    if (error) {
+      note_failure(rank, static_cast<int>(i), std::move(error));
+      return drain(rank, i, run);
+    }
+    if (options.trace) {
+      const auto ended = now_ns();
+      times.push_back({action, run.waited_ns(), began + run.waited_ns(), ended});
+      began = ended;
+    }
+  }
+  place.done.store(std::ssize(order), std::memory_order_relaxed);
+}
+
+// Other processes wait for the messages of this one, and send theirs, whatever has happened: each is made up for by one
+// that says so.
+void Executor::Impl::drain(int rank, size_t from, RankRun& run) {
+  if (!options.peers) {
+    return;
+  }
+  drop_stages(rank);  // what comes needs memory
+  const auto& order = job_.schedule.ranks[rank];
+  for (size_t i = from; i < order.size(); ++i) {
+    run.make_up(runs_[order[i].stage], order[i]);
+  }
+}
+
+}  // namespace brimful::pipeline

@@ -1,0 +1,135 @@
+#include <ATen/ATen.h>
+#include <ATen/core/Dict.h>
+#include <ATen/core/List.h>
+#include <ATen/core/ivalue.h>
+#include <brimful/pipeline/value.h>
+
+#include <sstream>
+
+#include "pipeline/transport/ivalue_form.h"
+#include "pipeline/transport/shapes.h"
+
+namespace brimful::pipeline {
+namespace {
+
+/// The structure with each tensor replaced by what `replace` makes of it.
+template <typename Replace>
+c10::IValue rebuilt(const c10::IValue& part, const Replace& replace) {
+  if (part.isTensor()) {
+    return replace(part.toTensor());
+  }
+  if (part.isTuple()) {
+    const auto& tuple = part.toTupleRef();
+    std::vector<c10::IValue> items;
+    for (const auto& item : tuple.elements()) {
+      items.push_back(rebuilt(item, replace));
+    }
+    return c10::ivalue::Tuple::createNamed(std::move(items), tuple.type());
+  }
+  if (part.isList()) {
+    const auto whole = part.toList();
+    c10::impl::GenericList list(whole.elementType());
+    for (const auto& item : part.toListRef()) {
+      list.push_back(rebuilt(item, replace));
+    }
+    return list;
+  }
+  if (part.isGenericDict()) {
+    const auto whole = part.toGenericDict();
+    c10::impl::GenericDict dict(whole.keyType(), whole.valueType());
+    for (const auto& entry : whole) {
+      dict.insert(entry.key(), rebuilt(entry.value(), replace));
+    }
+    return dict;
+  }
+  return part;
+}
+
+bool has_rows(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.dim() > 0;
+}
+}  // namespace
+
+std::string shapes_of(const std::vector<at::Tensor>& tensors) {
+  return Shapes(tensors).to_text();
+}
+
+Shapes::Shapes(const std::vector<at::Tensor>& tensors) {
+  shapes_.reserve(tensors.size());
+  for (const auto& tensor : tensors) {
+    auto& shape = shapes_.emplace_back();
+    if (tensor.defined()) {
+      shape.emplace(Shape{at::DimVector(tensor.sizes()), tensor.scalar_type()});
+    }
+  }
+}
+
+std::string Shapes::to_text() const {
+  std::ostringstream text;
+  for (size_t i = 0; i < shapes_.size(); ++i) {
+    text << (i == 0 ? "" : ", ");
+    if (shapes_[i]) {
+      text << at::IntArrayRef(shapes_[i]->sizes) << ' ' << shapes_[i]->dtype;
+    } else {
+      text << "none";
+    }
+  }
+  return shapes_.empty() ? "no tensor" : text.str();
+}
+
+Value value_of(const c10::IValue& ivalue) {
+  Value value;
+  if (ivalue.isTensor()) {
+    value.tensors.push_back(ivalue.toTensor());
+    return value;
+  }
+  auto skeleton = rebuilt(ivalue, [&](const at::Tensor& tensor) {
+    value.tensors.push_back(tensor);
+    return at::Tensor();
+  });
+  value.form = std::make_shared<IValueForm>(std::move(skeleton));
+  return value;
+}
+
+c10::IValue to_ivalue(const Value& value) {
+  if (value.form == nullptr) {
+    if (value.tensors.size() == 1) {
+      return value.tensors[0];
+    }
+    return c10::ivalue::Tuple::create(
+        std::vector<c10::IValue>(value.tensors.begin(), value.tensors.end()));
+  }
+  const auto* form = dynamic_cast<const IValueForm*>(value.form.get());
+  TORCH_CHECK_TYPE(form != nullptr, "a value of another language reached a stage of C++ (form: ",
+                   value.form->describe(), "); pass tensors between such stages");
+  size_t next = 0;
+  return rebuilt(form->skeleton(), [&](const at::Tensor&) { return value.tensors.at(next++); });
+}
+
+Value joined(const std::vector<Value>& pieces) {
+  if (pieces.size() == 1) {
+    return pieces[0];
+  }
+  Value whole;
+  whole.form = pieces.at(0).form;
+  const auto count = pieces[0].tensors.size();
+  for (const auto& piece : pieces) {
+    TORCH_CHECK_VALUE(piece.tensors.size() == count,
+                      "microbatches gave results of different structure (tensors: ", count, " and ",
+                      piece.tensors.size(), "); return the same for every microbatch");
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (!has_rows(pieces[0].tensors[i])) {
+      whole.tensors.push_back(pieces[0].tensors[i]);
+      continue;
+    }
+    std::vector<at::Tensor> parts;
+    for (const auto& piece : pieces) {
+      parts.push_back(piece.tensors[i]);
+    }
+    whole.tensors.push_back(at::cat(parts));
+  }
+  return whole;
+}
+
+}  // namespace brimful::pipeline
