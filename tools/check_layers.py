@@ -2,7 +2,8 @@
 
 base -> memory -> step -> { sizer | reducer | probes } -> { pipeline | launch } -> bindings
 
-Folders of a layer have an order of their own (FOLDERS): each may use those of lower levels.
+Folders of a layer have an order of their own (FOLDERS; "" is the files beside them): each may use those of lower levels.
+A public header belongs to the folder that has a source of its name.
 """
 
 import re
@@ -22,7 +23,8 @@ LEVELS = {
     "bindings": 5,
 }
 FOLDERS = {
-    "probes": {"host": 0, "explain": 0, "leak": 0, "report": 0, "gpu": 1, "oom": 1, "monitor": 2},
+    "pipeline": {"schedule": 0, "backward": 0, "transport": 0, "executor": 1, "": 2},
+    "probes": {"host": 0, "leak": 0, "report": 0, "gpu": 1, "oom": 1, "explain": 2, "monitor": 2},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 
@@ -46,9 +48,15 @@ def layer(path: str) -> str | None:
 
 
 def folder(path: str) -> str | None:
-    """The folder within a layer of a private path."""
-    parts = path.split("/")
-    return parts[1] if len(parts) > 2 and parts[0] in FOLDERS else None
+    """The folder within a layer; None where there is no order, or no source has a public header's name."""
+    inner = path.removeprefix("include/").removeprefix("brimful/")
+    first, _, rest = inner.partition("/")
+    if first not in FOLDERS or not rest:
+        return None
+    if inner == path:
+        return rest.rpartition("/")[0]
+    sources = (ROOT / "csrc" / first).rglob(Path(rest).stem + ".cpp")
+    return next((folder(s.relative_to(ROOT / "csrc").as_posix()) for s in sources), None)
 
 
 def check(file: Path) -> list[str]:
@@ -68,7 +76,7 @@ def check(file: Path) -> list[str]:
         if own and other and own != other and LEVELS[other] >= LEVELS[own]:
             problems.append(f"csrc/{name}:{number}: {own} may not include {other} ({path})")
         here, there = folder(name), folder(path)
-        if own == other and here and there and here != there:
+        if own == other and None not in (here, there) and here != there:
             levels = FOLDERS[own]
             if levels[there] >= levels[here]:
                 problems.append(f"csrc/{name}:{number}: {own}/{here} may not include {path}")

@@ -10,30 +10,9 @@
 #include <typeinfo>
 
 #include "base/format.h"
+#include "pipeline/schedule/describe_action.h"
 
 namespace brimful::pipeline {
-
-const char* words_for(ActionKind kind) {
-  switch (kind) {
-    case ActionKind::forward:
-      return "forward";
-    case ActionKind::backward:
-      return "backward";
-    case ActionKind::backward_input:
-      return "backward to the inputs";
-    case ActionKind::backward_weight:
-      return "backward to the weights";
-    case ActionKind::send_forward:
-      return "sending the outputs";
-    case ActionKind::receive_forward:
-      return "receiving the inputs";
-    case ActionKind::send_backward:
-      return "sending the gradients";
-    case ActionKind::receive_backward:
-      return "receiving the gradients";
-  }
-  return "action";
-}
 
 namespace {
 
@@ -70,8 +49,7 @@ std::string describe(const Failure& failure) {
     text << "step of rank " << failure.rank << ", outside its actions";
     return text.str();
   }
-  text << words_for(failure.action.kind) << " of microbatch " << failure.action.microbatch
-       << " in stage " << failure.action.stage << " (";
+  text << describe(failure.action) << " (";
   if (!failure.stage.empty()) {
     text << failure.stage << "; ";
   }

@@ -7,9 +7,6 @@
 
 namespace brimful::pipeline {
 
-/// "backward to the inputs"
-const char* words_for(ActionKind kind);
-
 /// The error of the action with describe(failure) in its words: see Pipeline::step().
 [[noreturn]] void rethrow(Failure failure);
 

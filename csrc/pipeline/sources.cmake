@@ -1,6 +1,7 @@
 brimful_sources(LIGHT
   schedule/checker.cpp
   schedule/communication.cpp
+  schedule/describe_action.cpp
   schedule/findings.cpp
   schedule/picture_svg.cpp
   schedule/picture_text.cpp
@@ -18,6 +19,7 @@ brimful_sources(HEAVY
   nn_stages.cpp
   pipeline.cpp
   pipeline_setup.cpp
+  progress.cpp
   replicas.cpp
   report.cpp
   settle.cpp

@@ -5,7 +5,7 @@
 #include <brimful/step/oom.h>
 
 #include "pipeline/executor/executor_impl.h"
-#include "pipeline/failure.h"
+#include "pipeline/schedule/describe_action.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -117,10 +117,8 @@ void Executor::Impl::abandon() {
     const auto& order = job_.schedule.ranks[first_rank() + i];
     const auto done = places_[i].done.load(std::memory_order_relaxed);
     if (done < std::ssize(order)) {
-      text += (text.empty() ? "" : ", ") + to_text(order[done]) + " (" +
-              words_for(order[done].kind) + " of microbatch " +
-              std::to_string(order[done].microbatch) + " in stage " +
-              std::to_string(order[done].stage) + ")";
+      text +=
+          (text.empty() ? "" : ", ") + to_text(order[done]) + " (" + describe(order[done]) + ")";
     }
     for (size_t stage = 0; stage < runs_.size(); ++stage) {
       if (rank_of_stage_[stage] == first_rank() + i) {

@@ -1,13 +1,7 @@
-// What a step that is under way is doing, for other threads to ask.
-#include <brimful/pipeline/schedule_text.h>
-
+// Where the ranks are, for other threads to ask.
 #include <algorithm>
-#include <iomanip>
-#include <sstream>
 
 #include "pipeline/executor/executor_impl.h"
-#include "pipeline/failure.h"
-#include "pipeline/pipeline_state.h"
 
 namespace brimful::pipeline {
 
@@ -52,30 +46,6 @@ std::vector<RankProgress> Executor::Impl::progress() const {
 
 std::vector<RankProgress> Executor::progress() const {
   return impl_->progress();
-}
-
-PipelineProgress Pipeline::progress() const {
-  return {state_->doing.load(std::memory_order_acquire), state_->executor->progress()};
-}
-
-std::string to_string(const PipelineProgress& progress) {
-  std::ostringstream text;
-  text << progress.doing;
-  for (const auto& rank : progress.ranks) {
-    text << "\n  rank " << rank.rank << ": ";
-    if (rank.done == rank.actions) {
-      text << "done with its " << rank.actions << " actions";
-      continue;
-    }
-    text << "action " << rank.done + 1 << " of " << rank.actions << ", " << to_text(rank.action)
-         << " (" << words_for(rank.action.kind) << " of microbatch " << rank.action.microbatch
-         << " in stage " << rank.action.stage << ")"
-         << (rank.waits ? ", waits for its message" : "");
-    if (rank.seconds > 0) {
-      text << ", for " << std::fixed << std::setprecision(1) << rank.seconds << " s";
-    }
-  }
-  return text.str();
 }
 
 }  // namespace brimful::pipeline

@@ -1,5 +1,4 @@
 #pragma once
-#include <brimful/pipeline/executor.h>
 #include <brimful/pipeline/peers.h>
 
 #include <functional>

@@ -1,0 +1,34 @@
+// What a call that is under way is doing, for other threads to ask.
+#include <brimful/pipeline/schedule_text.h>
+
+#include <iomanip>
+#include <sstream>
+
+#include "pipeline/pipeline_state.h"
+#include "pipeline/schedule/describe_action.h"
+
+namespace brimful::pipeline {
+
+PipelineProgress Pipeline::progress() const {
+  return {state_->doing.load(std::memory_order_acquire), state_->executor->progress()};
+}
+
+std::string to_string(const PipelineProgress& progress) {
+  std::ostringstream text;
+  text << progress.doing;
+  for (const auto& rank : progress.ranks) {
+    text << "\n  rank " << rank.rank << ": ";
+    if (rank.done == rank.actions) {
+      text << "done with its " << rank.actions << " actions";
+      continue;
+    }
+    text << "action " << rank.done + 1 << " of " << rank.actions << ", " << to_text(rank.action)
+         << " (" << describe(rank.action) << ")" << (rank.waits ? ", waits for its message" : "");
+    if (rank.seconds > 0) {
+      text << ", for " << std::fixed << std::setprecision(1) << rank.seconds << " s";
+    }
+  }
+  return text.str();
+}
+
+}  // namespace brimful::pipeline

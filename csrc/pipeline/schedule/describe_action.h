@@ -1,0 +1,11 @@
+#pragma once
+#include <brimful/pipeline/schedule.h>
+
+#include <string>
+
+namespace brimful::pipeline {
+
+/// "backward to the inputs of microbatch 3 in stage 1"
+std::string describe(const Action& action);
+
+}  // namespace brimful::pipeline
