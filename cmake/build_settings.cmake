@@ -59,7 +59,7 @@ function(brimful_unity_groups)
   endforeach()
 endfunction()
 
-# nlohmann_json serves one source file and is in no public header.
+# nlohmann_json is in no public header.
 find_path(BRIMFUL_JSON_INCLUDE nlohmann/json.hpp)
 if(NOT BRIMFUL_JSON_INCLUDE)
   message(FATAL_ERROR "brimful: nlohmann/json.hpp was not found. Install it (Debian: nlohmann-json3-dev), "

@@ -47,8 +47,12 @@ std::vector<std::vector<int64_t>> lists_from_json(const std::string& text) {
   }
 }
 
+std::string json_text(const nlohmann::ordered_json& value) {
+  return value.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
 std::string json_string(const std::string& text) {
-  return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return json_text(text);
 }
 
 std::string valid_utf8(const std::string& text) {

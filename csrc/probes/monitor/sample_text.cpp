@@ -2,6 +2,7 @@
 #include <array>
 #include <charconv>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include "base/json.h"
 
@@ -13,88 +14,71 @@ std::string number(double value) {
   return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
 }
 
-/// Writes objects and lists, with commas where they belong.
-class Json {
- public:
-  Json& open(char bracket, const char* name = nullptr) {
-    begin(name);
-    text_ += bracket;
-    first_ = true;
-    return *this;
-  }
-  Json& close(char bracket) {
-    text_ += bracket;
-    first_ = false;
-    return *this;
-  }
-  Json& put(const char* name, const std::string& value) { return raw(name, json_string(value)); }
-  Json& put(const char* name, bool value) { return raw(name, value ? "true" : "false"); }
-  Json& put(const char* name, int value) { return raw(name, std::to_string(value)); }
-  Json& put(const char* name, int64_t value) { return raw(name, std::to_string(value)); }
-  Json& put(const char* name, double value) { return raw(name, number(value)); }
-  template <typename T>
-  Json& put(const char* name, const std::optional<T>& value) {
-    return value ? put(name, *value) : raw(name, "null");
-  }
-  const std::string& text() const { return text_; }
+using Json = nlohmann::ordered_json;
 
- private:
-  Json& raw(const char* name, const std::string& value) {
-    begin(name);
-    text_ += value;
-    return *this;
-  }
-  void begin(const char* name) {
-    text_ += first_ ? "" : ", ";
-    first_ = false;
-    text_ += name == nullptr ? "" : "\"" + std::string(name) + "\": ";
-  }
-
-  std::string text_;
-  bool first_ = true;
-};
-
-void write(Json& json, const Process& process) {
-  json.open('{').put("pid", process.pid).put("parent", process.parent).put("name", process.name);
-  json.put("rss_bytes", process.rss_bytes).put("uss_bytes", process.uss_bytes);
-  json.put("swap_bytes", process.swap_bytes).close('}');
+template <typename T>
+Json or_null(const std::optional<T>& value) {
+  return value ? Json(*value) : Json();
 }
 
-void write(Json& json, const Gpu& gpu) {
-  json.open('{').put("index", gpu.index).put("mig_index", gpu.mig_index);
-  json.put("cuda_index", gpu.cuda_index).put("uuid", gpu.uuid).put("name", gpu.name);
-  json.put("serial", gpu.serial).put("mig_mode", gpu.mig_mode);
-  json.put("unified_memory", gpu.unified_memory).put("total_bytes", gpu.total_bytes);
-  json.put("used_bytes", gpu.used_bytes).put("free_bytes", gpu.free_bytes);
-  json.put("reserved_bytes", gpu.reserved_bytes).put("own_bytes", gpu.own_bytes);
-  json.put("busy", gpu.busy).put("temperature_c", gpu.temperature_c).put("power_w", gpu.power_w);
-  json.put("power_limit_w", gpu.power_limit_w).put("display_mode", gpu.display_mode);
-  json.put("display_active", gpu.display_active).put("problem", gpu.problem);
-  if (!gpu.processes) {
-    json.put("processes", std::optional<int>()).close('}');
-    return;
-  }
-  json.open('[', "processes");
-  for (const auto& process : *gpu.processes) {
-    json.open('{').put("pid", process.pid).put("used_bytes", process.used_bytes).close('}');
-  }
-  json.close(']').close('}');
+Json json_of(const Process& process) {
+  return {{"pid", process.pid},
+          {"parent", process.parent},
+          {"name", process.name},
+          {"rss_bytes", or_null(process.rss_bytes)},
+          {"uss_bytes", or_null(process.uss_bytes)},
+          {"swap_bytes", or_null(process.swap_bytes)}};
 }
 
-void write_fields(Json& json, const GpuReport& report) {
-  json.put("driver", report.driver).put("gpu_problem", report.problem).open('[', "gpus");
+Json json_of(const Gpu& gpu) {
+  Json processes;
+  if (gpu.processes) {
+    processes = Json::array();
+    for (const auto& [pid, used_bytes] : *gpu.processes) {
+      processes.push_back({{"pid", pid}, {"used_bytes", or_null(used_bytes)}});
+    }
+  }
+  return {{"index", gpu.index},
+          {"mig_index", or_null(gpu.mig_index)},
+          {"cuda_index", or_null(gpu.cuda_index)},
+          {"uuid", gpu.uuid},
+          {"name", gpu.name},
+          {"serial", gpu.serial},
+          {"mig_mode", gpu.mig_mode},
+          {"unified_memory", gpu.unified_memory},
+          {"total_bytes", or_null(gpu.total_bytes)},
+          {"used_bytes", or_null(gpu.used_bytes)},
+          {"free_bytes", or_null(gpu.free_bytes)},
+          {"reserved_bytes", or_null(gpu.reserved_bytes)},
+          {"own_bytes", or_null(gpu.own_bytes)},
+          {"busy", or_null(gpu.busy)},
+          {"temperature_c", or_null(gpu.temperature_c)},
+          {"power_w", or_null(gpu.power_w)},
+          {"power_limit_w", or_null(gpu.power_limit_w)},
+          {"display_mode", or_null(gpu.display_mode)},
+          {"display_active", or_null(gpu.display_active)},
+          {"problem", gpu.problem},
+          {"processes", std::move(processes)}};
+}
+
+Json json_of(const HostMemory& host) {
+  return {{"total_bytes", or_null(host.total_bytes)},
+          {"available_bytes", or_null(host.available_bytes)},
+          {"limit_bytes", or_null(host.limit_bytes)},
+          {"limit_free_bytes", or_null(host.limit_free_bytes)},
+          {"limit_where", host.limit_where},
+          {"shm_total_bytes", or_null(host.shm_total_bytes)},
+          {"shm_free_bytes", or_null(host.shm_free_bytes)},
+          {"cpus", host.cpus}};
+}
+
+void add_fields(Json& json, const GpuReport& report) {
+  json["driver"] = report.driver;
+  json["gpu_problem"] = report.problem;
+  auto& gpus = json["gpus"] = Json::array();
   for (const auto& gpu : report.gpus) {
-    write(json, gpu);
+    gpus.push_back(json_of(gpu));
   }
-  json.close(']');
-}
-
-void write_fields(Json& json, const HostMemory& host) {
-  json.open('{', "host").put("total_bytes", host.total_bytes);
-  json.put("available_bytes", host.available_bytes).put("limit_bytes", host.limit_bytes);
-  json.put("limit_free_bytes", host.limit_free_bytes).put("limit_where", host.limit_where);
-  json.put("shm_total_bytes", host.shm_total_bytes).put("shm_free_bytes", host.shm_free_bytes);
-  json.put("cpus", host.cpus).close('}');
 }
 
 /// The sum over the processes that tell it.
@@ -177,33 +161,32 @@ std::vector<Metric> metrics_of(const Sample& sample) {
 
 std::string to_json(const GpuReport& report) {
   Json json;
-  json.open('{');
-  write_fields(json, report);
-  return json.close('}').text();
+  add_fields(json, report);
+  return json_text(json);
 }
 
 std::string to_json(const Sample& sample) {
-  Json json;
-  json.open('{').put("unix_s", sample.unix_s).open('[', "processes");
+  Json json{{"unix_s", sample.unix_s}};
+  auto& processes = json["processes"] = Json::array();
   if (sample.process) {
-    write(json, *sample.process);
+    processes.push_back(json_of(*sample.process));
   }
   for (const auto* const others : {&sample.children, &sample.largest}) {
     for (const auto& process : *others) {
-      write(json, process);
+      processes.push_back(json_of(process));
     }
   }
-  json.close(']');
-  write_fields(json, sample.host);
-  json.open('[', "torch");
+  json["host"] = json_of(sample.host);
+  auto& devices = json["torch"] = Json::array();
   for (const auto& torch : sample.torch) {
-    json.open('{').put("device", torch.device).put("used_bytes", torch.used_bytes);
-    json.put("peak_bytes", torch.peak_bytes).put("reserved_bytes", torch.reserved_bytes);
-    json.put("limit_bytes", torch.limit_bytes).close('}');
+    devices.push_back({{"device", torch.device},
+                       {"used_bytes", torch.used_bytes},
+                       {"peak_bytes", torch.peak_bytes},
+                       {"reserved_bytes", torch.reserved_bytes},
+                       {"limit_bytes", or_null(torch.limit_bytes)}});
   }
-  json.close(']');
-  write_fields(json, sample.gpus);
-  return json.close('}').text();
+  add_fields(json, sample.gpus);
+  return json_text(json);
 }
 
 std::string to_prometheus(const Sample& sample) {

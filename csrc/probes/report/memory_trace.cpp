@@ -1,4 +1,5 @@
 #include <brimful/probes/memory_report.h>
+#include <nlohmann/json.hpp>
 
 #include "base/chrome_trace.h"
 #include "probes/report/timeline.h"
@@ -12,13 +13,12 @@ double us(int64_t ns) {
   return static_cast<double>(ns) / 1e3;
 }
 
-std::string values_of(const memory::CategoryBytes& bytes) {
-  std::string values;
+nlohmann::ordered_json values_of(const memory::CategoryBytes& bytes) {
+  nlohmann::ordered_json values;
   for (size_t k = 0; k < bytes.size(); ++k) {
-    values += std::string(k == 0 ? "{\"" : ",\"") + name_of(static_cast<memory::Category>(k)) +
-              "\":" + std::to_string(bytes[k]);
+    values[name_of(static_cast<memory::Category>(k))] = bytes[k];
   }
-  return values + "}";
+  return values;
 }
 
 void add_steps(ChromeTrace& trace, int process, const memory::Recording& recording,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <nlohmann/json.hpp>
 
 #include "base/json.h"
 #include "base/markup.h"
@@ -12,6 +13,7 @@ namespace brimful::probes {
 namespace {
 
 using memory::Category;
+using Json = nlohmann::ordered_json;
 
 // A few for each pixel of a screen, to have some to zoom into; many timelines share four times as many.
 constexpr size_t kChartColumns = 8192;
@@ -28,38 +30,37 @@ static_assert(kStack.size() == memory::kCategories);
 
 /// Each number less the one before it: short, and exact.
 template <typename Number>
-std::string differences(const std::vector<TimelineColumn>& columns, const Number& number) {
-  std::string text = "[";
+Json differences(const std::vector<TimelineColumn>& columns, const Number& number) {
+  Json list = Json::array();
   int64_t before = 0;
   for (const TimelineColumn& column : columns) {
     const int64_t value = number(column);
-    text += (text.size() > 1 ? "," : "") + std::to_string(value - before);
+    list.push_back(value - before);
     before = value;
   }
-  return text + "]";
+  return list;
 }
 
-std::string series(const std::string& name, const std::string& style, const std::string& values) {
-  return "{\"name\":" + json_string(name) + ",\"style\":\"" + style + "\",\"values\":" + values +
-         "}";
+Json series(const std::string& name, const std::string& style, Json values) {
+  return {{"name", name}, {"style", style}, {"values", std::move(values)}};
 }
 
-std::string by_category(const Timeline& timeline) {
-  std::string text;
+Json by_category(const Timeline& timeline) {
+  Json list = Json::array();
   for (const Category category : kStack) {
     const auto bytes_of = [category](const TimelineColumn& column) {
       return column.by_category[static_cast<size_t>(category)];
     };
     if (std::any_of(timeline.columns.begin(), timeline.columns.end(),
                     [&](const auto& column) { return bytes_of(column) != 0; })) {
-      text += (text.empty() ? "" : ",") +
-              series(name_of(category), name_of(category), differences(timeline.columns, bytes_of));
+      list.push_back(
+          series(name_of(category), name_of(category), differences(timeline.columns, bytes_of)));
     }
   }
-  return "[" + text + "]";
+  return list;
 }
 
-std::string by_site(const PageTimeline& page) {
+Json by_site(const PageTimeline& page) {
   const auto& columns = page.timeline.columns;
   const auto rest = [](const TimelineColumn& column) {
     int64_t bytes = column.used_bytes();
@@ -68,32 +69,29 @@ std::string by_site(const PageTimeline& page) {
     }
     return bytes;
   };
-  std::string text = series("all else", "rest", differences(columns, rest));
+  Json list = Json::array({series("all else", "rest", differences(columns, rest))});
   for (size_t k = 0; k < page.timeline.sites.size(); ++k) {
-    const auto place = to_string(page.recording->sites[page.timeline.sites[k]]);
-    text +=
-        "," + series(place, "line" + std::to_string(k),
-                     differences(columns, [k](const auto& column) { return column.by_site[k]; }));
+    const auto bytes_of = [k](const auto& column) { return column.by_site[k]; };
+    list.push_back(series(to_string(page.recording->sites[page.timeline.sites[k]]),
+                          "line" + std::to_string(k), differences(columns, bytes_of)));
   }
-  return "[" + text + "]";
+  return list;
 }
 
-std::string to_json(const PageTimeline& page, int64_t first_unix_ns) {
+Json json_of(const PageTimeline& page, int64_t first_unix_ns) {
   const auto& [name, recording, device, timeline] = page;
-  const auto us = [](int64_t ns) { return std::to_string(ns / 1000); };
-  std::string text = "{\"name\":" + json_string(name);
-  text += ",\"offset_us\":" + us(recording->origin.unix_ns - first_unix_ns);
-  text += ",\"end_us\":" + us(recording->duration_ns);
-  text += ",\"peak\":{\"bytes\":" + std::to_string(timeline.peak.bytes) +
-          ",\"time_us\":" + us(timeline.peak_ns) + "}";
-  text += ",\"time_us\":" +
-          differences(timeline.columns, [](const auto& column) { return column.time_ns / 1000; });
-  text += ",\"step\":" + differences(timeline.columns, [](const auto& c) { return c.step; });
-  text += ",\"phase\":" + differences(timeline.columns, [](const auto& column) {
-            return static_cast<int64_t>(column.phase);
-          });
-  text += ",\"category\":" + by_category(timeline) + ",\"line\":" + by_site(page);
-  return text + "}";
+  const auto& columns = timeline.columns;
+  return {
+      {"name", name},
+      {"offset_us", (recording->origin.unix_ns - first_unix_ns) / 1000},
+      {"end_us", recording->duration_ns / 1000},
+      {"peak", {{"bytes", timeline.peak.bytes}, {"time_us", timeline.peak_ns / 1000}}},
+      {"time_us", differences(columns, [](const auto& column) { return column.time_ns / 1000; })},
+      {"step", differences(columns, [](const auto& column) { return column.step; })},
+      {"phase",
+       differences(columns, [](const auto& column) { return static_cast<int64_t>(column.phase); })},
+      {"category", by_category(timeline)},
+      {"line", by_site(page)}};
 }
 
 }  // namespace
@@ -121,12 +119,12 @@ std::string to_json(const std::vector<PageTimeline>& timelines) {
   for (const auto& page : timelines) {
     first_unix_ns = std::min(first_unix_ns, page.recording->origin.unix_ns);
   }
-  std::string text = "[";
+  Json list = Json::array();
   for (const auto& page : timelines) {
-    text += (text.size() > 1 ? ",\n" : "") + to_json(page, first_unix_ns);
+    list.push_back(json_of(page, first_unix_ns));
   }
   std::string safe;
-  for (const char c : text + "]") {
+  for (const char c : json_text(list)) {
     if (c == '<') {
       safe += "\\u003c";  // a name may be "</script>"
     } else {

@@ -1,5 +1,8 @@
 #include <c10/util/Exception.h>
+#include <cmath>
 #include <limits>
+#include <nlohmann/json.hpp>
+#include "base/chrome_trace.h"
 #include "base/json.h"
 #include "support/catch.h"
 
@@ -45,6 +48,19 @@ TEST_CASE("Lists of integers are kept as they are", "[base]") {
 TEST_CASE("A string is quoted and escaped", "[base]") {
   CHECK(brimful::json_string("a\"b\n") == "\"a\\\"b\\n\"");
   CHECK_NOTHROW(brimful::json_string("\xff"));
+}
+
+TEST_CASE("A trace is JSON whatever its names and numbers are", "[base]") {
+  brimful::ChromeTrace trace;
+  trace.name_thread(1, 2, "a \"name\"\xff");
+  trace.slice(1, 2, "step", "a\"b", 1.5, 2, {{"c\"d", std::nan("")}});
+  trace.counter(1, "memory", 4e15 + 0.5, {{"other", 7}});
+  const auto events = nlohmann::json::parse(trace.json())["traceEvents"];
+  REQUIRE(events.size() == 3);
+  CHECK(events[0]["args"]["name"] == "a \"name\"\xef\xbf\xbd");
+  CHECK(events[1]["args"]["c\"d"].is_null());
+  CHECK(events[2]["ts"] == 4e15 + 0.5);
+  CHECK(events[2]["args"]["other"] == 7);
 }
 
 }  // namespace test_json
