@@ -2,7 +2,7 @@
 
 base -> memory -> step -> { sizer | reducer | probes } -> { pipeline | launch } -> bindings
 
-Folders of a layer have an order of their own (FOLDERS; "" is the files beside them): each may use those of lower levels.
+Folders of a layer have an order of their own (FOLDERS; "" is the files beside them): each may use lower levels.
 A public header belongs to the folder that has a source of its name.
 """
 
