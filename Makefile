@@ -55,11 +55,11 @@ gpu: ## Ten minutes on a machine with a GPU; GPU='--list', '--resume --minutes 8
 	@$(PYTHON) -m tools.gpu $(GPU)
 
 soak: build ## Thousands of random faults in random steps of random models (minutes)
-	@$(BIN)/python -m pytest -m slow tests/python/test_soak.py
+	@$(BIN)/python -m pytest -m slow tests/python/faults/test_soak.py
 
 test-slow: build ## Run the tests with trainers, Ray and Optuna, in an environment of their own, and all of torch's operators
 	@tools/setup_integrations.sh $(VENV)
-	@$(VENV)-integrations/bin/python -m pytest -m "slow or not slow" tests/integrations tests/python/test_migration.py
+	@$(VENV)-integrations/bin/python -m pytest -m "slow or not slow" tests/integrations tests/python/project/test_migration.py
 	@$(SIMULATED) -m "gpu and slow" tests/cuda_sim/tests
 
 # Without optimisation, and by clang++, so that both compilers see the library.

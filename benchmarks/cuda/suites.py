@@ -21,14 +21,14 @@ from benchmarks.cuda.device import ROOT, Device, count, device
 IDS = ("cuda.gpu_tests_bad", "cuda.late_bad", "cuda.op_bad")
 MARKED = ["--numprocesses=2", "-m", "gpu and not slow", "tests/python"]
 # The parts of `make gpu` are processes with time limits, which late streams would reach.
-LATE = ["--ignore=tests/python/test_gpu_check.py"]
+LATE = ["--ignore=tests/python/project/test_gpu_check.py"]
 OPERATORS = [
     "--numprocesses=2",
     "-m",
     "gpu and not slow",
     "tests/cuda_sim/tests/test_sim_opinfo.py",
 ]
-QUICK = ["-k", "fragments", "tests/python/test_cache_release.py"]
+QUICK = ["-k", "fragments", "tests/python/sizer/test_cache_release.py"]
 CPP = "C++: "
 DELAY_US = "200"  # of each piece of a stream's work
 

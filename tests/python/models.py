@@ -60,6 +60,52 @@ def noisy_cross_entropy(model, piece):
     return F.cross_entropy(model(x), piece[1])
 
 
+class Words(torch.nn.Module):
+    """An embedding with sparse gradients among dense layers."""
+
+    def __init__(self, sparse_last):
+        super().__init__()
+        torch.manual_seed(1)
+        if not sparse_last:
+            self.words = torch.nn.Embedding(30, 6, sparse=True)
+        self.hidden = torch.nn.Linear(6, 6)
+        self.scores = torch.nn.Linear(6, 3)
+        if sparse_last:
+            self.words = torch.nn.Embedding(30, 6, sparse=True)
+
+    def forward(self, tokens):
+        return self.scores(torch.tanh(self.hidden(self.words(tokens).mean(1))))
+
+
+def words_batch(rows, number):
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, 30, (rows, 4), generator=generator)
+    return tokens, torch.randint(0, 3, (rows,), generator=generator)
+
+
+class FaultOnce:
+    """Raises out-of-memory in the k-th gradient hook since it was armed."""
+
+    def __init__(self, parameters):
+        self.at = None
+        self.fired = False
+        for parameter in parameters:
+            parameter.register_hook(self.on_gradient)
+
+    def arm(self, at):
+        self.at = at
+        self.fired = False
+
+    def on_gradient(self, _):
+        if self.at is None:
+            return
+        if self.at == 0:
+            self.at = None
+            self.fired = True
+            raise torch.OutOfMemoryError("planted")
+        self.at -= 1
+
+
 def values_of(module):
     """Copies of all parameters and buffers by name."""
     module = getattr(module, "module", module)

@@ -226,7 +226,7 @@ TEST_CASE("A package is a stage for inference", "[pipeline]") {
   CHECK(all_close(model.gradients(), gradients));
 }
 
-// tests/python/test_pipeline_package.py makes the package, and runs this with its path.
+// tests/python/pipeline/test_pipeline_package.py makes the package, and runs this with its path.
 TEST_CASE("A package of AOTInductor is a stage for inference", "[pipeline][package]") {
   using torch::inductor::AOTIModelPackageLoader;
   const char* const path = std::getenv("BRIMFUL_TEST_PACKAGE");

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from tools.gpu.check import Check, check, skipped
 from tools.gpu.runner import ROOT
 
-SMALL = ["tests/python/test_cache_release.py"]
+SMALL = ["tests/python/sizer/test_cache_release.py"]
 
 
 def run(small: bool) -> Iterator[Check]:

@@ -13,7 +13,7 @@ from models import gradients_of, relative_difference
 import brimful
 from brimful import memory
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks.cuda.replay_steps import SETTINGS
 from benchmarks.sizer import models

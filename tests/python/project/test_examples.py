@@ -13,7 +13,7 @@ import torch
 
 import brimful
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"
 MIB = 1 << 20
 SMALL = ["--samples", "6000", "--epochs", "2"]  # 7 steps an epoch on rank 0, 6 on rank 1

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 import brimful
 from brimful import Schedule
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.pipeline import zb_tables  # noqa: E402

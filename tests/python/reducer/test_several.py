@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import (
+    FaultOnce,
+    Words,
     classes,
     cross_entropy,
     gradients_of,
@@ -14,35 +16,13 @@ from models import (
     same_bits,
     seed,
     values_of,
+    words_batch,
     wrap,
 )
 from rank_processes import raised
 from torch.utils.checkpoint import checkpoint
 
 import brimful
-
-
-class FaultOnce:
-    """Raises out-of-memory in the k-th gradient hook since it was armed."""
-
-    def __init__(self, parameters):
-        self.at = None
-        self.fired = False
-        for parameter in parameters:
-            parameter.register_hook(self.on_gradient)
-
-    def arm(self, at):
-        self.at = at
-        self.fired = False
-
-    def on_gradient(self, _):
-        if self.at is None:
-            return
-        if self.at == 0:
-            self.at = None
-            self.fired = True
-            raise torch.OutOfMemoryError("planted")
-        self.at -= 1
 
 
 def require_equal_replicas(*modules):
@@ -115,27 +95,6 @@ def test_a_shortage_in_either_module_of_a_gan_leaves_no_trace(ranks):
     for fired, retried in ranks(gan_job):
         assert fired == 8
         assert retried >= 8
-
-
-class Words(torch.nn.Module):
-    def __init__(self, sparse_last):
-        super().__init__()
-        torch.manual_seed(1)
-        if not sparse_last:
-            self.words = torch.nn.Embedding(30, 6, sparse=True)
-        self.hidden = torch.nn.Linear(6, 6)
-        self.scores = torch.nn.Linear(6, 3)
-        if sparse_last:
-            self.words = torch.nn.Embedding(30, 6, sparse=True)
-
-    def forward(self, tokens):
-        return self.scores(torch.tanh(self.hidden(self.words(tokens).mean(1))))
-
-
-def words_batch(rows, number):
-    generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(0, 30, (rows, 4), generator=generator)
-    return tokens, torch.randint(0, 3, (rows,), generator=generator)
 
 
 def sparse_job(rank, sparse_last):

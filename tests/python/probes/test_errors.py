@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import brimful
 from brimful import _C
 
-CORPUS = sorted((Path(__file__).parent.parent / "errors").glob("*.json"))
+CORPUS = sorted((Path(__file__).parents[2] / "errors").glob("*.json"))
 
 
 def test_the_corpus_has_what_was_promised():

@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from lost_ranks import CLEAN_UP_ONLY, CYCLES_A_S, KINDS, at_once
 from models import classes, cross_entropy, dropout_net, wrap
 from rank_processes import raised
-from test_lost_ranks import at_once
 
 import brimful
 
@@ -23,9 +23,6 @@ two_devices = pytest.mark.skipif(
 pytestmark = [pytest.mark.gpu, two_devices]
 TIMEOUT_S = 4  # of the process group
 SOON_S = TIMEOUT_S + 3  # what the others say is waited for, and the machine may be busy
-KINDS = {"classic": "0", "nccl2": "1"}  # of torch's groups
-CLEAN_UP_ONLY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
-CYCLES_A_S = 3 << 29  # about one; 1.6 on the simulated device
 
 
 def lose(nap_s):

@@ -9,7 +9,7 @@ import torch
 
 from brimful import _C
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks.cuda.recorded import Recorded
 from benchmarks.cuda.replay_steps import SETTINGS

@@ -269,7 +269,7 @@ TORCHS_ATTRIBUTES = (
 
 
 def attributes_job(rank):
-    page = (Path(__file__).parents[2] / "docs/migration/torch-ddp.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/migration/torch-ddp.md").read_text()
     theirs = DistributedDataParallel(small_net())
     of_torch = set(dir(theirs)) - set(dir(theirs.module))
     missing = {n for n in of_torch if n[0] != "_" and not hasattr(wrap(small_net()), n)}

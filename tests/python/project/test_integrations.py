@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_package import run_python
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 ADAPTERS = {
     "accelerate": "accelerate",
     "fabric": "lightning",

@@ -4,10 +4,10 @@ import itertools
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+from lost_ranks import at_once
 from models import classes, cross_entropy, dropout_net, wrap
 from rank_processes import raised
 
@@ -67,12 +67,6 @@ def require_named(result, lost, words):
     assert "the process group broke in step 2: " in str(error), error
     assert f"rank {lost} {words}" in str(error), error
     assert error.seconds < SOON_S, (error.seconds, error)
-
-
-def at_once(jobs):
-    """Calls all of them, each in a thread: they mostly wait."""
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        return [future.result() for future in [pool.submit(job) for job in jobs]]
 
 
 POINTS = ["forward", "between", "backward"]

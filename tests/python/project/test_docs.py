@@ -19,7 +19,7 @@ import brimful
 from brimful import memory
 from brimful.__main__ import _COMMANDS
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TESTED_ELSEWHERE = {"docs/integrations.md"}  # needs other packages: tests/integrations
 LINKING = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("*/*/README.md")]

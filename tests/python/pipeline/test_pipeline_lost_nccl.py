@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lost_ranks import CLEAN_UP_ONLY, CYCLES_A_S, KINDS, at_once
 from rank_processes import raised, run_script
-from test_lost_ranks import at_once
-from test_lost_ranks_nccl import CLEAN_UP_ONLY, CYCLES_A_S, KINDS
 from torch import nn
 
 import brimful

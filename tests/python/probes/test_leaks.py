@@ -12,7 +12,7 @@ import torch
 
 import brimful
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "leaks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "leaks"))
 import leak_loop
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from rank_processes import run_ranks
 
-FOLDER = Path(__file__).resolve().parent.parent.parent / "docs" / "migration"
+FOLDER = Path(__file__).resolve().parents[3] / "docs" / "migration"
 DIFF = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Programs that are started once a rank; the others are one process.
 RANKS = {"torch-ddp": (2, 2), "data-parallel": (1, 2), "torch-pipelining": (2, 2)}

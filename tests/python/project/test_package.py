@@ -16,7 +16,7 @@ from models import classes, cross_entropy, gradients_of, relative_difference, wr
 import brimful
 from brimful import _build_info, _compat
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_python(*arguments, **environment):

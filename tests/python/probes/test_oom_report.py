@@ -13,7 +13,7 @@ from torch import nn
 import brimful
 from brimful import memory
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "ooms"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "ooms"))
 import oom_loop
 
 MIB = 1 << 20
