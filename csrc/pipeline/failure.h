@@ -1,6 +1,6 @@
 #pragma once
 #include <brimful/error.h>
-#include <brimful/pipeline/executor.h>
+#include "pipeline/executor/executor.h"
 
 #include <cstdint>
 #include <vector>

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "pipeline/executor/executor.h"
 #include "pipeline/replicas.h"
 #include "pipeline/tied_weights.h"
 #include "pipeline/transport/peers.h"

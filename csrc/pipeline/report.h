@@ -1,6 +1,6 @@
 #pragma once
-#include <brimful/pipeline/executor.h>
 #include <brimful/pipeline/outcome.h>
+#include "pipeline/executor/executor.h"
 
 #include <string>
 #include <vector>

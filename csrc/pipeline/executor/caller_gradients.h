@@ -1,6 +1,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <brimful/pipeline/executor.h>
+#include "pipeline/executor/executor.h"
 
 #include <vector>
 

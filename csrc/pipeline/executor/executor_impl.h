@@ -1,8 +1,8 @@
 #pragma once
 #include <ATen/ThreadLocalState.h>
-#include <brimful/pipeline/executor.h>
 #include <c10/core/Stream.h>
 #include <unistd.h>
+#include "pipeline/executor/executor.h"
 
 #include <atomic>
 #include <condition_variable>

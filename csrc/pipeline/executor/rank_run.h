@@ -1,7 +1,7 @@
 #pragma once
-#include <brimful/pipeline/channel.h>
-#include <brimful/pipeline/executor.h>
 #include <brimful/pipeline/split_backward.h>
+#include "pipeline/executor/executor.h"
+#include "pipeline/transport/channel.h"
 
 #include <atomic>
 #include <optional>

@@ -1,7 +1,7 @@
 #include "pipeline/executor/turns.h"
 
 #include <ATen/SequenceNumber.h>
-#include <brimful/pipeline/channel.h>
+#include "pipeline/transport/channel.h"
 
 #include <algorithm>
 

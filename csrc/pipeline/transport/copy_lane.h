@@ -1,7 +1,7 @@
 #pragma once
-#include <brimful/pipeline/channel.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
+#include "pipeline/transport/channel.h"
 
 #include <map>
 #include <mutex>

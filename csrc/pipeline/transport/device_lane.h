@@ -1,8 +1,8 @@
 #pragma once
-#include <brimful/pipeline/channel.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include "pipeline/transport/channel.h"
 
 #include <atomic>
 #include <chrono>

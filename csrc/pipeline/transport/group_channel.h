@@ -1,6 +1,6 @@
 #pragma once
-#include <brimful/pipeline/channel.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include "pipeline/transport/channel.h"
 
 #include <vector>
 

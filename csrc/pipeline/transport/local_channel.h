@@ -1,5 +1,5 @@
 #pragma once
-#include <brimful/pipeline/channel.h>
+#include "pipeline/transport/channel.h"
 
 #include <atomic>
 #include <memory>

@@ -1,7 +1,7 @@
 #pragma once
-#include <brimful/pipeline/channel.h>
 #include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
+#include "pipeline/transport/channel.h"
 
 namespace brimful::pipeline {
 

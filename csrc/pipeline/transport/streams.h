@@ -1,8 +1,8 @@
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <brimful/pipeline/channel.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
+#include "pipeline/transport/channel.h"
 
 #include <memory>
 

@@ -3,8 +3,8 @@
 
 #include <ATen/ATen.h>
 #include <brimful/pipeline/checker.h>
-#include <brimful/pipeline/executor.h>
 #include <brimful/pipeline/schedule_text.h>
+#include "pipeline/executor/executor.h"
 
 #include <map>
 

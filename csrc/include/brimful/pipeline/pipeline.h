@@ -1,14 +1,24 @@
 #pragma once
 #include <brimful/export.h>
-#include <brimful/pipeline/executor.h>
+#include <brimful/pipeline/keywords.h>
+#include <brimful/pipeline/last_failure.h>
 #include <brimful/pipeline/outcome.h>
+#include <brimful/pipeline/peers.h>
 #include <brimful/pipeline/schedule.h>
 #include <brimful/pipeline/stage.h>
+#include <brimful/pipeline/step_progress.h>
 #include <brimful/sizer/batch_norm.h>
 #include <brimful/sizer/split.h>
 #include <brimful/step/kept_batch.h>
+#include <brimful/step/participant.h>
+#include <brimful/step/step.h>
 #include <brimful/step/transaction.h>
+#include <c10/core/Device.h>
 
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>

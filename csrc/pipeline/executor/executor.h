@@ -4,7 +4,7 @@
 #include <brimful/pipeline/peers.h>
 #include <brimful/pipeline/schedule.h>
 #include <brimful/pipeline/stage.h>
-#include <brimful/pipeline/step_result.h>
+#include <brimful/pipeline/step_progress.h>
 #include <brimful/pipeline/value.h>
 #include <brimful/step/step.h>
 #include <c10/core/Device.h>
@@ -18,6 +18,8 @@
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "pipeline/executor/step_result.h"
 
 namespace brimful::pipeline {
 
