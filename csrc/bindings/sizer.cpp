@@ -2,10 +2,10 @@
 #include <brimful/reducer/reducer.h>
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/grad_scaler.h>
-#include <brimful/sizer/peak_model.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include "sizer/peak_model.h"
 
 #include "base/format.h"
 #include "bindings/batch.h"

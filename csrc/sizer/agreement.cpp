@@ -1,14 +1,14 @@
 // What ranks may not do differently in a step, found in the records that they exchange in any case.
-#include <brimful/sizer/batch_sizer.h>
 
 #include <algorithm>
 
 #include "base/format.h"
+#include "sizer/batch_sizer_state.h"
 #include "sizer/loss_scale.h"
 
 namespace brimful {
 
-void BatchSizer::require_same_mark(const std::vector<ControlRecord>& records) {
+void BatchSizer::State::require_same_mark(const std::vector<ControlRecord>& records) {
   const auto others = ranks_with_another_ref(records);
   if (others.empty()) {
     return;
@@ -22,7 +22,7 @@ void BatchSizer::require_same_mark(const std::vector<ControlRecord>& records) {
                        " to earlier ones and others do not" + which +
                        "; pass the same accumulate on every rank");
   }
-  last_total_ = 0;  // on every rank: the next step works
+  agreed_.last_total = 0;  // on every rank: the next step works
   throw PlanMismatch("the ranks divided the losses of " + step +
                      " by different numbers, as if they had loaded different states, or had "
                      "scalers with different scales" +
@@ -31,7 +31,7 @@ void BatchSizer::require_same_mark(const std::vector<ControlRecord>& records) {
 }
 
 // Every rank has the same records: all raise, and go on with an exchange.
-void BatchSizer::require_weight(const std::vector<ControlRecord>& records) const {
+void BatchSizer::State::require_weight(const std::vector<ControlRecord>& records) const {
   const auto with_data = ranks_with(records, Verdict::ok);
   TORCH_CHECK_VALUE(
       with_data.empty() || total_weight(records) > 0, "the weights of step ", steps_,

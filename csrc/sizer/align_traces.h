@@ -1,6 +1,6 @@
 #pragma once
 #include <brimful/export.h>
-#include <brimful/sizer/peak_model.h>
+#include "sizer/peak_model.h"
 
 #include <vector>
 

@@ -2,7 +2,6 @@
 #include <brimful/error.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
-#include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/pieces.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include <sstream>
 
 #include "base/format.h"
+#include "sizer/batch_sizer_state.h"
 #include "sizer/loss_scale.h"
 #include "step/remedy.h"
 
@@ -27,9 +27,9 @@ int64_t own_retries(const Outcome& outcome, int rank) {
 }
 }  // namespace
 
-std::optional<Plan> BatchSizer::choose_pieces(const StepInput& input, const PieceWork& work,
-                                              Outcome& outcome) {
-  outcome.pieces = in_lockstep() ? announced_pieces_ : wanted_pieces(input);
+std::optional<Plan> BatchSizer::State::choose_pieces(const StepInput& input, const PieceWork& work,
+                                                     Outcome& outcome) {
+  outcome.pieces = in_lockstep() ? agreed_.pieces : wanted_pieces(input);
   std::optional<Plan> plan;
   if (input.rows && !input.split && predicts()) {
     const memory::PeakScope peak(options_.device);
@@ -37,20 +37,21 @@ std::optional<Plan> BatchSizer::choose_pieces(const StepInput& input, const Piec
     outcome.pieces = plan ? plan->pieces : wanted_pieces(input);
     outcome.peak_bytes = peak.peak_bytes();
   }
-  if (!plan && !in_lockstep() && !input.split && piece_rows_ > 0) {
-    outcome.pieces = history_.coarser(input.rows.value_or(0), outcome.pieces, room(), steps_);
+  if (!plan && !in_lockstep() && !input.split && learned_.piece_rows > 0) {
+    outcome.pieces =
+        learned_.history.coarser(input.rows.value_or(0), outcome.pieces, room(), steps_);
   }
   norms_.require_whole(outcome.pieces);
   return plan;
 }
 
-std::vector<int64_t> BatchSizer::split_of(int64_t rows, int64_t pieces) {
+std::vector<int64_t> BatchSizer::State::split_of(int64_t rows, int64_t pieces) {
   return options_.equal_pieces && !in_lockstep()
-             ? split_into_few_sizes(rows, split_rows(rows, pieces).front(), equal_sizes_)
+             ? split_into_few_sizes(rows, split_rows(rows, pieces).front(), learned_.equal_sizes)
              : split_rows(rows, pieces);
 }
 
-std::vector<int64_t> BatchSizer::next_split(const StepInput& input, const Outcome& outcome) {
+std::vector<int64_t> BatchSizer::State::next_split(const StepInput& input, const Outcome& outcome) {
   if (input.split && outcome.pieces == std::ssize(*input.split)) {
     return *input.split;
   }
@@ -60,10 +61,10 @@ std::vector<int64_t> BatchSizer::next_split(const StepInput& input, const Outcom
   return split_of(input.rows.value_or(0), outcome.pieces);
 }
 
-void BatchSizer::stand(const AttemptResult& result, double ref, Outcome& outcome) {
+void BatchSizer::State::stand(const AttemptResult& result, double ref, Outcome& outcome) {
   const double total = total_weight(result.records);
   group_.accept(total > 0 ? ref / total : 1, total > 0);
-  last_total_ = total > 0 ? total : last_total_;
+  agreed_.last_total = total > 0 ? total : agreed_.last_total;
   outcome.loss = mean_loss(result.records);
   outcome.weight = total;
   outcome.last = nobody_continues(result.records);
@@ -73,28 +74,29 @@ void BatchSizer::stand(const AttemptResult& result, double ref, Outcome& outcome
   outcome.pieces = std::ssize(outcome.split);
 }
 
-Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
-  used_before_ = memory::stats(options_.device).used_bytes;
+Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
+  learned_.used_before = memory::stats(options_.device).used_bytes;
   Outcome outcome;
   StepGroup::Attempt attempt;
   attempt.lockstep = in_lockstep();
-  attempt.buffer_source = buffer_source_;
-  attempt.ref = std::isfinite(announced_total_) && announced_total_ > 0 ? announced_total_
-                : last_total_ > 0                                       ? last_total_
-                                                                        : 1;
+  attempt.buffer_source = agreed_.buffer_source;
+  attempt.ref = std::isfinite(agreed_.total) && agreed_.total > 0 ? agreed_.total
+                : agreed_.last_total > 0                          ? agreed_.last_total
+                                                                  : 1;
   std::optional<ValueOnHost> scale;
   if (options_.scaler != nullptr && options_.scaler->enabled() && group_.world_size() > 1) {
     scale.emplace(options_.scaler->tensors(options_.device).first);
   }
   attempt.mark = [&] { return mark_of(attempt.ref, scale ? scale->get() : 1, input.accumulate); };
-  attempt.record = next_;
+  attempt.record = agreed_.next;
   attempt.record.verdict = input.rows ? Verdict::ok : Verdict::no_data;
   owed_ = true;  // the others wait in their step
   const auto plan = choose_pieces(input, work, outcome);
   bool release = false;
   attempt.same_split = [&](const std::string& shortage) {
     release = release_helps(shortage, options_.device);
-    return release && (!released_step_ || steps_ - *released_step_ >= kStepsBetweenReleases);
+    return release &&
+           (!learned_.released_step || steps_ - *learned_.released_step >= kStepsBetweenReleases);
   };
   attempt.finish_buffers = [&] { norms_.finish(); };
   int64_t next_piece = 0;
@@ -140,15 +142,15 @@ Outcome BatchSizer::run(const StepInput& input, const PieceWork& work) {
     if (release) {  // only now: the gradients of the attempt are gone
       memory::release_cached(options_.device);
       outcome.attempts.back().cache_released = true;
-      released_step_ = steps_;
+      learned_.released_step = steps_;
       release = false;
     }
     note_shortfall(result, plan, input.kind);
   }
 }
 
-bool BatchSizer::settle_attempt(const AttemptResult& result, const StepInput& input,
-                                Outcome& outcome, int64_t peak_bytes) {
+bool BatchSizer::State::settle_attempt(const AttemptResult& result, const StepInput& input,
+                                       Outcome& outcome, int64_t peak_bytes) {
   using Own = AttemptResult::Own;
   AttemptNote note;
   note.pieces = static_cast<int64_t>(outcome.split.size());
@@ -162,7 +164,7 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, const StepInput& in
     refine(result, *input.rows, outcome);
     return false;
   }
-  at_end_ = !result.records.empty() && nobody_continues(result.records);
+  agreed_.at_end = !result.records.empty() && nobody_continues(result.records);
   if (result.own == Own::error) {
     std::rethrow_exception(result.error);
   }
@@ -192,7 +194,7 @@ bool BatchSizer::settle_attempt(const AttemptResult& result, const StepInput& in
   return false;
 }
 
-void BatchSizer::refine(const AttemptResult& result, int64_t rows, Outcome& outcome) {
+void BatchSizer::State::refine(const AttemptResult& result, int64_t rows, Outcome& outcome) {
   if (result.same_split) {
     log(LogLevel::warning,
         "rank " + std::to_string(group_.rank()) + " ran out of memory in step " +
@@ -202,12 +204,12 @@ void BatchSizer::refine(const AttemptResult& result, int64_t rows, Outcome& outc
   }
   const auto before = std::ssize(outcome.split);
   const auto most = largest_piece(outcome.split);
-  history_.note_failure(most, before, room(), steps_);
+  learned_.history.note_failure(most, before, room(), steps_);
   const auto pieces = options_.equal_pieces ? pieces_for(rows, most) : before;
   outcome.pieces = std::max(
-      history_.finer(rows, pieces, room()),
+      learned_.history.finer(rows, pieces, room()),
       finer_within(rows, pieces, own_retries(outcome, group_.rank()), options_.max_retries));
-  piece_rows_ = pieces_for(rows, outcome.pieces);
+  learned_.piece_rows = pieces_for(rows, outcome.pieces);
   std::ostringstream line;
   line << "rank " << group_.rank() << " ran out of memory in step " << steps_ << ": a batch of "
        << rows << " is repeated in " << split_of(rows, outcome.pieces).size()

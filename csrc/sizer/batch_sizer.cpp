@@ -1,170 +1,67 @@
+// What a user may call; batch_sizer_state.h has what is behind it.
 #include <brimful/error.h>
 #include <brimful/log.h>
-#include <brimful/memory/stats.h>
-#include <brimful/sizer/batch_sizer.h>
-#include <brimful/sizer/pieces.h>
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <numeric>
+#include <utility>
 
-#include "base/format.h"
-#include "sizer/loss_scale.h"
-#include "sizer/one_call.h"
-#include "step/behind_error.h"
-#include "step/no_capture.h"
+#include "sizer/batch_sizer_state.h"
 
 namespace brimful {
-namespace {
-constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
-}  // namespace
 
 BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptions options)
-    : group_(std::move(group)),
-      transaction_(std::move(transaction)),
-      options_(std::move(options)),
-      norms_(options_.batch_norm, options_.batch_norms),
-      calls_under_way_(std::make_shared<OneCall>()) {
-  group_.require_one_device();
-  TORCH_CHECK_VALUE(
-      options_.local || group_.world_size() == 1 || !group_.has_outside(),
-      "some parameters are in no reducer, and their gradients would stay on this rank "
-      "(ranks: ",
-      group_.world_size(),
-      "); wrap their module in DistributedDataParallel, or set local where each rank "
-      "trains them by itself");
-  TORCH_CHECK_VALUE(options_.max_retries >= 0,
-                    "max_retries must not be negative (max_retries: ", options_.max_retries, ")");
-  TORCH_CHECK_VALUE(options_.pieces >= 1,
-                    "a batch has at least one piece (pieces: ", options_.pieces, ")");
-  TORCH_CHECK_VALUE(!options_.piece_rows || (*options_.piece_rows >= 1 && options_.pieces == 1),
-                    "a piece has at least one row, and takes the place of a number of pieces "
-                    "(piece_rows: ",
-                    options_.piece_rows.value_or(0), ", pieces: ", options_.pieces, ")");
-  piece_rows_ = options_.piece_rows.value_or(0);
-  if (!options_.required_bytes && options_.standing_bytes) {
-    options_.required_bytes = [standing_bytes = options_.standing_bytes] {
-      const auto bytes = standing_bytes();
-      return bytes.parameters + bytes.trainable + bytes.optimizer_state.value_or(0);
-    };
-  }
-  if (options_.scaler != nullptr && options_.scaler->enabled()) {
-    const auto [scale, growth_tracker] = options_.scaler->tensors(options_.device);
-    transaction_.add(keeper_of({scale, growth_tracker}));
-  }
-}
+    : state_(
+          std::make_unique<State>(std::move(group), std::move(transaction), std::move(options))) {}
+BatchSizer::~BatchSizer() = default;
+BatchSizer::BatchSizer(BatchSizer&&) noexcept = default;
 
-double BatchSizer::own_weight(const StepInput& input) const {
-  if (input.error) {
-    return kUnknown;
-  }
-  if (!input.rows) {
-    return 0;
-  }
-  if (input.weight) {
-    return *input.weight;
-  }
-  return own_weights_ ? kUnknown : static_cast<double>(*input.rows);
+Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
+  return state_->step(input, work);
 }
-
-int64_t BatchSizer::wanted_pieces(const StepInput& input) const {
-  if (!input.rows) {
-    return 1;
-  }
-  if (input.split) {
-    return static_cast<int64_t>(input.split->size());
-  }
-  return piece_rows_ > 0 ? pieces_for(*input.rows, piece_rows_)
-                         : std::min(options_.pieces, *input.rows);
+std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& work) {
+  return state_->plan(input, work);
 }
-
-void BatchSizer::adopt(const std::vector<ControlRecord>& records) {
-  announced_total_ = next_total_weight(records);
-  buffer_source_ = next_buffer_source(records);
-  announced_pieces_ = 1;
-  for (const auto& record : records) {
-    announced_pieces_ = std::max<int64_t>(announced_pieces_, record.next_pieces);
-  }
-  agreed_ = true;
+bool BatchSizer::predicts() const {
+  return state_->predicts();
 }
-
-ControlRecord BatchSizer::record_for(Next next, const StepInput& input) const {
-  ControlRecord record;
-  record.next = next;
-  record.next_weight = next == Next::yes ? own_weight(input) : (next == Next::no ? 0 : kUnknown);
-  record.next_pieces = static_cast<uint16_t>(std::min<int64_t>(wanted_pieces(input), UINT16_MAX));
-  return record;
-}
-
-void BatchSizer::announce_next(Next next, const StepInput& next_input) {
-  const OneCall::Entered entered(*calls_under_way_, "announce_next");
-  next_ = record_for(next, next_input);
-}
-
 bool BatchSizer::begin_loop(Next next, const StepInput& first) {
-  const OneCall::Entered entered(*calls_under_way_, "begin_loop");
-  next_ = record_for(next, first);
-  at_end_ = false;
-  const auto records = group_.exchange(next_);
-  adopt(records);
-  return !nobody_continues(records);
+  return state_->begin_loop(next, first);
 }
-
+void BatchSizer::announce_next(Next next, const StepInput& next_input) {
+  state_->announce_next(next, next_input);
+}
 void BatchSizer::announce_failure(FailureKind kind, const std::string& text) {
-  if (!agreed_) {
-    group_.exchange({});  // the others begin their step with one
-  }
-  agreed_ = false;
-  group_.run_failed(kind, text, {});
-  group_.discard();
+  state_->announce_failure(kind, text);
 }
-
-void BatchSizer::check_input(const StepInput& input) {
-  if (input.error) {
-    std::rethrow_exception(input.error);
-  }
-  TORCH_CHECK_VALUE(!input.rows || *input.rows > 0,
-                    "the batch is empty (rows: 0); pass NO_DATA where this rank has none");
-  if (input.weight) {
-    TORCH_CHECK_VALUE(
-        std::isfinite(*input.weight) && *input.weight >= 0,
-        "the weight of a batch must be finite and not negative (weight: ", *input.weight, ")");
-  }
-  if (input.split) {
-    const auto sum = std::accumulate(input.split->begin(), input.split->end(), int64_t{0});
-    TORCH_CHECK_VALUE(
-        input.rows && sum == *input.rows &&
-            std::all_of(input.split->begin(), input.split->end(), [](auto n) { return n > 0; }),
-        "split does not cover the batch (sum of split: ", sum, ", rows: ", input.rows.value_or(0),
-        ")");
-  }
-  check_limit();
-  if (!input.accumulate) {
-    group_.require_empty_gradients();
-  }
+Report BatchSizer::report() const {
+  return state_->report();
 }
-
-void BatchSizer::check_limit() {
-  const auto limit = memory::stats(options_.device).limit_bytes;
-  const auto kept = group_.kept().bytes();
-  if (limit == checked_limit_ && kept <= checked_kept_) {
-    return;
-  }
-  if (limit && options_.required_bytes) {
-    const auto required = options_.required_bytes() + kept;
-    TORCH_CHECK_VALUE(
-        *limit >= required,
-        "the memory limit is below what parameters, gradients and optimizer state take (limit: ",
-        format_bytes(*limit), ", needed before any sample: ", format_bytes(required),
-        "); raise it or shard the model");
-  }
-  checked_limit_ = limit;
-  checked_kept_ = kept;
+std::map<std::string, double> BatchSizer::state() const {
+  return state_->state();
+}
+void BatchSizer::load_state(const std::map<std::string, double>& state) {
+  state_->load_state(state);
+}
+bool BatchSizer::expects_step() const {
+  return state_->expects_step();
+}
+bool BatchSizer::at_end() const {
+  return state_->at_end();
+}
+int64_t BatchSizer::steps() const {
+  return state_->steps();
+}
+int64_t BatchSizer::calls() const {
+  return state_->calls();
+}
+Transaction& BatchSizer::transaction() {
+  return state_->transaction();
+}
+int BatchSizer::world_size() const {
+  return state_->world_size();
 }
 
 void BatchSizer::tell_failure(FailureKind kind, const std::string& text) {
-  if (at_end_ || world_size() == 1) {
+  if (at_end() || world_size() == 1) {
     return;
   }
   try {
@@ -192,109 +89,6 @@ void BatchSizer::optimizer_step(const std::function<void()>& step) {
   } catch (...) {
     fail_optimizer(describe(std::current_exception()));
   }
-}
-
-void BatchSizer::capture(const StepInput& input, const PieceWork& work) {
-  transaction_.capture();
-  if (input.rows && work.tensors && !in_lockstep()) {  // where nothing is repeated
-    batch_.begin(work.tensors(0, *input.rows));
-  }
-}
-
-Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
-  require_no_capture(options_.device, "a step");
-  const OneCall::Entered entered(*calls_under_way_, "step");
-  ++calls_;
-  std::exception_ptr bad_input;
-  const KeptGradients::Scope kept(group_.kept());
-  const KeptBatch::Scope batch(batch_);
-  try {
-    if (input.accumulate) {
-      group_.keep_gradients();  // first: a step that fails may empty the buckets
-    }
-    check_input(input);
-    capture(input, work);
-    if (checked_limit_ && options_.optimizer_bytes) {
-      require_room_for_optimizer(input);
-    }
-  } catch (...) {
-    bad_input = std::current_exception();
-  }
-  if (!agreed_) {
-    adopt(group_.exchange(bad_input ? ControlRecord{}
-                                    : record_for(input.rows ? Next::yes : Next::no, input)));
-  }
-  agreed_ = false;
-  if (!bad_input && in_lockstep() && input.split &&
-      static_cast<int64_t>(input.split->size()) != announced_pieces_) {
-    bad_input = std::make_exception_ptr(c10::ValueError(
-        {"step", "batch_sizer.cpp", 0},
-        "in lockstep a split has as many pieces as the ranks agreed on (pieces of split: " +
-            std::to_string(input.split->size()) + ", agreed: " + std::to_string(announced_pieces_) +
-            ")"));
-  }
-  if (next_.next == Next::unknown) {
-    next_.next_pieces =
-        record_for(Next::unknown, input).next_pieces;  // as if the next batch were like this one
-  }
-  if (bad_input) {
-    const auto kind = is_out_of_memory(bad_input) ? FailureKind::out_of_memory : FailureKind::error;
-    at_end_ = nobody_continues(group_.run_failed(kind, describe(bad_input), next_));
-    next_ = {};
-    std::rethrow_exception(bad_input);
-  }
-  owed_ = false;
-  std::exception_ptr error;
-  try {
-    auto outcome = run(input, work);
-    next_ = {};
-    ++steps_;
-    return outcome;
-  } catch (...) {
-    error = std::current_exception();
-  }
-  recorder_.end_step(false, checked_limit_);
-  behind_error([&] {
-    if (std::exchange(owed_, false)) {
-      group_.run_failed(FailureKind::error, describe(error), next_);
-    }
-  });
-  next_ = {};
-  behind_error([&] { group_.discard(); });
-  behind_error([&] { transaction_.restore(); });
-  std::rethrow_exception(error);
-}
-
-std::map<std::string, double> BatchSizer::state() const {
-  std::map<std::string, double> state{
-      {"steps", static_cast<double>(steps_)},
-      {"piece_rows", static_cast<double>(piece_rows_)},
-      {"last_total", last_total_},
-  };
-  if (piece_rows_ == 0 && found_.pieces > 1) {  // for a resumed job without forecasts
-    state["piece_rows"] = static_cast<double>(split_rows(found_.rows, found_.pieces).front());
-  }
-  found_.put(state);
-  return state;
-}
-
-void BatchSizer::load_state(const std::map<std::string, double>& state) {
-  const OneCall::Entered entered(*calls_under_way_, "load_state");
-  const auto get = [&](const char* name) {
-    const auto found = state.find(name);
-    TORCH_CHECK_VALUE(found != state.end(), "the sizer's state lacks an entry (name: ", name, ")");
-    return found->second;
-  };
-  const double piece_rows = get("piece_rows");
-  const double last_total = get("last_total");
-  const double steps = get("steps");
-  TORCH_CHECK_VALUE(piece_rows >= 0 && last_total >= 0 && steps >= 0,
-                    "the sizer's state is not one that state_dict gave (piece_rows: ", piece_rows,
-                    ", last_total: ", last_total, ", steps: ", steps, ")");
-  found_ = FoundPieces::of(state);
-  piece_rows_ = static_cast<int64_t>(piece_rows);
-  last_total_ = last_total;
-  steps_ = static_cast<int64_t>(steps);
 }
 
 }  // namespace brimful

@@ -1,8 +1,8 @@
 // How a step ends that no split can save: what is known is gathered here, and said in too_large.cpp.
 #include <brimful/memory/stats.h>
-#include <brimful/sizer/batch_sizer.h>
 #include <brimful/step/oom.h>
 
+#include "sizer/batch_sizer_state.h"
 #include "sizer/too_large.h"
 #include "step/remedy.h"
 
@@ -38,7 +38,7 @@ StandingBytes standing_bytes(const std::vector<at::Tensor>& parameters,
   return standing;
 }
 
-Shortfall BatchSizer::shortfall_of(const StepInput& input) const {
+Shortfall BatchSizer::State::shortfall_of(const StepInput& input) const {
   auto shortfall = shortfall_on(options_.device, options_.standing_bytes);
   shortfall.rank = group_.rank();
   shortfall.world_size = group_.world_size();
@@ -48,8 +48,8 @@ Shortfall BatchSizer::shortfall_of(const StepInput& input) const {
   return shortfall;
 }
 
-void BatchSizer::throw_too_large(const AttemptResult& result, const StepInput& input,
-                                 const Outcome& outcome) {
+void BatchSizer::State::throw_too_large(const AttemptResult& result, const StepInput& input,
+                                        const Outcome& outcome) {
   const memory::Unlimited unlimited;
   auto shortfall = shortfall_of(input);
   shortfall.of = result.records.empty() ? Shortfall::Of::lockstep : Shortfall::Of::split;
@@ -62,7 +62,7 @@ void BatchSizer::throw_too_large(const AttemptResult& result, const StepInput& i
   throw too_large(shortfall);
 }
 
-void BatchSizer::require_room_for_optimizer(const StepInput& input) const {
+void BatchSizer::State::require_room_for_optimizer(const StepInput& input) const {
   const auto bytes = options_.optimizer_bytes();
   const auto now = memory::stats(options_.device);
   if (bytes == 0 || !now.limit_bytes ||
@@ -76,8 +76,8 @@ void BatchSizer::require_room_for_optimizer(const StepInput& input) const {
   throw too_large(shortfall);
 }
 
-void BatchSizer::throw_failure(const AttemptResult& result, const StepInput& input,
-                               const Outcome& outcome) {
+void BatchSizer::State::throw_failure(const AttemptResult& result, const StepInput& input,
+                                      const Outcome& outcome) {
   if (result.own == AttemptResult::Own::out_of_memory &&
       (result.records.empty() || result.records[group_.rank()].verdict == Verdict::failed_memory)) {
     throw_too_large(result, input, outcome);

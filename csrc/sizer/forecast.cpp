@@ -1,12 +1,12 @@
 // The pieces of a step from a forecast of its memory: a few rows are run forward and backward for their allocations alone.
 #include <brimful/memory/stats.h>
-#include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/pieces.h>
 #include <brimful/step/oom.h>
 
 #include <algorithm>
 #include <cmath>
 
+#include "sizer/batch_sizer_state.h"
 #include "sizer/forecast_room.h"
 #include "sizer/loss_scale.h"
 #include "sizer/one_call.h"
@@ -64,11 +64,11 @@ bool can_plan(c10::Device device) {
 }
 }  // namespace
 
-bool BatchSizer::predicts() const {
+bool BatchSizer::State::predicts() const {
   return options_.predict && !in_lockstep() && ForecastRoom::is_known(options_.device);
 }
 
-Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
+Rehearsal BatchSizer::State::rehearse(const StepInput& input, const PieceWork& work) {
   Rehearsal traced;
   std::optional<PeakModel> model;
   const PieceWork as_in_step{work.forward, scaled_backward(work.backward, options_.scaler)};
@@ -141,7 +141,8 @@ Rehearsal BatchSizer::rehearse(const StepInput& input, const PieceWork& work) {
   return traced;
 }
 
-std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork& work, bool anew) {
+std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const PieceWork& work,
+                                               bool anew) {
   const auto rows = *input.rows;
   if (rows <= kFirstTracedRows || input.kind.uneven || !can_plan(options_.device)) {
     return std::nullopt;
@@ -171,8 +172,8 @@ std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork&
   const auto forecast = known ? *known : rehearsed();
   if (!forecast) {
     if (fits) {
-      piece_rows_ = *fits;
-      history_.note_failure(*fits + 1, pieces_for(rows, *fits + 1), before.bytes(), steps_);
+      learned_.piece_rows = *fits;
+      learned_.history.note_failure(*fits + 1, pieces_for(rows, *fits + 1), before.bytes(), steps_);
     }
     return std::nullopt;
   }
@@ -197,8 +198,8 @@ std::optional<Plan> BatchSizer::plan_of(const StepInput& input, const PieceWork&
   return plan;
 }
 
-std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& work) {
-  const OneCall::Entered entered(*calls_under_way_, "plan");
+std::optional<Plan> BatchSizer::State::plan(const StepInput& input, const PieceWork& work) {
+  const OneCall::Entered entered(calls_under_way_, "plan");
   const KeptGradients::Scope kept(group_.kept());
   if (input.accumulate) {
     group_.keep_gradients();
@@ -217,8 +218,8 @@ std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& wo
   return plan;
 }
 
-void BatchSizer::note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan,
-                                const RowKind& kind) {
+void BatchSizer::State::note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan,
+                                       const RowKind& kind) {
   if (plan && result.own == AttemptResult::Own::out_of_memory) {
     margin_ += kMoreMargin;
     forecasts_.distrust(kind);

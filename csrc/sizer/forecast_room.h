@@ -1,6 +1,6 @@
 #pragma once
-#include <brimful/sizer/peak_model.h>
 #include <c10/core/Device.h>
+#include "sizer/peak_model.h"
 
 #include <cstdint>
 #include <optional>

@@ -1,5 +1,5 @@
-#include <brimful/sizer/forecasts.h>
-#include <brimful/sizer/length_law.h>
+#include "sizer/forecasts.h"
+#include "sizer/length_law.h"
 
 #include <algorithm>
 #include <cstdlib>

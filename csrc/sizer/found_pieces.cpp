@@ -1,4 +1,4 @@
-#include <brimful/sizer/found_pieces.h>
+#include "sizer/found_pieces.h"
 #include <c10/util/Exception.h>
 
 #include <algorithm>

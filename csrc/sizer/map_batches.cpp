@@ -4,9 +4,9 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/map_batches.h>
-#include <brimful/sizer/piece_history.h>
 #include <brimful/sizer/pieces.h>
 #include <brimful/step/oom.h>
+#include "sizer/piece_history.h"
 
 #include <algorithm>
 #include <list>

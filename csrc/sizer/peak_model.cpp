@@ -1,4 +1,4 @@
-#include <brimful/sizer/peak_model.h>
+#include "sizer/peak_model.h"
 #include <c10/util/Exception.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-#include <brimful/sizer/piece_history.h>
+#include "sizer/piece_history.h"
 #include <brimful/sizer/pieces.h>
 
 #include <algorithm>

@@ -5,6 +5,7 @@ brimful_sources(HEAVY
   autocast.cpp
   batch_norm.cpp
   batch_sizer.cpp
+  batch_sizer_state.cpp
   call_log.cpp
   compare.cpp
   failure.cpp
@@ -26,6 +27,7 @@ brimful_sources(HEAVY
   row_evidence.cpp
   row_kind.cpp
   split.cpp
+  step_recorder.cpp
   step_trace.cpp
   too_large.cpp
   verify_split.cpp)

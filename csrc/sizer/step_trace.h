@@ -1,7 +1,7 @@
 #pragma once
 #include <brimful/memory/trace.h>
-#include <brimful/sizer/peak_model.h>
 #include <c10/core/Device.h>
+#include "sizer/peak_model.h"
 
 #include <cstdint>
 #include <memory>

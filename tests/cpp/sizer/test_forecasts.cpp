@@ -1,5 +1,6 @@
 #include <brimful/sizer/batch_sizer.h>
-#include <brimful/sizer/forecasts.h>
+#include "sizer/forecasts.h"
+#include "sizer/found_pieces.h"
 #include "support/sizer_test.h"
 
 #include <torch/data/example.h>

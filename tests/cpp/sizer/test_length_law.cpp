@@ -1,4 +1,4 @@
-#include <brimful/sizer/length_law.h>
+#include "sizer/length_law.h"
 #include "support/catch.h"
 
 #include <cmath>

@@ -1,4 +1,4 @@
-#include <brimful/sizer/peak_model.h>
+#include "sizer/peak_model.h"
 #include "support/catch.h"
 
 #include "sizer/align_traces.h"

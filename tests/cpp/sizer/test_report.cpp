@@ -1,4 +1,4 @@
-#include <brimful/sizer/report.h>
+#include "sizer/step_recorder.h"
 #include "support/catch.h"
 
 #include <chrono>

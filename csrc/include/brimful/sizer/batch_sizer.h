@@ -2,10 +2,7 @@
 #include <brimful/export.h>
 #include <brimful/sizer/batch_norm.h>
 #include <brimful/sizer/batch_sizer_options.h>
-#include <brimful/sizer/forecasts.h>
-#include <brimful/sizer/found_pieces.h>
 #include <brimful/sizer/outcome.h>
-#include <brimful/sizer/piece_history.h>
 #include <brimful/sizer/plan.h>
 #include <brimful/sizer/report.h>
 #include <brimful/sizer/split.h>
@@ -17,7 +14,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -25,8 +21,6 @@ namespace brimful {
 
 template <typename Loader>
 class Batches;
-class OneCall;
-struct Shortfall;
 
 /// Runs the batch that was asked for in pieces that fit. The gradient is the exact weighted mean over all ranks; a step
 /// that ran out of memory is repeated with a finer split from the same buffers and RNG state. One call at a time: a step
@@ -35,6 +29,8 @@ class BRIMFUL_API BatchSizer {
  public:
   /// @throws c10::ValueError for bad options, or parameters on several devices
   BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptions options = {});
+  ~BatchSizer();
+  BatchSizer(BatchSizer&&) noexcept;
   /// For one wrapped module, such as a DistributedDataParallel; `options.device` is that of its parameters.
   template <typename Model>
   requires requires(Model& model) {
@@ -93,84 +89,24 @@ class BRIMFUL_API BatchSizer {
   [[noreturn]] void fail_optimizer(const std::string& words);
 
   /// What this sizer has seen on this rank so far. Not while a step runs.
-  Report report() const { return recorder_.report(piece_rows_); }
+  Report report() const;
 
   /// Grows and shrinks with evidence; to be kept in a checkpoint.
   std::map<std::string, double> state() const;
   void load_state(const std::map<std::string, double>& state);
   /// True if the other ranks are in a step of their own, or come to one without an exchange before it.
-  bool expects_step() const { return agreed_ && !at_end_; }
+  bool expects_step() const;
   /// Of the last step: no rank has another batch.
-  bool at_end() const { return at_end_; }
-  int64_t steps() const { return steps_; }
+  bool at_end() const;
+  int64_t steps() const;
   /// Of step(), the ones that failed included.
-  int64_t calls() const { return calls_; }
-  Transaction& transaction() { return transaction_; }
-  int world_size() const { return group_.world_size(); }
+  int64_t calls() const;
+  Transaction& transaction();
+  int world_size() const;
 
  private:
-  ControlRecord record_for(Next next, const StepInput& input) const;
-  double own_weight(const StepInput& input) const;
-  int64_t wanted_pieces(const StepInput& input) const;
-  void adopt(const std::vector<ControlRecord>& records);
-  void check_input(const StepInput& input);
-  void capture(const StepInput& input, const PieceWork& work);
-  void check_limit();
-  /// All ranks run the same number of pieces; alone there is nobody to keep step with.
-  bool in_lockstep() const { return options_.lockstep && group_.world_size() > 1; }
-  Outcome run(const StepInput& input, const PieceWork& work);
-  std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork& work,
-                                    Outcome& outcome);
-  std::vector<int64_t> next_split(const StepInput& input, const Outcome& outcome);
-  std::vector<int64_t> split_of(int64_t rows, int64_t pieces);
-  void stand(const AttemptResult& result, double ref, Outcome& outcome);
-  bool settle_attempt(const AttemptResult& result, const StepInput& input, Outcome& outcome,
-                      int64_t peak_bytes);
-  [[noreturn]] void throw_failure(const AttemptResult& result, const StepInput& input,
-                                  const Outcome& outcome);
-  [[noreturn]] void throw_too_large(const AttemptResult& result, const StepInput& input,
-                                    const Outcome& outcome);
-  Shortfall shortfall_of(const StepInput& input) const;
-  void require_room_for_optimizer(const StepInput& input) const;
-  void require_weight(const std::vector<ControlRecord>& records) const;
-  void require_same_mark(const std::vector<ControlRecord>& records);
-  void refine(const AttemptResult& result, int64_t rows, Outcome& outcome);
-  PieceHistory::Room room() const;
-  void note_peak(const StepInput& input, const Outcome& outcome);
-  Rehearsal rehearse(const StepInput& input, const PieceWork& work);
-  /// `anew`: not what the step before found, while there is as much room; a replay of a CUDA allocator takes a while.
-  std::optional<Plan> plan_of(const StepInput& input, const PieceWork& work, bool anew);
-  void note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan,
-                      const RowKind& kind);
-
-  StepGroup group_;
-  Transaction transaction_;
-  KeptBatch batch_;
-  BatchSizerOptions options_;
-  BatchNorms norms_;
-  std::shared_ptr<OneCall> calls_under_way_;
-  bool owed_ = false;    ///< the other ranks wait for a repetition that has not begun
-  bool agreed_ = false;  ///< the records of an exchange or of the last step hold for the next one
-  int64_t piece_rows_ = 0;  ///< rows of a piece that fits; 0: not known yet
-  int64_t steps_ = 0;
-  int64_t calls_ = 0;
-  double last_total_ = 0;
-  double announced_total_ = 0;
-  int64_t announced_pieces_ = 1;  ///< the most that a rank wants
-  int buffer_source_ = 0;
-  bool at_end_ = false;
-  bool own_weights_ = false;  ///< the loss function gives weights that are not known beforehand
-  std::optional<int64_t> checked_limit_;
-  int64_t checked_kept_ = 0;  ///< bytes of gradients that the limit was compared with, too
-  Forecasts forecasts_;
-  FoundPieces found_;  ///< by the last forecast, or before this job was resumed
-  std::set<int64_t> equal_sizes_;
-  StepRecorder recorder_;
-  std::optional<int64_t> released_step_;  ///< the last one with a cache_released
-  PieceHistory history_;
-  int64_t used_before_ = 0;  ///< bytes in use when the step began
-  double margin_ = 0;        ///< share of the peak that predictions were found to be short of
-  ControlRecord next_;
+  class State;
+  std::unique_ptr<State> state_;
 };
 
 }  // namespace brimful

@@ -1,7 +1,7 @@
 #pragma once
 #include <brimful/export.h>
-#include <brimful/sizer/peak_model.h>
 #include <brimful/sizer/row_kind.h>
+#include "sizer/peak_model.h"
 
 #include <list>
 #include <memory>

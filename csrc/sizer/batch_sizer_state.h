@@ -1,0 +1,115 @@
+#pragma once
+#include <brimful/sizer/batch_sizer.h>
+
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "sizer/forecasts.h"
+#include "sizer/found_pieces.h"
+#include "sizer/one_call.h"
+#include "sizer/piece_history.h"
+#include "sizer/step_recorder.h"
+
+namespace brimful {
+
+struct Shortfall;
+
+/// What a BatchSizer is made of.
+class BatchSizer::State {
+ public:
+  State(StepGroup group, Transaction transaction, BatchSizerOptions options);
+
+  Outcome step(const StepInput& input, const PieceWork& work);
+  std::optional<Plan> plan(const StepInput& input, const PieceWork& work);
+  bool predicts() const;
+  bool begin_loop(Next next, const StepInput& first);
+  void announce_next(Next next, const StepInput& next_input);
+  void announce_failure(FailureKind kind, const std::string& text);
+  Report report() const { return recorder_.report(learned_.piece_rows); }
+  std::map<std::string, double> state() const;
+  void load_state(const std::map<std::string, double>& state);
+  bool expects_step() const { return agreed_.holds && !agreed_.at_end; }
+  bool at_end() const { return agreed_.at_end; }
+  int64_t steps() const { return steps_; }
+  int64_t calls() const { return calls_; }
+  Transaction& transaction() { return transaction_; }
+  int world_size() const { return group_.world_size(); }
+
+ private:
+  /// By the records of an exchange, or of the last step.
+  struct Agreed {
+    bool holds = false;  ///< for the next step
+    double total = 0;    ///< weight of the next step
+    double last_total = 0;
+    int64_t pieces = 1;  ///< the most that a rank wants
+    int buffer_source = 0;
+    bool at_end = false;
+    ControlRecord next;  ///< this rank's, of the step that comes
+  };
+  /// About the rows that fit.
+  struct Learned {
+    int64_t piece_rows = 0;  ///< of a piece that fits; 0: not known yet
+    PieceHistory history;
+    std::set<int64_t> equal_sizes;
+    std::optional<int64_t> released_step;  ///< the last one with a cache_released
+    int64_t used_before = 0;               ///< bytes in use when the step began
+  };
+
+  ControlRecord record_for(Next next, const StepInput& input) const;
+  double own_weight(const StepInput& input) const;
+  int64_t wanted_pieces(const StepInput& input) const;
+  void adopt(const std::vector<ControlRecord>& records);
+  void check_input(const StepInput& input);
+  void capture(const StepInput& input, const PieceWork& work);
+  void check_limit();
+  /// All ranks run the same number of pieces; alone there is nobody to keep step with.
+  bool in_lockstep() const { return options_.lockstep && group_.world_size() > 1; }
+  Outcome run(const StepInput& input, const PieceWork& work);
+  std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork& work,
+                                    Outcome& outcome);
+  std::vector<int64_t> next_split(const StepInput& input, const Outcome& outcome);
+  std::vector<int64_t> split_of(int64_t rows, int64_t pieces);
+  void stand(const AttemptResult& result, double ref, Outcome& outcome);
+  bool settle_attempt(const AttemptResult& result, const StepInput& input, Outcome& outcome,
+                      int64_t peak_bytes);
+  [[noreturn]] void throw_failure(const AttemptResult& result, const StepInput& input,
+                                  const Outcome& outcome);
+  [[noreturn]] void throw_too_large(const AttemptResult& result, const StepInput& input,
+                                    const Outcome& outcome);
+  Shortfall shortfall_of(const StepInput& input) const;
+  void require_room_for_optimizer(const StepInput& input) const;
+  void require_weight(const std::vector<ControlRecord>& records) const;
+  void require_same_mark(const std::vector<ControlRecord>& records);
+  void refine(const AttemptResult& result, int64_t rows, Outcome& outcome);
+  PieceHistory::Room room() const;
+  void note_peak(const StepInput& input, const Outcome& outcome);
+  Rehearsal rehearse(const StepInput& input, const PieceWork& work);
+  /// `anew`: not what the step before found, while there is as much room; a replay of a CUDA allocator takes a while.
+  std::optional<Plan> plan_of(const StepInput& input, const PieceWork& work, bool anew);
+  void note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan,
+                      const RowKind& kind);
+
+  StepGroup group_;
+  Transaction transaction_;
+  KeptBatch batch_;
+  BatchSizerOptions options_;
+  BatchNorms norms_;
+  OneCall calls_under_way_;
+  bool owed_ = false;  ///< the other ranks wait for a repetition that has not begun
+  int64_t steps_ = 0;
+  int64_t calls_ = 0;
+  Agreed agreed_;
+  Learned learned_;
+  bool own_weights_ = false;  ///< the loss function gives weights that are not known beforehand
+  std::optional<int64_t> checked_limit_;
+  int64_t checked_kept_ = 0;  ///< bytes of gradients that the limit was compared with, too
+  Forecasts forecasts_;
+  FoundPieces found_;  ///< by the last forecast, or before this job was resumed
+  double margin_ = 0;  ///< share of the peak that predictions were found to be short of
+  StepRecorder recorder_;
+};
+
+}  // namespace brimful
