@@ -24,7 +24,11 @@ LEVELS = {
 }
 FOLDERS = {
     "pipeline": {"schedule": 0, "backward": 0, "transport": 0, "executor": 1, "": 2},
-    "probes": {"host": 0, "leak": 0, "report": 0, "gpu": 1, "oom": 1, "explain": 2, "monitor": 2},
+    "probes": {
+        **{"host": 0, "leak": 0, "page": 0},
+        **{"gpu": 1, "oom": 1, "report": 1},
+        **{"explain": 2, "monitor": 2},
+    },
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 

@@ -29,6 +29,7 @@ brimful_sources(LIGHT
   oom/fragmentation.cpp
   oom/html.cpp
   oom/text.cpp
+  page/page.cpp
   report/difference.cpp
   report/html.cpp
   report/memory_trace.cpp

@@ -3,21 +3,22 @@
 #include <algorithm>
 #include <cstdlib>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 
-#include "base/format.h"
+#include "probes/page/page.h"
 #include "probes/report/parts.h"
 
 namespace brimful::probes {
 namespace {
 
 using memory::Category;
+using Json = nlohmann::ordered_json;
 
 constexpr size_t kDifferenceRows = 60;
 
 struct Change {
-  std::string what;  // HTML
+  std::string line;  ///< empty: of no line
   Category category = Category::other;
   int64_t before = 0;
   int64_t after = 0;
@@ -27,10 +28,9 @@ struct Change {
 /// Keyed by what both runs have in common: the words of a line, not its number.
 class Changes {
  public:
-  void add(const std::string& key, const std::string& what, Category category, int64_t bytes,
-           bool is_after) {
-    Change& change = changes_[{key, category}];
-    change.what = what;
+  void add(const std::string& line, Category category, int64_t bytes, bool is_after) {
+    Change& change = changes_[{line, category}];
+    change.line = line;
     change.category = category;
     (is_after ? change.after : change.before) += bytes;
   }
@@ -52,48 +52,33 @@ class Changes {
   std::map<std::pair<std::string, Category>, Change> changes_;
 };
 
-std::string signed_bytes(int64_t bytes) {
-  return (bytes > 0 ? "+" : "") + format_bytes(bytes);
-}
-
-void write_changes(std::ostream& out, const char* title, const std::vector<Change>& changes) {
-  out << "<h3>" << title << "</h3>\n";
-  if (changes.empty()) {
-    out << "<p>No difference.</p>\n";
-    return;
-  }
-  const int64_t most = std::abs(changes.front().more());
-  out << "<table class=changes>\n<tr><th class=n>difference</th><th></th><th class=n>before</th>"
-         "<th class=n>after</th><th>category</th><th></th></tr>\n";
+/// The largest of them, and how many are left out.
+Json changes_json(const std::vector<Change>& changes) {
+  Json rows = Json::array();
   for (size_t k = 0; k < std::min(changes.size(), kDifferenceRows); ++k) {
     const Change& change = changes[k];
-    out << "<tr><td class=\"n " << (change.more() > 0 ? "more" : "less") << "\">"
-        << signed_bytes(change.more()) << "</td>";
-    write_bar(out, change.category, std::abs(change.more()), most);
-    out << "<td class=n>" << format_bytes(change.before) << "</td><td class=n>"
-        << format_bytes(change.after) << "</td><td>" << category_html(change.category)
-        << "</td><td>" << change.what << "</td></tr>\n";
+    rows.push_back({{"line", change.line},
+                    {"category", name_of(change.category)},
+                    {"before", change.before},
+                    {"after", change.after}});
   }
-  out << "</table>\n";
-  if (changes.size() > kDifferenceRows) {
-    out << "<p>And " << changes.size() - kDifferenceRows << " smaller ones.</p>\n";
-  }
+  const auto more = changes.size() - rows.size();
+  return {{"rows", std::move(rows)}, {"more", more}};
 }
 
 void add_peak(Changes& categories, Changes& lines, const PageTimeline& page, bool is_after) {
   const auto& peak = page.timeline.peak;
   for (size_t k = 0; k < memory::kCategories; ++k) {
-    categories.add("", "", static_cast<Category>(k), peak.by_category[k], is_after);
+    categories.add("", static_cast<Category>(k), peak.by_category[k], is_after);
   }
   for (const auto& site : peak.by_site) {
-    lines.add(to_string(page.recording->sites[site.site]), place_html(*page.recording, site.site),
-              site.category, site.bytes, is_after);
+    lines.add(to_string(page.recording->sites[site.site]), site.category, site.bytes, is_after);
   }
-  lines.add("", "from before tracking began", Category::other, peak.before_bytes, is_after);
+  lines.add("", Category::other, peak.before_bytes, is_after);
 }
 
-void write_device(std::ostream& out, const std::string& device,
-                  const std::vector<PageTimeline>& pages, const memory::Recording* after) {
+Json device_json(const std::string& device, const std::vector<PageTimeline>& pages,
+                 const memory::Recording* after) {
   Changes categories;
   Changes lines;
   int64_t peaks[2] = {0, 0};
@@ -104,17 +89,11 @@ void write_device(std::ostream& out, const std::string& device,
       peaks[is_after ? 1 : 0] = page.timeline.peak.bytes;
     }
   }
-  out << "<h2>" << device << "</h2>\n<p>Peak <b>" << format_bytes(peaks[0]) << "</b> before, <b>"
-      << format_bytes(peaks[1]) << "</b> after: <b>" << signed_bytes(peaks[1] - peaks[0])
-      << "</b>.</p>\n";
-  write_changes(out, "At the peaks, by category", categories.sorted());
-  write_changes(out, "At the peaks, by line", lines.sorted());
-  for (size_t k = 0; k < pages.size(); ++k) {
-    if (pages[k].device->device == device) {
-      out << "<h3>" << pages[k].name << "</h3>\n<div class=chart data-timeline=" << k
-          << " data-scale=" << std::max(peaks[0], peaks[1]) << "></div>\n";
-    }
-  }
+  return {{"device", device},
+          {"before", peaks[0]},
+          {"after", peaks[1]},
+          {"categories", changes_json(categories.sorted())},
+          {"lines", changes_json(lines.sorted())}};
 }
 
 }  // namespace
@@ -127,14 +106,12 @@ std::string to_html_difference(const memory::Recording& before, const memory::Re
     devices.insert(page.device->device);
     page.name = page.recording == &both[0] ? "before" : "after";
   }
-  std::ostringstream body;
-  write_sources(body, both);
+  auto data = page_data("difference", "Memory before and after", both, pages);
+  data["devices"] = Json::array();
   for (const auto& device : devices) {
-    write_device(body, device, pages, &both[1]);
+    data["devices"].push_back(device_json(device, pages, &both[1]));
   }
-  std::ostringstream page;
-  write_page(page, "Memory before and after", body.str(), pages);
-  return page.str();
+  return page_of(data);
 }
 
 }  // namespace brimful::probes

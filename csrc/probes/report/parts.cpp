@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 
-#include "base/json.h"
-#include "base/markup.h"
 #include "base/one_line.h"
+#include "probes/page/page.h"
 
 namespace brimful::probes {
 namespace {
@@ -19,7 +17,7 @@ using Json = nlohmann::ordered_json;
 constexpr size_t kChartColumns = 8192;
 constexpr size_t kAllColumns = 4 * kChartColumns;
 constexpr size_t kLeastColumns = 1024;
-constexpr size_t kSourcesShown = 2;  // more are folded
+constexpr size_t kSiteRows = 40;
 
 /// From below; what changes least comes first.
 constexpr std::array kStack{
@@ -78,14 +76,50 @@ Json by_site(const PageTimeline& page) {
   return list;
 }
 
+Json peak_json(const PageTimeline& page) {
+  const auto& peak = page.timeline.peak;
+  Json lines = Json::array();
+  int64_t more_bytes = 0;
+  for (size_t k = 0; k < peak.by_site.size(); ++k) {
+    const auto& site = peak.by_site[k];
+    if (k >= kSiteRows) {
+      more_bytes += site.bytes;
+      continue;
+    }
+    const auto place = [&](uint32_t number) { return to_string(page.recording->sites[number]); };
+    lines.push_back({{"line", place(site.site)},
+                     {"module", site.module == 0 ? "" : place(site.module)},
+                     {"category", name_of(site.category)},
+                     {"bytes", site.bytes},
+                     {"blocks", site.blocks}});
+  }
+  return {{"bytes", peak.bytes},
+          {"time_us", page.timeline.peak_ns / 1000},
+          {"step", peak.step},
+          {"phase", name_of(peak.phase)},
+          {"categories", categories_json(peak.by_category)},
+          {"lines", std::move(lines)},
+          {"more_lines", peak.by_site.size() - std::min(peak.by_site.size(), kSiteRows)},
+          {"more_bytes", more_bytes},
+          {"before_bytes", peak.before_bytes}};
+}
+
 Json json_of(const PageTimeline& page, int64_t first_unix_ns) {
   const auto& [name, recording, device, timeline] = page;
   const auto& columns = timeline.columns;
+  const auto steps =
+      std::count_if(device->events.begin(), device->events.end(),
+                    [](const auto& event) { return event.kind == memory::EventKind::step; });
   return {
       {"name", name},
+      {"device", device->device},
       {"offset_us", (recording->origin.unix_ns - first_unix_ns) / 1000},
       {"end_us", recording->duration_ns / 1000},
-      {"peak", {{"bytes", timeline.peak.bytes}, {"time_us", timeline.peak_ns / 1000}}},
+      {"events", static_cast<int64_t>(device->events.size()) - steps},
+      {"steps", steps},
+      {"lost_events", device->lost_events},
+      {"most_bytes", device->peak_bytes},
+      {"peak", peak_json(page)},
       {"time_us", differences(columns, [](const auto& column) { return column.time_ns / 1000; })},
       {"step", differences(columns, [](const auto& column) { return column.step; })},
       {"phase",
@@ -114,78 +148,24 @@ std::vector<PageTimeline> timelines_of(const std::vector<memory::Recording>& rec
   return pages;
 }
 
-std::string to_json(const std::vector<PageTimeline>& timelines) {
+Json page_data(const char* kind, const std::string& title,
+               const std::vector<memory::Recording>& recordings,
+               const std::vector<PageTimeline>& timelines) {
   int64_t first_unix_ns = INT64_MAX;
-  for (const auto& page : timelines) {
-    first_unix_ns = std::min(first_unix_ns, page.recording->origin.unix_ns);
+  Json sources = Json::array();
+  for (const auto& recording : recordings) {
+    first_unix_ns = std::min(first_unix_ns, recording.origin.unix_ns);
+    sources.push_back(
+        {{"file", one_line(recording.path)}, {"origin", to_string(recording.origin)}});
   }
   Json list = Json::array();
   for (const auto& page : timelines) {
     list.push_back(json_of(page, first_unix_ns));
   }
-  std::string safe;
-  for (const char c : json_text(list)) {
-    if (c == '<') {
-      safe += "\\u003c";  // a name may be "</script>"
-    } else {
-      safe += c;
-    }
-  }
-  return safe;
-}
-
-std::string place_html(const memory::Recording& recording, uint32_t site) {
-  return "<code>" + escape_markup(valid_utf8(to_string(recording.sites[site]))) + "</code>";
-}
-
-std::string category_html(Category category) {
-  const std::string name = name_of(category);
-  return "<span class=\"key " + name + "\">" + name + "</span>";
-}
-
-void write_bar(std::ostream& out, Category category, int64_t bytes, int64_t most) {
-  const auto share = most > 0 ? static_cast<double>(bytes) / static_cast<double>(most) : 0.0;
-  std::array<char, 16> percent{};
-  std::snprintf(percent.data(), percent.size(), "%.1f", 100 * std::clamp(share, 0.0, 1.0));
-  out << "<td class=bar><i class=" << name_of(category) << " style=\"width:" << percent.data()
-      << "%\"></i></td>";
-}
-
-std::string time_text(int64_t ns) {
-  std::array<char, 32> text{};
-  const bool is_short = ns < 1'000'000'000;
-  std::snprintf(text.data(), text.size(), is_short ? "%.2f ms" : "%.2f s",
-                static_cast<double>(ns) / (is_short ? 1e6 : 1e9));
-  return text.data();
-}
-
-void write_sources(std::ostream& out, const std::vector<memory::Recording>& recordings) {
-  std::vector<std::string> lines;
-  for (const auto& recording : recordings) {
-    const auto file = recording.path.empty()
-                          ? ""
-                          : "<code>" + escape_markup(one_line(recording.path)) + "</code>: ";
-    lines.push_back("<p class=note>" + file + escape_markup(to_string(recording.origin)) +
-                    "</p>\n");
-  }
-  const bool folded = lines.size() > kSourcesShown;
-  out << (folded ? "<details><summary>" + std::to_string(lines.size()) + " recordings</summary>\n"
-                 : "");
-  for (const auto& line : lines) {
-    out << line;
-  }
-  out << (folded ? "</details>\n" : "");
-}
-
-void write_page(std::ostream& out, const std::string& title, const std::string& body,
-                const std::vector<PageTimeline>& timelines) {
-  out << "<!DOCTYPE html>\n<html lang=en><head><meta charset=utf-8>"
-         "<meta name=viewport content=\"width=device-width\"><title>"
-      << escape_markup(title) << "</title>\n<style>\n"
-      << kReportStyle << "</style></head><body>\n<h1>" << escape_markup(title) << "</h1>\n"
-      << body << "<script type=\"application/json\" id=data>" << to_json(timelines)
-      << "</script>\n<script>\n"
-      << kReportScript << "</script></body></html>\n";
+  return {{"kind", kind},
+          {"title", title},
+          {"sources", std::move(sources)},
+          {"timelines", std::move(list)}};
 }
 
 }  // namespace brimful::probes

@@ -1,7 +1,7 @@
 #pragma once
 #include <brimful/memory/recording.h>
 
-#include <ostream>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -9,10 +9,6 @@
 
 /// Parts of the pages of memory_report.h.
 namespace brimful::probes {
-
-/// page.css and page.js.
-extern const char* const kReportStyle;
-extern const char* const kReportScript;
 
 struct PageTimeline {
   std::string name;  ///< "rank 0, cpu"
@@ -24,19 +20,9 @@ struct PageTimeline {
 /// For each device of each recording; fewer columns where there are many.
 std::vector<PageTimeline> timelines_of(const std::vector<memory::Recording>& recordings);
 
-/// The charts' data, as JSON that may stand within a <script>.
-std::string to_json(const std::vector<PageTimeline>& timelines);
-
-/// A line of code as HTML.
-std::string place_html(const memory::Recording& recording, uint32_t site);
-std::string category_html(memory::Category category);
-/// A cell with a bar, as long as `bytes` are of `most`.
-void write_bar(std::ostream& out, memory::Category category, int64_t bytes, int64_t most);
-std::string time_text(int64_t ns);
-
-/// The recordings' files, and where, when and of what they were made.
-void write_sources(std::ostream& out, const std::vector<memory::Recording>& recordings);
-void write_page(std::ostream& out, const std::string& title, const std::string& body,
-                const std::vector<PageTimeline>& timelines);
+/// What both kinds of page have: the recordings' files and origins, and the charts' data.
+nlohmann::ordered_json page_data(const char* kind, const std::string& title,
+                                 const std::vector<memory::Recording>& recordings,
+                                 const std::vector<PageTimeline>& timelines);
 
 }  // namespace brimful::probes

@@ -1,5 +1,6 @@
 """Recordings of memory, and what `brimful report` makes of them."""
 
+import html
 import json
 import pickle
 import re
@@ -160,8 +161,10 @@ class TestRecord:
             torch.empty(10)
         assert memory.load_recording(tmp_path / "job.rank1.brimful").rank == 1
         page = write(tmp_path, tmp_path / "job.rank1.brimful", recorded)
-        assert [timeline["name"] for timeline in data_of(page)] == ["rank 0, cpu", "rank 1, cpu"]
-        assert "data-totals" in page
+        assert [timeline["name"] for timeline in data_of(page)["timelines"]] == [
+            "rank 0, cpu",
+            "rank 1, cpu",
+        ]
 
 
 def run_python(code):
@@ -176,10 +179,10 @@ class TestPage:
     def test_it_has_the_recording_and_needs_no_other_file(self, recorded, tmp_path):
         page = write(tmp_path, recorded)
         assert page.startswith("<!DOCTYPE html>")
-        code = re.sub(r"<p class=note>.*?</p>", "", page)  # has the command of this process
+        code = re.sub(r"id=data>.*?</script>", "", page)  # has the command of this process
         assert code != page
         assert not re.findall(r"""(?:src|href)=|url\(|import |fetch\(""", code)
-        [timeline] = data_of(page)
+        [timeline] = data_of(page)["timelines"]
         [cpu] = memory.load_recording(recorded).devices
         totals = [
             sum(values)
@@ -196,9 +199,10 @@ class TestPage:
                 held = torch.empty(size)
                 del held
         page = write(tmp_path, *paths, "--diff")
-        row = re.search(r"\+3.0 MiB.*?test_memory_report.py", page)
-        assert row is not None
-        assert [timeline["name"] for timeline in data_of(page)] == ["before", "after"]
+        [row] = data_of(page)["devices"][0]["lines"]["rows"]
+        assert row["after"] - row["before"] == 3 << 20
+        assert "test_memory_report.py" in row["line"]
+        assert [timeline["name"] for timeline in data_of(page)["timelines"]] == ["before", "after"]
 
     def test_files_that_are_no_recordings(self, tmp_path, recorded, capsys):
         absent, text, cut = (tmp_path / name for name in ("absent", "text", "cut"))
@@ -383,7 +387,7 @@ def test_the_page_in_a_browser(recorded, tmp_path):
     assert title == "Memory of cpu"
     body = dict(re.findall(r'data-(\w+)="([^"]*)"', re.search(r"<body[^>]*>", dom)[0]))
     assert body["done"] == "yes"
-    [timeline] = data_of(page)
+    [timeline] = data_of(page)["timelines"]
     assert int(body["areas"]) == len(timeline["category"])  # drawn before anything can be clicked
     assert body["names"].split("|") == [series["name"] for series in timeline["category"]]
     assert body["lines"].split("|") == [series["name"] for series in timeline["line"]]
@@ -395,6 +399,61 @@ def test_the_page_in_a_browser(recorded, tmp_path):
     assert "in use" in body["tip"]
     assert "parameters" in body["tip"]
     assert body["zoomed"] != body["whole"]
+
+
+def shown(folder, page):
+    """The text that the page shows, and the DOM of it."""
+    main = re.search(r"<main>(.*)</main>", browse(folder, page, "--dump-dom"), re.S)[1]
+    return html.unescape(re.sub(r"<[^>]*>", " ", main)), main
+
+
+@needs_browser
+def test_what_the_pages_show(tmp_path):
+    nothing, small, large = (tmp_path / f"<img>{k}.brimful" for k in range(3))
+    with memory.record(nothing):
+        pass
+    with memory.record(small, ring_bytes=1 << 16):
+        held = [torch.empty(64) for _ in range(5000)]
+        del held
+    with memory.record(large):
+        held = torch.empty(1 << 20)
+        del held
+    page = tmp_path / "page.html"
+
+    write(tmp_path, nothing)
+    text, dom = shown(tmp_path, page)
+    assert "Nothing was allocated or freed" in text
+    assert "<img>0.brimful" in text
+    assert "<img>" not in dom
+    write(tmp_path, small)
+    assert re.search(r"\d,\d{3} older events made room for newer ones", shown(tmp_path, page)[0])
+    write(tmp_path, small, large, "--diff")
+    text, dom = shown(tmp_path, page)
+    assert re.search(r"iB  before,  4\.\d MiB  after", text)
+    assert dom.count("<svg") == 2
+    assert re.search(r'<span class="more">\+4.0 MiB.*test_memory_report.py', dom, re.S)
+    assert '<span class="less">-' in dom
+    write(tmp_path, nothing, nothing, "--diff")
+    assert shown(tmp_path, page)[0].count("No difference.") == 2
+
+
+@needs_browser
+def test_what_the_page_of_an_error_shows(tmp_path):
+    page = tmp_path / "oom.html"
+    memory.set_limit("cpu", memory.stats("cpu").used_bytes + (8 << 20))
+    try:
+        with memory.track(report=page), pytest.raises(torch.OutOfMemoryError):
+            held = torch.ones(1 << 20)
+            torch.ones(4 << 20)
+    finally:
+        memory.set_limit("cpu", None)
+    del held
+    text, dom = shown(tmp_path, page)
+    report = memory.last_oom()
+    assert f"16.0 MiB were asked for at  {report.place}" in text
+    assert all(f"Try:  {finding.advice}." in text for finding in report.findings)
+    assert re.search(r'class="bar"><i class="" style="width:\d+.\d%">', dom)
+    assert str(report) in text
 
 
 @needs_browser
@@ -414,7 +473,7 @@ def test_a_screenshot_of_the_page_shows_what_filled_the_memory(recorded, tmp_pat
     with Image.open(picture) as image:
         assert image.size == (1200, 900)
         pixels = {color: count for count, color in image.convert("RGB").getcolors(1200 * 900)}
-    [timeline] = data_of(page.read_text())
+    [timeline] = data_of(page.read_text())["timelines"]
     most = {series["name"]: max(summed(series["values"])) for series in timeline["category"]}
     large = [name for name, size in most.items() if size > sum(most.values()) / 10]
     assert len({colors[name] for name in large}) == len(large) >= 2

@@ -1,6 +1,7 @@
 """Out-of-memory errors tell what filled the memory, by themselves."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -59,7 +60,7 @@ def test_a_page_is_written_where_it_is_asked_for(limit, tmp_path):
     assert page.startswith("<!DOCTYPE html>")
     assert page.rstrip().endswith("</html>")
     assert "16.0 MiB were asked for" in page
-    assert "http" not in page and "<script" not in page
+    assert not re.findall(r"""(?:src|href)=|url\(|import |fetch\(""", page)
     path.unlink()
     with memory.track(), pytest.raises(torch.OutOfMemoryError):
         torch.ones(4 * MIB)
