@@ -191,3 +191,23 @@ def test_everything_in_python_is_in_the_reference():
     page = (ROOT / "docs" / "api" / "python.md").read_text()
     missing = {name for name in brimful.__all__ if f"brimful.{name}\n" not in page}
     assert missing == {"__version__", "cmake_prefix_path"}
+
+
+def test_the_map_of_the_code_names_files_that_are_there():
+    """Paths of the design page, and `file`, `function` in a row of its table of a step."""
+    text = (ROOT / "docs/design/0012-house.md").read_text()
+    named = re.findall(r"`((?:[\w.]+/)+[\w.]*)(?:`|: )", text)
+    places = [ROOT, ROOT / "csrc"]
+    missing = [path for path in named if not any((place / path).exists() for place in places)]
+    assert len(named) > 40 and missing == []
+    calls = re.findall(r"`([\w/.]+\.\w+)`, `([\w:]+)`", text)
+    unknown = [
+        (path, function)
+        for path, function in calls
+        if not any(
+            function.rpartition("::")[2] + "(" in (place / path).read_text()
+            for place in places
+            if (place / path).exists()
+        )
+    ]
+    assert len(calls) > 8 and unknown == []

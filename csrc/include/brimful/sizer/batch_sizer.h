@@ -111,4 +111,5 @@ class BRIMFUL_API BatchSizer {
 
 }  // namespace brimful
 
+#include <brimful/sizer/any_batch.h>
 #include <brimful/sizer/batches.h>
