@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,17 +9,13 @@ from typing import Any
 import torch
 
 from brimful import _C
-from brimful._modules import batch_norms
-from brimful.pipeline import _arguments
+from brimful.pipeline import _arguments, _stages
 from brimful.pipeline._stage_names import StageNames
-from brimful.reducer import DistributedDataParallel, _torch_ddp
 from brimful.sizer import BatchDim, _numpy_state, _scaler_tensors, _set_numpy_state
 
 __all__ = ["Pipeline", "pop", "split_sequential", "stash"]
 
 Stage = Callable[..., Any]
-#: Name, callable, parameters, buffers, BatchNorms and keywords.
-Parts = tuple[str, Any, list[Any], list[Any], list[Any], list[str] | None]
 
 
 def stash(name: str, tensor: torch.Tensor | None) -> None:
@@ -74,149 +67,10 @@ def split_sequential(
     return stages
 
 
-def _devices(stages: Sequence[Any], devices: Sequence[Any] | None) -> list[torch.device]:
-    if devices is None:
-        found = []
-        for stage in stages:
-            parameters = stage.parameters() if isinstance(stage, torch.nn.Module) else iter(())
-            first = next(parameters, None)
-            found.append(torch.device("cpu") if first is None else first.device)
-        return found
-    chosen = [torch.device(device) for device in devices]
-    if not chosen or len(chosen) > len(stages):
-        raise ValueError(
-            "every device has a stage at least "
-            f"(stages: {len(stages)}, devices: {len(chosen)}); give as many devices as stages, or fewer"
-        )
-    return chosen
-
-
-def _own_device(stages: Sequence[Any], devices: Sequence[Any] | None) -> torch.device:
-    """Of a process of several."""
-    chosen = _devices(stages, None) if devices is None else [torch.device(d) for d in devices]
-    found = set(chosen)
-    if len(found) != 1:
-        raise ValueError(
-            "a process of a group has all its stages on one device "
-            f"(devices: {', '.join(sorted(map(str, found))) or 'none'}); move them to one"
-        )
-    return found.pop()
-
-
 def _microbatches(wanted: int | None, schedule: Any) -> int:
     if wanted is not None:
         return wanted
     return schedule.microbatches if isinstance(schedule, _C.Schedule) else 8
-
-
-def _parameters_of(stage: Any) -> list[torch.nn.Parameter]:
-    return list(dict.fromkeys(p for module in _own_modules(stage) for p in module.parameters()))
-
-
-def _stage_devices(
-    stages: Sequence[Any], devices: Sequence[torch.device], schedule: Any, microbatches: int
-) -> list[torch.device]:
-    """Where the schedule has them."""
-    return _C._stage_devices(
-        parameters=[_parameters_of(stage) for stage in stages],
-        devices=devices,
-        schedule=schedule,
-        microbatches=microbatches,
-    )
-
-
-def _move(stages: Sequence[Any], devices: Sequence[torch.device]) -> None:
-    for stage, device in zip(stages, devices, strict=True):
-        if isinstance(stage, torch.nn.Module):
-            stage.to(device)
-
-
-def _modules_of(function: Any) -> list[torch.nn.Module]:
-    """Those that the function is a method of, or has in its closure."""
-    cells = [getattr(function, "__self__", None)]
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # one that is still empty
-            cells.append(cell.cell_contents)
-    if isinstance(function, functools.partial):
-        cells += [function.func, *function.args, *function.keywords.values()]
-    inner = [m for cell in cells if inspect.isroutine(cell) for m in _modules_of(cell)]
-    return [cell for cell in cells if isinstance(cell, torch.nn.Module)] + inner
-
-
-def _own_modules(stage: Any) -> list[torch.nn.Module]:
-    return [stage] if isinstance(stage, torch.nn.Module) else _modules_of(stage)
-
-
-def _keywords_of(stage: Any) -> list[str] | None:
-    """What a stage takes by name, beside its input; None: anything."""
-    stage = getattr(stage, "_orig_mod", stage)  # of torch.compile
-    function = stage.forward if isinstance(stage, torch.nn.Module) else stage
-    schema = getattr(function, "schema", None)  # of TorchScript
-    if schema is not None:
-        return [argument.name for argument in schema.arguments[2:]]
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of C, and does not say
-        return []
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [parameter.name for parameter in parameters[1:] if parameter.kind in named]
-
-
-def _parts(index: int, stage: Any) -> Parts:
-    if not callable(stage):
-        raise TypeError(f"a stage is a module or a function (stage: {index}, type: {type(stage)})")
-    whole = isinstance(stage, torch.nn.Module)
-    modules = _own_modules(stage)
-    inner = stage.module if isinstance(stage, DistributedDataParallel) else stage
-    name = type(inner).__name__ if whole else getattr(stage, "__name__", type(stage).__name__)
-    buffers = dict.fromkeys(b for module in modules for b in module.buffers())
-    return (
-        name,
-        stage,
-        _parameters_of(stage),
-        list(buffers),
-        batch_norms(modules),
-        _keywords_of(stage),
-    )
-
-
-def _add_loss(parts: list[Parts], loss_fn: Any) -> None:
-    """The last stage has what the loss function trains and changes, and no stage has."""
-    known = {p for _, _, parameters, *_ in parts for p in parameters}
-    known |= {b for _, _, _, buffers, *_ in parts for b in buffers}
-    name, stage, parameters, buffers, norms, keywords = parts[-1]
-    of_loss = [b for module in _own_modules(loss_fn) for b in module.buffers()]
-    parameters = [*parameters, *(p for p in _parameters_of(loss_fn) if p not in known)]
-    buffers = [*buffers, *(b for b in dict.fromkeys(of_loss) if b not in known)]
-    parts[-1] = name, stage, parameters, buffers, norms, keywords
-
-
-def _require_reduced(loss_fn: Any, stages: Sequence[Any]) -> None:
-    """Replicas' losses are trained alike, or not at all."""
-    modules = [m for s in [*stages, loss_fn] for own in _own_modules(s) for m in own.modules()]
-    wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
-    known = {p for m in wrapped for p in m.parameters()}
-    known |= {p for stage in stages for p in _parameters_of(stage)}
-    if wrapped and any(p.requires_grad and p not in known for p in _parameters_of(loss_fn)):
-        raise ValueError(
-            "the stages have replicas and loss_fn has parameters that no reducer has "
-            f"(type: {type(loss_fn)}); wrap it in brimful.DistributedDataParallel as the stages are"
-        )
-
-
-def _reducers_of(stages: Sequence[Any]) -> list[_C.Reducer]:
-    """Of all DistributedDataParallel modules in the stages, each once."""
-    modules = [m for stage in stages for m in _own_modules(stage)]
-    children = list(dict.fromkeys(child for m in modules for child in m.modules()))
-    for child in children:
-        if isinstance(child, _torch_ddp.TorchDDP):
-            raise TypeError(
-                "torch's DistributedDataParallel would reduce every microbatch by itself, and its ranks wait for "
-                f"one that has failed (type: {type(child)}); wrap the stage in brimful.DistributedDataParallel"
-            )
-    return [child.reducer for child in children if isinstance(child, DistributedDataParallel)]
 
 
 class Pipeline:
@@ -304,22 +158,28 @@ class Pipeline:
         copies = _arguments.copies_of(tied)
         if microbatches is not None:
             microbatches = _arguments.whole_number("microbatches", microbatches, 1)
-        chosen = _devices(stages, devices) if group is None else [_own_device(stages, devices)]
+        chosen = (
+            _stages.devices_of(stages, devices)
+            if group is None
+            else [_stages.own_device(stages, devices)]
+        )
         count = _microbatches(microbatches, schedule)
         if devices is not None and group is None:
-            _move(stages, _stage_devices(stages, chosen, schedule, count))
+            _stages.move(stages, _stages.stage_devices(stages, chosen, schedule, count))
         elif devices is not None:
-            _move(stages, chosen * len(stages))
-        parts = [_parts(index, stage) for index, stage in enumerate(stages)]
+            _stages.move(stages, chosen * len(stages))
+        parts = [_stages.parts_of(index, stage) for index, stage in enumerate(stages)]
         reducing = [*stages]
         if loss_fn is not None and self._has_last(schedule, group, len(stages), count):
             device = chosen[-1]
             if devices is not None and group is None:
-                device = _stage_devices(stages, chosen, schedule, count)[-1]
+                device = _stages.stage_devices(stages, chosen, schedule, count)[-1]
             if devices is not None:
-                _move(_own_modules(loss_fn), [device] * len(_own_modules(loss_fn)))
-            _add_loss(parts, loss_fn)
-            _require_reduced(loss_fn, stages)
+                _stages.move(
+                    _stages.own_modules(loss_fn), [device] * len(_stages.own_modules(loss_fn))
+                )
+            _stages.add_loss(parts, loss_fn)
+            _stages.require_reduced(loss_fn, stages)
             reducing.append(loss_fn)
         self._stages = stages
         self._group = group
@@ -348,7 +208,7 @@ class Pipeline:
                 split_fn=_arguments.function("split_fn", split_fn),
             ),
             group=group,
-            reducers=_reducers_of(reducing),
+            reducers=_stages.reducers_of(reducing),
             tied=copies,
         )
 
@@ -402,7 +262,7 @@ class Pipeline:
         if self._group is not None:
             rank = self._group.rank()
             numbers = [i for i, r in enumerate(self.schedule().rank_of_stage) if r == rank]
-        return StageNames([_own_modules(stage) for stage in self._stages], numbers)
+        return StageNames([_stages.own_modules(stage) for stage in self._stages], numbers)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters of the stages, each once, by their names in the model that was cut.
@@ -438,7 +298,7 @@ class Pipeline:
     def train(self, mode: bool = True) -> Pipeline:
         """Put the stages' modules in training, or not; returns the pipeline."""
         for stage in self._stages:
-            for module in _own_modules(stage):
+            for module in _stages.own_modules(stage):
                 module.train(mode)
         return self
 
