@@ -36,6 +36,8 @@ brimful_sources(HEAVY
   executor/keywords.cpp
   executor/progress.cpp
   executor/random_state.cpp
+  executor/rank_backward.cpp
+  executor/rank_forward.cpp
   executor/rank_run.cpp
   executor/skips.cpp
   executor/skips_outside.cpp

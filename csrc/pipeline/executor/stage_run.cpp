@@ -1,9 +1,9 @@
+#include "pipeline/executor/stage_run.h"
+
 #include <brimful/log.h>
 #include <brimful/pipeline/schedule_text.h>
 
 #include <algorithm>
-
-#include "pipeline/executor/rank_run.h"
 
 namespace brimful::pipeline {
 
@@ -35,6 +35,22 @@ void StageRun::begin(const Schedule& schedule, const std::vector<int>& rank_of_s
   received_gradients.resize(microbatches);
   live = peak_live = 0;
   live_bytes = peak_live_bytes = 0;
+}
+
+void StageRun::begin_flight(InFlight& flight) {
+  flight.phase = Phase::forwarded;
+  flight.live = true;
+  peak_live = std::max(peak_live, ++live);
+}
+
+void StageRun::end_flight(InFlight& flight) {
+  live -= flight.live ? 1 : 0;
+  live_bytes -= flight.bytes;
+  flight.drop_inputs();
+  auto shapes = std::move(flight.shapes);
+  flight = {};
+  flight.phase = Phase::done;
+  flight.shapes = std::move(shapes);
 }
 
 void StageRun::hold(InFlight& flight, int64_t bytes) {
@@ -85,65 +101,6 @@ void StageRun::drop() {
   received.clear();
   received_gradients.clear();
   caller_gradients.clear();
-}
-
-void RankRun::make_up(StageRun& stage, const Action& action) {
-  const auto microbatch = action.microbatch;
-  // A peer that is gone does not matter: others wait all the same.
-  const auto discard = [&](Channel* channel) {
-    try {
-      if (channel != nullptr) {
-        channel->discard(microbatch);
-      }
-    } catch (const std::exception&) {
-    }
-  };
-  const auto send_failure = [&](Channel* channel) {
-    try {
-      if (channel != nullptr) {
-        channel->send_failure(microbatch);
-      }
-    } catch (const std::exception&) {
-    }
-  };
-  switch (action.kind) {
-    case ActionKind::forward:
-      discard(stage.inputs);
-      return send_failure(stage.outputs);
-    case ActionKind::backward:
-    case ActionKind::backward_input:
-      discard(stage.output_gradients);
-      return send_failure(stage.input_gradients);
-    case ActionKind::send_forward:  // its forward may be behind it
-      return send_failure(stage.outputs);
-    case ActionKind::send_backward:
-      return send_failure(stage.input_gradients);
-    default:  // receives are made up for where their message is used
-      return;
-  }
-}
-
-void RankRun::pass_by(StageRun& stage, const Action& action) {
-  const auto microbatch = action.microbatch;
-  auto& phase = stage.flights[microbatch].phase;
-  if (action.kind == ActionKind::forward) {
-    if (stage.inputs != nullptr) {
-      take(*stage.inputs, stage.inputs_apart, stage.received[microbatch], microbatch);
-    }
-    if (stage.outputs != nullptr) {
-      send_outputs(stage, microbatch, {});
-    }
-    phase = work_.loss ? Phase::forwarded : Phase::done;
-  } else if (action.kind == ActionKind::backward_weight) {
-    phase = Phase::done;
-  } else {
-    if (stage.output_gradients != nullptr) {
-      take(*stage.output_gradients, stage.outputs_apart, stage.received_gradients[microbatch],
-           microbatch);
-    }
-    send_gradients(stage, microbatch, {});
-    phase = action.kind == ActionKind::backward ? Phase::done : Phase::inputs_done;
-  }
 }
 
 }  // namespace brimful::pipeline
