@@ -5,6 +5,7 @@ import random
 
 import numpy
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import brimful
@@ -83,6 +84,54 @@ def words_batch(rows, number):
     return tokens, torch.randint(0, 3, (rows,), generator=generator)
 
 
+def two_nets():
+    torch.manual_seed(3)
+    return [torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)) for _ in range(2)]
+
+
+class SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(context, value):
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+    @staticmethod
+    def backward(context, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class SyncedNorm(torch.nn.SyncBatchNorm):
+    """torch's class refuses CPU tensors: the same over gloo."""
+
+    def forward(self, x):
+        sums = SumOverRanks.apply(torch.cat([x.sum(0), (x * x).sum(0), x.new_tensor([len(x)])]))
+        count = sums[-1].detach()
+        mean, square = sums[:-1].view(2, -1) / count
+        variance = square - mean * mean
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+        return (x - mean) / torch.sqrt(variance + self.eps) * self.weight + self.bias
+
+
+class Branches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(8)
+        self.common = torch.nn.Linear(6, 8)
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(8, 3) for _ in range(3))
+        self.branch = None  # all
+
+    def forward(self, x):
+        x = torch.tanh(self.common(x))
+        if self.branch is not None:
+            return self.branches[self.branch](x)
+        return sum(branch(x) for branch in self.branches)
+
+
 class FaultOnce:
     """Raises out-of-memory in the k-th gradient hook since it was armed."""
 
@@ -137,3 +186,11 @@ def relative_difference(first, second):
         size = b.abs().max().item()
         worst = max(worst, (a - b).abs().max().item() / (size if size > 0 else 1.0))
     return worst
+
+
+def require_equal_replicas(*modules):
+    mine = [values_of(module) for module in modules]
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    for other in everybody:
+        assert all(same_bits(a, b) for a, b in zip(mine, other, strict=True))

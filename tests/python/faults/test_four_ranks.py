@@ -6,10 +6,18 @@ import pytest
 import test_faults
 import torch
 import torch.distributed as dist
-from models import FaultOnce, Words, classes, cross_entropy, gradients_of, same_bits, words_batch
+from models import (
+    FaultOnce,
+    Words,
+    classes,
+    cross_entropy,
+    gradients_of,
+    same_bits,
+    two_nets,
+    words_batch,
+)
 from rank_processes import raised
 from test_faults import PARAMETERS, errors_job, memory_faults_job, plain_job
-from test_holes import two_nets
 
 import brimful
 

@@ -209,3 +209,24 @@ def test_a_skip_that_a_later_stage_has_changed_is_refused():
     pipe = Pipeline(stages, microbatches=2, loss_fn=F.mse_loss)
     assert pipe.step(x, y).loss == pytest.approx(loss.item(), rel=1e-12)
     assert relative_difference(gradients_of(model), gradients) < 1e-12
+
+
+def test_a_tensor_that_the_same_stage_takes_back_keeps_its_gradient():
+    class Skipping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.in_a_stage = net(stages=1), False
+
+        def forward(self, x):
+            before = self.model[0](x)
+            if self.in_a_stage:
+                stash("h", before)
+            after = self.model[1](before)
+            return after + (pop("h") if self.in_a_stage else before)
+
+    reference, model = Skipping(), Skipping()
+    model.in_a_stage = True
+    _, gradients = whole(reference, *data())
+    pipe = Pipeline([model, nn.Identity()], microbatches=4, loss_fn=F.mse_loss)
+    pipe.step(*data())
+    assert relative_difference(gradients_of(model), gradients) < 1e-12

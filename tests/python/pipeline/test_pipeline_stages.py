@@ -179,3 +179,21 @@ def test_bad_input_says_both_sides():
     for order in (Schedule("1f1b", 3, 4), Schedule("zbv", 2, 4, stages_per_rank=2)):
         with pytest.raises(ValueError, match="the schedule is for another pipeline"):
             Pipeline(stages, schedule=order, loss_fn=F.mse_loss)
+
+
+def test_casts_are_not_kept_where_the_caller_keeps_none():
+    model = net(dtype=torch.float32)
+    x, y = data(dtype=torch.float32)
+    pipe = Pipeline(split_sequential(model, [2, 2]), microbatches=2, loss_fn=F.mse_loss)
+    losses = []
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        for _ in range(2):
+            losses.append(pipe.step(x, y).loss)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(2)
+        torch.clear_autocast_cache()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.div_(2)
+        assert pipe.step(x, y).loss == pytest.approx(losses[1], rel=1e-6)

@@ -5,9 +5,8 @@ import logging
 import torch
 import torch.nn.functional as F
 from ddp_reference import require_same_everywhere, wrap
-from models import relative_difference, values_of
+from models import SyncedNorm, relative_difference, values_of
 from rank_processes import raised
-from test_several import SyncedNorm
 from torch.nn.parallel import DistributedDataParallel
 
 

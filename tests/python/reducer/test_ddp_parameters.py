@@ -300,7 +300,7 @@ def checkpoint_job(rank, reentrant, times, unused, cap):
         (False, 1, 0.0001),
         (False, 2, 0.0001),
         (True, 1, 0.0001),
-        (True, 2, 25),  # in small buckets: test_several, "a late gradient"
+        (True, 2, 25),  # in small buckets: test_late_gradients.py
     ],
 )
 def test_checkpointed_layers_get_the_same_gradients(ranks, reentrant, times, unused, cap):

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from models import classes, cross_entropy, dropout_net, rng_states, same_bits, values_of, wrap
+import torch.distributed as dist
+from models import (
+    classes,
+    cross_entropy,
+    dropout_net,
+    gradients_of,
+    rng_states,
+    same_bits,
+    values_of,
+    wrap,
+)
 from rank_processes import raised
 
 import brimful
@@ -205,3 +215,45 @@ def test_an_optimizer_without_room_has_the_same_facts():
     for number, advice in enumerate(error.advice, 1):
         assert f"{number}. {advice}" in words
     assert "take an optimizer with less state" in error.advice
+
+
+def falling_budget_job(rank, rows, max_retries):
+    torch.manual_seed(0)
+    model = wrap(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)))
+    before = values_of(model)
+    sizer = brimful.BatchSizer(model, max_retries=max_retries)
+    pieces = []
+
+    def fall(_):
+        brimful.memory.set_limit("cpu", brimful.memory.stats("cpu").used_bytes)
+
+    def loss(model, piece):
+        brimful.memory.set_limit("cpu", None)
+        pieces.append(len(piece[1]))
+        return cross_entropy(model, piece)
+
+    handle = model.module[2].bias.register_hook(fall) if rank.index == 1 else None
+    error = raised(sizer.step, classes(rows, seed=rank.index), loss)
+    brimful.memory.set_limit("cpu", None)
+    assert same_bits(values_of(model), before)
+    assert all(p.grad is None for p in model.parameters())
+    if handle:
+        handle.remove()
+    model.zero_grad()
+    sizer.step(classes(rows, seed=rank.index), loss)
+    gradients = [None] * rank.size
+    dist.all_gather_object(gradients, gradients_of(model))
+    assert same_bits(gradients[0], gradients[1])
+    return error, pieces
+
+
+@pytest.mark.parametrize(("rows", "max_retries", "tries"), [(16, 2, [16, 8, 4]), (3, 8, [3, 2, 1])])
+def test_a_budget_that_keeps_falling_ends_on_all_ranks(ranks, rows, max_retries, tries):
+    (healthy, _), (failed, pieces) = ranks(falling_budget_job, rows, max_retries)
+    assert type(failed) is brimful.BatchTooLarge
+    assert f"max_retries: {max_retries}" in str(failed) and f"retries: {len(tries) - 1}" in str(
+        failed
+    )
+    assert type(healthy) is brimful.RankOutOfMemory
+    assert healthy.rank == 1 and "CPU out of memory" in str(healthy)
+    assert pieces[: len(tries)] == tries  # the first piece of each try is where memory ran out

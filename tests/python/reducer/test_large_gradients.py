@@ -295,3 +295,27 @@ def test_replicas_stay_bit_equal_with_any_plan(ranks):
         assert same_bits(both[0], both[1])
     # Two ranks: a sum has one order, so the plan does not matter.
     assert same_bits(values[0][0], values[1][0]) and same_bits(values[0][0], values[2][0])
+
+
+def join_job(rank, steps):
+    """Ranks without data add nothing to large gradients, however many of their steps others make."""
+    module = Net()
+    model = brimful.DistributedDataParallel(copy.deepcopy(module))
+    with model.join():
+        for step in range(steps[rank.index]):
+            model.zero_grad()
+            loss_of(model, batch(10 * rank.index + step)).backward()
+            there = [r for r in range(rank.size) if step < steps[r]]
+            expected = mean_gradients(module, [batch(10 * r + step) for r in there])
+            share = len(there) / rank.size
+            mine = gradients_of(model)
+            for name in ("first.weight", "second.weight", "first.bias"):
+                difference = relative_difference(
+                    {"": mine[name]}, {"": expected[name].double() * share}
+                )
+                assert difference < 2e-6, (step, name, difference)
+
+
+@pytest.mark.parametrize("steps", [(1, 4), (3, 1)])
+def test_a_joined_rank_adds_nothing_to_large_gradients(ranks, steps):
+    ranks(join_job, steps)

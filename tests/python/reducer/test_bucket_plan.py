@@ -1,6 +1,7 @@
 """Bucket plans: learned, tuned, kept; and the times that a step took."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -309,3 +310,30 @@ def spoil(value, here):
 
 def test_the_first_parameter_that_is_not_finite_is_named(ranks):
     ranks(nonfinite_job)
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def log_job(rank):
+    lines = Lines()
+    logging.getLogger("brimful").addHandler(lines)
+    logging.getLogger("brimful").setLevel(logging.INFO)
+    torch.manual_seed(0)
+    model = brimful.DistributedDataParallel(
+        torch.nn.Sequential(*(torch.nn.Linear(600, 600, bias=False) for _ in range(5)))
+    )
+    for _ in range(110):
+        model(torch.ones(1, 600)).sum().backward()
+        model.zero_grad()
+    return len([line for line in lines.lines if "bucket sizes tuned" in line])
+
+
+def test_tuned_sizes_are_told_once(ranks):
+    assert ranks(log_job) == [1, 0]
