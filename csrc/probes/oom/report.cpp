@@ -81,7 +81,9 @@ void read_device(OomFacts& facts, c10::Device device) {
     }
   }
   facts.fragmentation = fragmentation(segments, facts.request_bytes);
-  facts.largest_bytes = std::max(facts.fragmentation->largest_free_bytes, driver.free_bytes);
+  const auto left_bytes = std::min(
+      driver.free_bytes, stats.limit_bytes.value_or(driver.total_bytes) - stats.reserved_bytes);
+  facts.largest_bytes = std::max(facts.fragmentation->largest_free_bytes, left_bytes);
   facts.expandable_segments = facts.fragmentation->expandable;
   for (const char* const name : {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}) {
     const char* const words = std::getenv(name);

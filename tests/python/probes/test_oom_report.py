@@ -144,3 +144,22 @@ def test_cuda_tells_what_split_its_segments():
     assert report.largest_bytes < 1 << 46
     assert "lie outside the largest piece" in str(report)
     del held
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_largest_request_is_within_the_limit():
+    torch.zeros(1, device="cuda")
+    memory.release_cached("cuda")
+    memory.set_limit("cuda", memory.stats("cuda").reserved_bytes + 64 * MIB)
+    try:
+        with memory.track(), pytest.raises(torch.OutOfMemoryError):
+            held = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
+            torch.empty(48 * MIB, dtype=torch.uint8, device="cuda")
+        report = memory.last_oom()
+        assert report.limit_bytes == memory.stats("cuda").limit_bytes
+        assert report.largest_bytes == 32 * MIB
+        assert "the largest request that fits: 32.0 MiB, short by 16.0 MiB" in report.short
+        torch.empty(report.largest_bytes, dtype=torch.uint8, device="cuda")
+        del held
+    finally:
+        memory.set_limit("cuda", None)
