@@ -300,6 +300,7 @@ void bind_batch(py::module_& m) {
              return kept;
            }),
            py::arg("batch"))
+      .def_property_readonly("copies", &KeptBatch::copies)
       .def("restore", &KeptBatch::restore, py::call_guard<py::gil_scoped_release>());
   py::class_<Splitter, std::shared_ptr<Splitter>>(m, "Splitter")
       .def(py::init<const py::object&, std::optional<py::function>, std::optional<py::function>>(),

@@ -289,6 +289,7 @@ void bind_sizer(py::module_& m) {
       .def_readonly("used_bytes", &Plan::used_bytes)
       .def_readonly("kept_bytes", &Plan::kept_bytes)
       .def_readonly("peak_bytes", &Plan::peak_bytes)
+      .def_readonly("reserved_bytes", &Plan::reserved_bytes)
       .def_readonly("limit_bytes", &Plan::limit_bytes)
       .def_readonly("parameter_bytes", &Plan::parameter_bytes)
       .def_readonly("gradient_bytes", &Plan::gradient_bytes)
@@ -299,6 +300,7 @@ void bind_sizer(py::module_& m) {
         std::ostringstream out;
         out << "Plan(pieces=" << plan.pieces << ", piece_rows=" << plan.piece_rows
             << ", peak=" << format_bytes(plan.peak_bytes)
+            << (plan.reserved_bytes ? ", reserved=" + format_bytes(*plan.reserved_bytes) : "")
             << ", used=" << format_bytes(plan.used_bytes)
             << ", limit=" << (plan.limit_bytes ? format_bytes(*plan.limit_bytes) : "None")
             << ", parameters=" << format_bytes(plan.parameter_bytes)

@@ -1,6 +1,13 @@
 #include <brimful/probes/summary.h>
+#include <pybind11/functional.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/device.h"
+#include "sizer/small_steps.h"
 
 namespace brimful {
 
@@ -26,6 +33,17 @@ py::dict summary_as_dict(const py::object& self) {
   }
   found["modules"] = rows;
   return found;
+}
+
+void look_beyond(const SmallSteps& steps, StepSummary& found) {
+  const auto peak_bytes = steps.peak_bytes(found.rows);
+  if (!peak_bytes) {
+    return;
+  }
+  const auto more_bytes = *steps.peak_bytes(2 * found.rows) - *peak_bytes;
+  found.bytes_per_row = static_cast<double>(more_bytes) / static_cast<double>(found.rows);
+  found.limit_bytes = steps.limit_bytes();
+  found.largest_rows = steps.largest_rows();
 }
 
 }  // namespace
@@ -74,6 +92,19 @@ void bind_summary(py::module_& m) {
       .def("__str__", [](const StepSummary& self) { return to_string(self); })
       .def("to_dict", &summary_as_dict)
       .def("_repr_html_", [](const StepSummary& self) { return to_html(self); });
+  py::class_<SmallSteps>(m, "_SmallSteps", "What steps with a few rows say of those with more.")
+      .def(py::init([](py::handle device) { return SmallSteps(as_device(device)); }),
+           py::arg("device"))
+      .def("run", &SmallSteps::run, py::arg("rows"), py::arg("step_with"))
+      .def("run_whole", &SmallSteps::run_whole, py::arg("rows"), py::arg("step"))
+      .def("look", &SmallSteps::look, py::arg("rows"), py::arg("batch"), py::arg("gone"))
+      .def(
+          "predict",
+          [](const SmallSteps& self, StepSummary& found) {
+            found.predicted_bytes = self.peak_bytes(found.rows);
+          },
+          py::arg("found"))
+      .def("look_beyond", &look_beyond, py::arg("found"));
   m.def(
       "_charge_modules",
       [](std::vector<ModuleRow> modules, const std::vector<MemorySpan>& spans) {

@@ -1,6 +1,7 @@
 #include "memory/caching_model.h"
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <unordered_map>
 #include "memory/caching_pool.h"
 
@@ -75,6 +76,43 @@ int64_t caching_block_bytes(int64_t bytes, const CachingSettings& settings) {
     step = power / static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(divisions)));
   }
   return round_up(bytes, step);
+}
+
+int64_t give_back_block(std::vector<CachingSegment>& pool, uint64_t address) {
+  constexpr auto kCached = CachingBlock::State::cached;
+  for (auto& segment : pool) {
+    auto at = segment.address;
+    auto& blocks = segment.blocks;
+    for (auto block = blocks.begin(); block != blocks.end() && at <= address; ++block) {
+      if (at == address && block->state == CachingBlock::State::live && !segment.is_private) {
+        const auto bytes = block->bytes;
+        block->state = kCached;
+        if (const auto next = std::next(block); next != blocks.end() && next->state == kCached) {
+          block->bytes += next->bytes;
+          blocks.erase(next);
+        }
+        if (block != blocks.begin() && std::prev(block)->state == kCached) {
+          std::prev(block)->bytes += block->bytes;
+          blocks.erase(block);
+        }
+        return bytes;
+      }
+      at += static_cast<uint64_t>(block->bytes);
+    }
+  }
+  return 0;
+}
+
+int64_t release_cached(std::vector<CachingSegment>& pool) {
+  int64_t bytes = 0;
+  std::erase_if(pool, [&](const auto& segment) {
+    const auto& blocks = segment.blocks;
+    const bool is_cached = !segment.is_private && blocks.size() == 1 &&
+                           blocks.front().state == CachingBlock::State::cached;
+    bytes += is_cached ? blocks.front().bytes : 0;
+    return is_cached;
+  });
+  return bytes;
 }
 
 CachingOutcome replay_caching(const std::vector<CachingSegment>& pool,

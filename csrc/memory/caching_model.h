@@ -72,6 +72,11 @@ struct CachingOutcome {
 /// What a request counts as in torch.cuda.memory_allocated, if its block is split off.
 BRIMFUL_API int64_t caching_block_bytes(int64_t bytes, const CachingSettings& settings);
 
+/// As if this live block had been given back before. Returns its bytes; 0 where there is none, or it is of a private pool.
+BRIMFUL_API int64_t give_back_block(std::vector<CachingSegment>& pool, uint64_t address);
+/// As if the cache had been given back to the device: segments of which nothing is in use. Returns their bytes.
+BRIMFUL_API int64_t release_cached(std::vector<CachingSegment>& pool);
+
 /// Replays requests from a pool as it is. Blocks that are given back and are not known are left out. Blocks pending at the
 /// beginning stay so until `complete` or until memory runs out, which waits for all streams.
 /// `moments`: gets one for each request that was granted.

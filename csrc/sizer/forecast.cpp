@@ -34,9 +34,8 @@ void divide(Plan& plan, const StandingBytes& standing) {
   plan.activation_bytes = rest;
 }
 
-ForecastRoom::Need need_of(const ForecastRoom& room, const Forecast& forecast,
-                           const std::vector<int64_t>& split) {
-  return room.need(split.size() == 1 ? forecast.first : forecast.second, split.front());
+const PeakModel& model_of(const Forecast& forecast, const std::vector<int64_t>& split) {
+  return split.size() == 1 ? forecast.first : forecast.second;
 }
 
 /// One row each where nothing fits. On CUDA more rows may fit than fewer: an allocator has segments of few sizes. So pieces
@@ -44,7 +43,8 @@ ForecastRoom::Need need_of(const ForecastRoom& room, const Forecast& forecast,
 int64_t fewest_pieces(const ForecastRoom& room, const Forecast& forecast, int64_t rows) {
   constexpr int kOneByOne = 16;
   const auto fit = [&](int64_t pieces) {
-    return need_of(room, forecast, split_rows(rows, pieces)).fits;
+    const auto split = split_rows(rows, pieces);
+    return room.fits(model_of(forecast, split), split.front());
   };
   if (fit(1)) {
     return 1;
@@ -56,11 +56,6 @@ int64_t fewest_pieces(const ForecastRoom& room, const Forecast& forecast, int64_
     pieces = tries < kOneByOne ? finer : std::max(finer, pieces + pieces / 8);
   }
   return std::min(pieces, rows);
-}
-
-/// Without a limit, too: what a step takes can be told, if not how many pieces.
-bool can_plan(c10::Device device) {
-  return device.is_cpu() || ForecastRoom::is_known(device);
 }
 }  // namespace
 
@@ -88,7 +83,7 @@ Rehearsal BatchSizer::State::rehearse(const StepInput& input, const PieceWork& w
     if (work.tensors) {
       few.begin(work.tensors(0, rows), KeptBatch::Copies::all);
     }
-    if (model && !room().need(*model, rows).fits) {
+    if (model && !room().fits(*model, rows)) {
       return false;
     }
     const auto put_back = [&] {
@@ -110,8 +105,8 @@ Rehearsal BatchSizer::State::rehearse(const StepInput& input, const PieceWork& w
   // The check must not run out of memory itself.
   const auto checked_rows = [&]() -> int64_t {
     const auto now = room();
-    return now.need(*model, kCheckedRows).fits ? kCheckedRows
-                                               : now.largest_rows(*model, kCheckedRows) * 4 / 5;
+    return now.fits(*model, kCheckedRows) ? kCheckedRows
+                                          : now.largest_rows(*model, kCheckedRows) * 4 / 5;
   };
   try {
     trace(kFirstTracedRows);  // what is allocated once and for all
@@ -144,7 +139,7 @@ Rehearsal BatchSizer::State::rehearse(const StepInput& input, const PieceWork& w
 std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const PieceWork& work,
                                                bool anew) {
   const auto rows = *input.rows;
-  if (rows <= kFirstTracedRows || input.kind.uneven || !can_plan(options_.device)) {
+  if (rows <= kFirstTracedRows || input.kind.uneven || !StepTrace::is_possible(options_.device)) {
     return std::nullopt;
   }
   Plan plan;
@@ -161,6 +156,9 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
     plan.pieces = found_.pieces;
     plan.piece_rows = split_of(rows, plan.pieces).front();
     plan.peak_bytes = plan.used_bytes + found_.need_bytes;
+    if (options_.device.is_cuda()) {
+      plan.reserved_bytes = plan.peak_bytes;
+    }
     return plan;
   }
   std::optional<int64_t> fits;
@@ -186,15 +184,18 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
   }
   take(room);
   const auto split = split_of(rows, plan.pieces);
-  const auto need = need_of(room, *forecast, split);
+  const auto need = room.need(model_of(*forecast, split), split.front());
   plan.piece_rows = split.front();
   if (found_.kind != kind || found_.rows <= rows) {  // not an epoch's last, smaller batch
-    const auto fewer = plan.pieces > 1
-                           ? need_of(room, *forecast, split_rows(rows, plan.pieces - 1)).room_bytes
-                           : 0;
-    found_ = {kind, rows, plan.pieces, need.room_bytes, fewer};
+    int64_t fewer_bytes = 0;
+    if (plan.pieces > 1) {
+      const auto fewer = split_rows(rows, plan.pieces - 1);
+      fewer_bytes = room.need(model_of(*forecast, fewer), fewer.front()).room_bytes;
+    }
+    found_ = {kind, rows, plan.pieces, need.room_bytes, fewer_bytes};
   }
   plan.peak_bytes = plan.used_bytes + need.peak_bytes;
+  plan.reserved_bytes = need.reserved_bytes;
   return plan;
 }
 
@@ -212,6 +213,9 @@ std::optional<Plan> BatchSizer::State::plan(const StepInput& input, const PieceW
   if (plan) {
     const auto of_optimizer = options_.optimizer_bytes ? options_.optimizer_bytes() : 0;
     plan->peak_bytes = std::max(plan->peak_bytes, plan->used_bytes + of_optimizer);
+    if (plan->reserved_bytes) {
+      plan->reserved_bytes = std::max(*plan->reserved_bytes, plan->peak_bytes);
+    }
     plan->pieces = std::ssize(split_of(*input.rows, plan->pieces));
     divide(*plan, options_.standing_bytes ? options_.standing_bytes() : StandingBytes{});
   }

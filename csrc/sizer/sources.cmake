@@ -26,6 +26,7 @@ brimful_sources(HEAVY
   report.cpp
   row_evidence.cpp
   row_kind.cpp
+  small_steps.cpp
   split.cpp
   step_recorder.cpp
   step_trace.cpp

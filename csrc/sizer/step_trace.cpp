@@ -15,6 +15,10 @@ StepTrace::StepTrace(c10::Device device) {
   }
 }
 
+bool StepTrace::is_possible(c10::Device device) {
+  return device.is_cuda() ? memory::has_cuda_pool() : device.is_cpu();
+}
+
 size_t StepTrace::size() const {
   return cuda_ ? cuda_->requests().size() : cpu_->trace().size();
 }

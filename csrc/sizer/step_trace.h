@@ -16,6 +16,8 @@ namespace brimful {
 class StepTrace {
  public:
   explicit StepTrace(c10::Device device);
+  /// Of CUDA allocators torch's own alone.
+  static bool is_possible(c10::Device device);
 
   /// How much has been traced so far.
   size_t size() const;

@@ -83,6 +83,16 @@ void KeptBatch::begin(std::vector<NamedTensor> tensors, Copies copies) {
   copy_known();
 }
 
+std::vector<at::Tensor> KeptBatch::copies() const {
+  std::vector<at::Tensor> copies;
+  for (const auto& entry : entries_) {
+    if (entry.copy.defined()) {
+      copies.push_back(entry.copy);
+    }
+  }
+  return copies;
+}
+
 void KeptBatch::look() {
   for (auto& entry : entries_) {
     entry.changed = entry.changed || version_of(entry.named.second) != entry.version;

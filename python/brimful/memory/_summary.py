@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -20,10 +20,6 @@ from brimful.sizer._unchanged import Unchanged
 __all__ = ["summary"]
 
 LossFn = Callable[[Any, Any], Any]
-_SMALL = 2, 3  # rows; BatchNorm refuses one
-_CHECKED = 16  # more rows, and twice as many where they take other bytes than was predicted
-_GOOD_ENOUGH = 0.01
-_MOST_ROWS = 1 << 40
 
 
 def summary(
@@ -52,9 +48,10 @@ def summary(
     ``multiply_adds`` half the operations that ``torch.utils.flop_counter`` counts in forward, ``activation_bytes`` what
     its forwards left in memory, ``saved_bytes`` what they saved for backward and no module had saved before,
     ``forward_peak_bytes`` and ``backward_peak_bytes`` the most that the device held in all while it ran. ``peak_bytes``
-    is the step's, to the byte on the CPU. ``predicted_bytes`` is what steps with a few rows had said of it (the
-    CPU, and batches of four rows and more; ``None`` where they follow no law), ``largest_rows`` the largest batch that
-    stays within the limit (``memory.set_limit``). As text it is a table, in a notebook too; ``to_dict()`` is plain.
+    is the step's, to the byte on the CPU. ``predicted_bytes`` is what steps with a few rows had said of it (batches of
+    four rows and more; ``None`` where they follow no law, or a CUDA allocator is not torch's own), ``largest_rows`` the
+    largest batch that stays within ``limit_bytes`` (``memory.set_limit``; on CUDA without one what the device has). As
+    text it is a table, in a notebook too; ``to_dict()`` is plain.
 
     Parameters, gradients, buffers, the optimizer, random numbers (torch's, Python's, numpy's), hooks, modes and the
     batch are as before afterwards, also where it raises; copies of the batch and the buffers, and with an optimizer of
@@ -80,17 +77,19 @@ def summary(
     ):
         step.model.train(train)
         uncounted = unchanged.bytes
-        traces = _small_traces(step, batch, rows, splitter, unchanged)
-        _predict(found, traces, uncounted)
+        steps = _C._SmallSteps(step.device)
+        _run_small(steps, step, batch, rows, splitter, unchanged)
+        steps.look(rows, _tensors(batch), unchanged.tensors())
+        steps.predict(found)
         try:
             _measure_modules(found, step, batch, uncounted, unchanged, by_call)
-            _measure_step(found, step, batch, uncounted, traces)
+            _measure_step(found, step, batch, unchanged, steps)
         except torch.OutOfMemoryError as error:
-            _look_beyond(found, batch, traces)
+            steps.look_beyond(found)
             if found.largest_rows is not None:
                 error.add_note(f"the largest batch that fits: {found.largest_rows} rows")
             raise
-        _look_beyond(found, batch, traces)
+        steps.look_beyond(found)
     return found
 
 
@@ -188,48 +187,29 @@ class _Step:
         return torch.autocast(self.device.type, dtype=dtype, enabled=self._autocast is not False)
 
 
-Traces = list[tuple[int, list[int]]]
+def _run_small(
+    steps: _C._SmallSteps,
+    step: _Step,
+    batch: Any,
+    rows: int,
+    splitter: _C.Splitter,
+    unchanged: Unchanged,
+) -> None:
+    """Nothing is known of steps where a few rows cannot be run."""
 
-
-def _small_traces(
-    step: _Step, batch: Any, rows: int, splitter: _C.Splitter, unchanged: Unchanged
-) -> Traces:
-    """None of them where a few rows cannot be run, or not told."""
-    if rows <= _SMALL[-1] or step.device.type != "cpu":
-        return []
-    traces: Traces = []
-
-    def trace(few: int) -> int:
+    def step_with(few: int) -> Callable[[], None]:
+        unchanged.between_runs()
         piece = splitter.slice(batch, rows, 0, few)
-        with _C._TraceScope() as scope, _C._PeakScope(step.device) as peak:
-            before = _C._memory_used_bytes(step.device)
-            step.run(piece)
-        unchanged.between_runs()
-        traces.append((few, scope.trace))
-        return peak.peak_bytes - before
+        return lambda: step.run(piece)
 
-    try:
-        trace(_SMALL[0])  # makes what is made once and for all
-        traces.clear()
-        trace(_SMALL[0])
-        trace(_SMALL[1])
-        few = _CHECKED
-        while few < rows and (model := _C.PeakModel.fit(traces)) is not None:
-            peak = trace(few)
-            if abs(model.peak_bytes(few) - peak) <= _GOOD_ENOUGH * peak:
-                break
-            few *= 2
-    except Exception:  # a model that takes whole batches only: the whole batch shows what is wrong
-        unchanged.between_runs()
-        return []
-    return traces
+    # A model that takes whole batches only raises: the whole batch shows what is wrong.
+    with suppress(Exception):
+        steps.run(rows, step_with)
+    unchanged.between_runs()
 
 
-def _predict(found: _C.StepSummary, traces: Traces, uncounted: int) -> None:
-    found.used_bytes = _C._memory_used_bytes(found.device) - uncounted
-    model = _C.PeakModel.fit(traces) if traces else None
-    if model is not None:
-        found.predicted_bytes = found.used_bytes + model.peak_bytes(found.rows)
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim() > 0]
 
 
 def _measure_modules(
@@ -251,8 +231,13 @@ def _measure_modules(
 
 
 def _measure_step(
-    found: _C.StepSummary, step: _Step, batch: Any, uncounted: int, traces: Traces
+    found: _C.StepSummary,
+    step: _Step,
+    batch: Any,
+    unchanged: Unchanged,
+    steps: _C._SmallSteps,
 ) -> None:
+    uncounted = unchanged.bytes
     peaks = {"forward": 0, "backward": 0, "optimizer": 0}
 
     class Part(AbstractContextManager[None]):
@@ -267,34 +252,10 @@ def _measure_step(
             peaks[self._name] = self._scope.peak_bytes - uncounted
 
     found.used_bytes = _C._memory_used_bytes(step.device) - uncounted
-    with _C._PeakScope(step.device) as whole, _C._TraceScope() as scope:
-        step.run(batch, Part)
+    steps.look(found.rows, _tensors(batch), unchanged.tensors())
+    with _C._PeakScope(step.device) as whole:
+        steps.run_whole(found.rows, lambda: step.run(batch, Part))
     found.peak_bytes = whole.peak_bytes - uncounted
     found.forward_peak_bytes = peaks["forward"]
     found.backward_peak_bytes = peaks["backward"]
     found.optimizer_peak_bytes = peaks["optimizer"]
-    if traces:
-        traces.append((found.rows, scope.trace))
-
-
-def _look_beyond(found: _C.StepSummary, batch: Any, traces: Traces) -> None:
-    """From the small steps and this one: a row more, and the batch that fills the limit."""
-    model = _C.PeakModel.fit(traces) if traces else None
-    if model is None:
-        return
-    tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim() > 0]
-    of_row = sum(t.numel() * t.element_size() for t in tensors) / found.rows
-
-    def peak(rows: int) -> int:
-        return model.peak_bytes(rows) + int(rows * of_row)
-
-    found.bytes_per_row = (peak(2 * found.rows) - peak(found.rows)) / found.rows
-    found.limit_bytes = _C.memory_stats("cpu").limit_bytes
-    if found.limit_bytes is None:
-        return
-    room = found.limit_bytes - (found.used_bytes - int(found.rows * of_row))
-    fits, too_many = 0, _MOST_ROWS
-    while too_many - fits > 1:
-        rows = (fits + too_many) // 2
-        fits, too_many = (rows, too_many) if peak(rows) <= room else (fits, rows)
-    found.largest_rows = fits

@@ -401,7 +401,9 @@ class BatchSizer:
         Runs a few rows where it has not seen a batch of this shape; parameters, buffers and RNG stay as they are.
         Gradients must be empty, unless the step is to ``accumulate``: what it keeps of them is ``kept_bytes``.
         The peak is that of forward and backward, or of the optimizer's step if it takes more, in bytes of
-        tensors; ``limit_bytes`` is the limit, on CUDA without one what the device has; ``parameter_bytes``,
+        tensors; ``reserved_bytes``, on CUDA, what torch's allocator has of the device then, its cache included (more
+        than ``limit_bytes`` where nothing fits), and None on the CPU; ``limit_bytes`` is the limit, on CUDA without one
+        what the device has; ``parameter_bytes``,
         ``gradient_bytes``, ``optimizer_bytes`` (state), ``buffer_bytes`` and ``activation_bytes`` (the rest)
         add up to it. None where memory follows no law that is known, rows differ in what they hold (jagged,
         sparse, PackedSequence), the batch has fewer than three rows, or a CUDA allocator is not torch's own.

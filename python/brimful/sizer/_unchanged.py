@@ -59,6 +59,14 @@ class Unchanged:
         self.empty_gradients()
         self._kept_batch.restore()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What `bytes` counts."""
+        kept = [copy for _, copy in self._tensors]
+        kept += self._kept_batch.copies
+        kept += [gradient for _, gradient in self._gradients if gradient is not None]
+        kept += self._kept_optimizer.copies() if self._kept_optimizer else []
+        return [*kept, self._random[2]]
+
     def empty_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
@@ -118,6 +126,10 @@ class _OptimizerState:
         values.clear()
         for key, value, numbers in kept:
             values[key] = value if numbers is None else value.copy_(numbers)
+
+    def copies(self) -> list[torch.Tensor]:
+        kept = [kept for _, _, kept in self._entries] + [kept for _, kept in self._groups]
+        return [copy for values in kept for _, _, copy in values if copy is not None]
 
     def restore(self) -> None:
         vars(self._optimizer).clear()

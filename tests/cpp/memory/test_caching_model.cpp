@@ -12,6 +12,8 @@ using brimful::memory::CachingRequest;
 using brimful::memory::CachingRoom;
 using brimful::memory::CachingSegment;
 using brimful::memory::CachingSettings;
+using brimful::memory::give_back_block;
+using brimful::memory::release_cached;
 using brimful::memory::replay_caching;
 using Kind = CachingRequest::Kind;
 using State = CachingBlock::State;
@@ -185,6 +187,28 @@ TEST_CASE("Pages that a snapshot lacks are mapped again", "[memory]") {
       {third, kStream, false, true, false, 1, {{page, State::live}}}};
   CHECK(reserved({take(1, 2 * page), take(2, page)}, settings, pool) ==
         std::vector<double>{60, 80});
+}
+
+TEST_CASE("A pool can be seen without a block, and without its cache", "[memory]") {
+  const auto live = State::live;
+  std::vector<CachingSegment> pool = {{kMiB,
+                                       kStream,
+                                       false,
+                                       false,
+                                       false,
+                                       1,
+                                       {{4 * kMiB, live}, {kMiB, live}, {kMiB, State::cached}}},
+                                      {32 * kMiB, kStream, false, false, true, 2, {{kMiB, live}}}};
+  CHECK(give_back_block(pool, 2 * kMiB) == 0);   // in the middle of one
+  CHECK(give_back_block(pool, 32 * kMiB) == 0);  // of a private pool
+  CHECK(release_cached(pool) == 0);
+  CHECK(give_back_block(pool, 5 * kMiB) == kMiB);
+  CHECK(give_back_block(pool, 5 * kMiB) == 0);
+  CHECK(pool.front().blocks.size() == 2);
+  CHECK(give_back_block(pool, kMiB) == 4 * kMiB);
+  CHECK(pool.front().blocks.size() == 1);
+  CHECK(release_cached(pool) == 6 * kMiB);
+  CHECK(pool.size() == 1);
 }
 
 TEST_CASE("Garbage is collected where a fraction and a threshold are set", "[memory]") {

@@ -207,14 +207,69 @@ def test_steps_run_out_of_memory_neither_first_nor_later(limit):
 def test_a_plan_tells_the_peak_of_a_step(limit):
     model, x = parts("encoder", 512)
     sizer = brimful.BatchSizer(model)
+    sizer.plan(x, loss_fn)
+    clean()
     plan = sizer.plan(x, loss_fn)
     assert plan.pieces == 1
+    torch.cuda.reset_peak_memory_stats()
     outcome = sizer.step(x, loss_fn)
     assert abs(plan.peak_bytes / outcome.peak_bytes - 1) < 0.01
+    assert abs(plan.reserved_bytes / torch.cuda.max_memory_reserved() - 1) < 0.01
+    assert "reserved=" in repr(plan)
     assert plan.parameter_bytes == sum(p.nbytes for p in model.parameters())
     model.zero_grad()
     clean()
     limit(60 * MIB)
     plan = sizer.plan(x, loss_fn)
     assert plan.pieces > 1
-    assert plan.peak_bytes < plan.limit_bytes == memory.stats("cuda").limit_bytes
+    assert plan.peak_bytes < plan.reserved_bytes <= plan.limit_bytes
+    assert plan.limit_bytes == memory.stats("cuda").limit_bytes
+    limit(1 * MIB)  # not even one row fits
+    plan = sizer.plan(x, loss_fn)
+    assert plan.pieces == len(x)
+    assert plan.reserved_bytes > plan.limit_bytes
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True], ids=["plain", "Adam"])
+@pytest.mark.parametrize("name", ["ResNet", "encoder"])
+def test_a_summary_tells_the_peak_and_the_largest_batch(limit, name, with_optimizer):
+    model, x = parts(name, 64)
+    optimizer = torch.optim.Adam(model.parameters()) if with_optimizer else None
+    found = brimful.summary(model, x, loss_fn=loss_fn, optimizer=optimizer)
+    assert abs(found.predicted_bytes / found.peak_bytes - 1) < 0.01
+    assert found.limit_bytes > 4 << 30  # the device's
+    limit(3 * (found.peak_bytes - found.used_bytes))
+    found = brimful.summary(model, x, loss_fn=loss_fn, optimizer=optimizer)
+    assert found.limit_bytes == memory.stats("cuda").limit_bytes
+    del x
+
+    def step(rows):
+        clean()
+        batch = models.CASES[name].batch(rows).cuda()
+        try:
+            loss_fn(model, batch).backward()
+            if optimizer is not None:
+                optimizer.step()
+        finally:
+            model.zero_grad()
+
+    step(found.largest_rows)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(int(1.5 * found.largest_rows))
+
+
+def test_a_summary_of_a_batch_that_does_not_fit_says_which_would(limit):
+    model, x = parts("MLP", 30000)
+    loss_fn(model, x[:2]).backward()  # cuBLAS's workspace
+    limit(60 * MIB)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        brimful.summary(model, x, loss_fn=loss_fn)
+    (note,) = caught.value.__notes__
+    assert note.startswith("the largest batch that fits: ")
+    most = int(note.split()[-2])
+    del caught, x  # its frames hold what fitted
+    loss_fn(model, models.CASES["MLP"].batch(2).cuda()).backward()
+    clean()
+    batch = models.CASES["MLP"].batch(most).cuda()
+    loss_fn(model, batch).backward()
+    assert 1000 < most < 30000

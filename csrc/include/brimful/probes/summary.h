@@ -52,7 +52,7 @@ struct StepSummary {
   int64_t peak_bytes = 0;
   std::optional<int64_t> predicted_bytes;  ///< what small batches said of peak_bytes
   std::optional<double> bytes_per_row;
-  std::optional<int64_t> limit_bytes;
+  std::optional<int64_t> limit_bytes;   ///< on CUDA without a limit what the device has for tensors
   std::optional<int64_t> largest_rows;  ///< of a batch whose step stays within the limit
 };
 

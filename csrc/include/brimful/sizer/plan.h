@@ -12,6 +12,9 @@ struct Plan {
   int64_t kept_bytes = 0;  ///< of that, the gradients that an accumulating step adds to
   /// Predicted, what is in use already included: of forward and backward, or of the optimizer's step if it takes more.
   int64_t peak_bytes = 0;
+  /// On CUDA, predicted too: what torch's allocator has of the device at the peak, its cache included, as
+  /// torch.cuda.max_memory_reserved; above limit_bytes where the pieces do not fit.
+  std::optional<int64_t> reserved_bytes;
   std::optional<int64_t> limit_bytes;  ///< on CUDA without a limit what the device has for tensors
   // What peak_bytes consists of; all of them together.
   int64_t parameter_bytes = 0;

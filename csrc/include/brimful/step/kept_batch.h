@@ -29,6 +29,7 @@ class BRIMFUL_API KeptBatch {
   void restore();
   /// After the work: learns what it changed, and lets the copies go.
   void end();
+  std::vector<at::Tensor> copies() const;
   /// `other`, restored, had a part of this batch: what its work changed is copied from now on.
   void learn(const KeptBatch& other);
 
