@@ -136,8 +136,9 @@ def probe(build: Callable[[Config], tuple[Any, ...]]) -> Callable[[Config], int]
     """``peaks`` from a model: a function that returns the bytes at the peak of a whole step with a config.
 
     ``build(config)`` returns ``(model, batch, loss_fn)``, or with the optimizer after them; ``loss_fn(model, batch)``.
-    On the CPU a few rows are run, see ``BatchSizer.plan``; on CUDA, and where memory follows no law, the batch. Each
-    config is asked for once. Peaks on the CPU are only near those of a GPU, whose libraries take other workspaces.
+    A few rows are run, see ``BatchSizer.plan``; where memory follows no law, the batch. Each config is asked for once.
+    On CUDA it is what torch's allocator reserves, as a limit counts it. Peaks on the CPU are only near those of a GPU,
+    whose allocator takes whole segments, and whose libraries other workspaces.
     """
     known: dict[str, int] = {}
 
@@ -152,13 +153,12 @@ def probe(build: Callable[[Config], tuple[Any, ...]]) -> Callable[[Config], int]
 
 
 def _probed(build: Callable[[Config], tuple[Any, ...]], config: Config) -> int:
-    before = memory.stats("cpu").used_bytes
+    before = {on: memory.stats(on).reserved_bytes for on in _devices_in_use()}
     model, batch, loss_fn, optimizer = (*build(config), None)[:4]
-    planned = _trial.without_limit(
-        lambda: BatchSizer(model, optimizer, local=True).plan(batch, loss_fn)
-    )
-    if planned is not None:
-        return int(planned.peak_bytes - before)
+    sizer = BatchSizer(model, optimizer, local=True)
+    planned = _trial.without_limit(lambda: sizer.plan(batch, loss_fn), sizer._device)
+    if planned is not None and planned.pieces == 1:
+        return _trial.bytes_of(planned) - before.get(sizer._device, 0)
     return summary(model, batch, loss_fn=loss_fn, optimizer=optimizer).peak_bytes
 
 
@@ -404,6 +404,11 @@ def _device_to_wait_for(device: str | torch.device | None) -> torch.device:
         return _device(device)
     visible = [gpu["cuda_index"] for gpu in gpus()["gpus"] if gpu["cuda_index"] is not None]
     return torch.device("cuda", min(visible)) if visible else torch.device("cpu")
+
+
+def _devices_in_use() -> list[torch.device]:
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.device("cpu"), *([_device(None)] if cuda else [])]
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -47,18 +47,26 @@ class Trial:
     def before_step(
         self, sizer: BatchSizer, plan: Callable[[], _C.Plan | None], accumulate: bool
     ) -> None:
-        """Raise WouldRunOut if the first step of a sizer cannot be run under the CPU's limit."""
+        """Raise WouldRunOut if the first step of a sizer cannot be run under its device's limit."""
         self.has_sizer = True
         self._rows = self._rows if accumulate else 0
-        if sizer in self._planned or sizer._device.type != "cpu":
+        if sizer in self._planned:
             return
         self._planned.add(sizer)
-        limit_bytes = memory.stats("cpu").limit_bytes
+        limit_bytes = memory.stats(sizer._device).limit_bytes
         if limit_bytes is None:
             return
-        planned = without_limit(plan) if self._whole else plan()
-        if planned is not None and planned.peak_bytes > limit_bytes:
-            raise WouldRunOut(planned.peak_bytes, limit_bytes)
+        planned = without_limit(plan, sizer._device) if self._whole else plan()
+        if planned is None:
+            return
+        needed = bytes_of(planned)
+        if self._whole and (planned.pieces > 1 or needed > limit_bytes):
+            bounded = plan()  # on CUDA a limit leaves less in the cache
+            if bounded is not None and bounded.pieces == 1:
+                return
+            needed = max(needed, planned.limit_bytes or 0)
+        if needed > limit_bytes:
+            raise WouldRunOut(needed, limit_bytes)
 
     def after_step(self, outcome: _C.Outcome) -> None:
         self._rows += sum(outcome.split)
@@ -87,11 +95,22 @@ _current: ContextVar[Trial | None] = ContextVar("brimful_trial", default=None)
 current: Callable[[], Trial | None] = _current.get
 
 
-def without_limit(plan: Callable[[], Any]) -> Any:
-    """What a step takes of the CPU's memory where nothing makes it smaller."""
-    limit_bytes = memory.stats("cpu").limit_bytes
-    memory.set_limit("cpu", None)
+def without_limit(plan: Callable[[], _C.Plan | None], device: torch.device) -> _C.Plan | None:
+    """What a step takes of the device's memory where no limit makes it smaller."""
+    limit_bytes = memory.stats(device).limit_bytes
+    if limit_bytes is not None:
+        memory.set_limit(device, None)
     try:
-        return plan()
+        planned = plan()
+        if planned is not None and device.type == "cuda":
+            memory.release_cached(device)  # what the few rows left
+            planned = plan()
+        return planned
     finally:
-        memory.set_limit("cpu", limit_bytes)
+        if limit_bytes is not None:
+            memory.set_limit(device, limit_bytes)
+
+
+def bytes_of(planned: _C.Plan) -> int:
+    """What a limit counts: on CUDA what the allocator reserves."""
+    return planned.peak_bytes if planned.reserved_bytes is None else planned.reserved_bytes

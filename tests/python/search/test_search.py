@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -290,6 +291,52 @@ def test_the_trial_keeps_to_its_fraction_of_a_gpu(ray_tune):
     assert run({"bytes": 4 << 30})["oom"] == 1
     ray_tune.given = None
     assert run({"bytes": 4 << 30})["oom"] == 0
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """`train` on the device, which has only CUDA's own of this process; no limit after the test."""
+    torch.zeros(1, device="cuda")
+    monkeypatch.setitem(globals(), "build", functools.partial(cuda_of, build))
+    yield
+    memory.set_limit("cuda", None)
+
+
+def cuda_of(build, config):
+    model, batch, loss_fn, _ = build(config)
+    optimizer = torch.optim.SGD(model.cuda().parameters(), lr=0.1, momentum=0.9)
+    return model, tuple(t.cuda() for t in batch), loss_fn, optimizer
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_trial_that_would_run_out_ends_before_its_first_step(on_cuda):
+    search._clean()
+    ooms = memory.stats("cuda").ooms
+    limit = memory.stats("cuda").reserved_bytes + 40 * MIB
+    run = search.guard(train, "report", metric="loss", limit=limit, device="cuda")
+    assert run({"batch_size": FITS})["oom"] == 0
+    result = run({"batch_size": TOO_LARGE})
+    assert (result["oom"], result["effective_batch"]) == (1, 0)
+    assert result["peak_bytes"] > limit
+    assert "memory would run out" in result["oom_words"]
+    assert memory.stats("cuda").ooms == ooms
+
+
+@pytest.mark.gpu
+def test_on_cuda_resources_are_for_what_a_trial_reserves(on_cuda, ray_tune):
+    total = torch.cuda.mem_get_info()[1]
+    peaks = search.probe(build)
+    needs = search.resources(peaks, 1.0, total_bytes=total)
+    for batch_size in (FITS, TOO_LARGE):
+        config = {"batch_size": batch_size}
+        told = peaks(config)
+        share = (told + search.CUDA_CONTEXT_BYTES) / total
+        assert needs(config).required_resources["GPU"] == pytest.approx(share, abs=1e-4)
+        search._clean()
+        before = memory.stats("cuda").reserved_bytes
+        torch.cuda.reset_peak_memory_stats()
+        train_plainly(config)
+        assert told == pytest.approx(torch.cuda.max_memory_reserved() - before, rel=0.1)
 
 
 def trial(number=0, **attributes):
