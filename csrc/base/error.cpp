@@ -21,7 +21,7 @@ RankFailed::RankFailed(int rank, int64_t step, FailureKind kind, const std::stri
     : c10::Error(here(), message), rank_(rank), step_(step), kind_(kind) {}
 
 RankOutOfMemory::RankOutOfMemory(int rank, int64_t step, const std::string& message)
-    : RankFailed(rank, step, FailureKind::out_of_memory, message) {}
+    : RankFailed(rank, step, Status::out_of_memory, message) {}
 
 BatchTooLarge::BatchTooLarge(const std::string& message, TooLargeFacts facts)
     : c10::OutOfMemoryError(here(), message), facts_(std::move(facts)) {}
@@ -42,7 +42,7 @@ void throw_rank_failed(int rank, int64_t step, FailureKind kind, const std::stri
     }
     throw error;
   };
-  if (kind == FailureKind::out_of_memory) {
+  if (kind == Status::out_of_memory) {
     raise(RankOutOfMemory(rank, step, message));
   }
   raise(RankFailed(rank, step, kind, message));

@@ -36,7 +36,7 @@ void set_rank_failed(PyObject* type, const RankFailed& error) {
   py::object instance = py::reinterpret_borrow<py::object>(type)(error.what_without_backtrace());
   instance.attr("rank") = error.rank();
   instance.attr("step") = error.step();
-  instance.attr("kind") = error.kind() == FailureKind::out_of_memory ? "out_of_memory" : "error";
+  instance.attr("kind") = error.kind() == Status::out_of_memory ? "out_of_memory" : "error";
   PyErr_SetObject(type, instance.ptr());
 }
 
@@ -167,7 +167,7 @@ void bind_errors(py::module_& m) {
   // From an autograd callback only an error that Python has set reaches the caller of backward() with its type.
   detail::set_rank_failed_thrower([](const RankFailed& error) {
     const py::gil_scoped_acquire gil;
-    const bool memory = error.kind() == FailureKind::out_of_memory;
+    const bool memory = error.kind() == Status::out_of_memory;
     set_rank_failed(memory ? types.rank_out_of_memory : types.rank_failed, error);
     throw py::error_already_set();
   });

@@ -64,10 +64,9 @@ void bind_launch(py::module_& m) {
       "_share_attempt",
       [](const Group& group, const std::string& what, bool out_of_memory, bool failed,
          const std::string& words) {
-        using launch::AttemptEnd;
-        const auto end = failed          ? AttemptEnd::failed
-                         : out_of_memory ? AttemptEnd::out_of_memory
-                                         : AttemptEnd::fits;
+        const auto end = failed          ? Status::error
+                         : out_of_memory ? Status::out_of_memory
+                                         : Status::ok;
         const py::gil_scoped_release no_gil;
         return launch::share_attempt(group, what, end, words);
       },

@@ -9,7 +9,7 @@
 namespace brimful {
 namespace {
 FailureKind kind_of(bool out_of_memory) {
-  return out_of_memory ? FailureKind::out_of_memory : FailureKind::error;
+  return out_of_memory ? Status::out_of_memory : Status::error;
 }
 
 std::optional<c10::ScalarType> dtype_of(const py::object& dtype) {

@@ -362,8 +362,7 @@ void bind_sizer(py::module_& m) {
           "tell_failure",
           [](PythonSizer& self, bool out_of_memory, const std::string& text) {
             const py::gil_scoped_release no_gil;
-            self.sizer().tell_failure(
-                out_of_memory ? FailureKind::out_of_memory : FailureKind::error, text);
+            self.sizer().tell_failure(out_of_memory ? Status::out_of_memory : Status::error, text);
           },
           py::arg("out_of_memory"), py::arg("text"))
       .def(

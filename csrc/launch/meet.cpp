@@ -66,8 +66,7 @@ class Meeting {
       const auto word = rank == rank_ ? std::string(1, kFine) : store_->get_to_str(key(rank));
       if (word.front() != kFine) {
         const bool memory = word.front() == kOutOfMemory;
-        failures.push_back(
-            {rank, memory ? FailureKind::out_of_memory : FailureKind::error, word.substr(1)});
+        failures.push_back({rank, memory ? Status::out_of_memory : Status::error, word.substr(1)});
       }
     }
     return failures;
@@ -126,7 +125,7 @@ class Meeting {
       missing = "the rank that serves the store";
     }
     throw RankFailed(
-        first, -1, FailureKind::error,
+        first, -1, Status::error,
         "not all ranks came to " + what + " (missing: " + missing +
             "; timeout_ms: " + std::to_string(timeout.count()) +
             "): they left their loop, died or hang; look at their output (cause: " + cause + ")");
@@ -187,20 +186,20 @@ void meet(const Group& group, const std::string& what, const std::exception_ptr&
   }
 }
 
-bool share_attempt(const Group& group, const std::string& what, AttemptEnd end,
+bool share_attempt(const Group& group, const std::string& what, Status end,
                    const std::string& words) {
   if (!group || group->getSize() == 1) {
-    return end == AttemptEnd::out_of_memory;
+    return end == Status::out_of_memory;
   }
   require_store(group);
   std::vector<Failure> failures;
   try {
     Meeting meeting(group, "attempt");
-    meeting.come((end == AttemptEnd::fits            ? kFine
-                  : end == AttemptEnd::out_of_memory ? kOutOfMemory
-                                                     : kError) +
+    meeting.come((end == Status::ok              ? kFine
+                  : end == Status::out_of_memory ? kOutOfMemory
+                                                 : kError) +
                  words);
-    if (end == AttemptEnd::failed) {
+    if (end == Status::error) {
       meeting.leave_early();
       return false;
     }
@@ -210,21 +209,21 @@ bool share_attempt(const Group& group, const std::string& what, AttemptEnd end,
   } catch (const RankFailed&) {
     throw;
   } catch (const std::exception&) {
-    if (end == AttemptEnd::failed) {
+    if (end == Status::error) {
       return false;
     }
-    throw RankFailed(-1, -1, FailureKind::error,
+    throw RankFailed(-1, -1, Status::error,
                      "the ranks lost their store when they were to " + what +
                          ": the rank that serves it has ended; look at its output (cause: " +
                          describe(std::current_exception()) + ")");
   }
   const auto failed = std::find_if(failures.begin(), failures.end(), [](const Failure& failure) {
-    return failure.kind == FailureKind::error;
+    return failure.kind == Status::error;
   });
   if (failed != failures.end()) {
     throw_failure(*failed, what);
   }
-  return end == AttemptEnd::out_of_memory || !failures.empty();
+  return end == Status::out_of_memory || !failures.empty();
 }
 
 }  // namespace brimful::launch

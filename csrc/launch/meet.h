@@ -1,4 +1,5 @@
 #pragma once
+#include <brimful/error.h>
 #include <brimful/export.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -15,13 +16,11 @@ namespace brimful::launch {
 void meet(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& what,
           const std::exception_ptr& error);
 
-enum class AttemptEnd : uint8_t { fits, out_of_memory, failed };
-
-/// Tells the other ranks how this rank's attempt ended, and returns whether memory ran out on any rank, to all the same.
+/// Tells the other ranks how this rank's attempt ended (ok, out_of_memory or error), and returns whether memory ran out on any rank, to all the same.
 /// A rank that failed says so and does not wait: its own error is what its caller raises. `words` are the error's.
 /// @throws RankFailed on ranks that did not fail, with the words of the lowest that did, or the names of those that did
 /// not come within the group's timeout. Otherwise as meet(), with meetings of its own.
 BRIMFUL_API bool share_attempt(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                               const std::string& what, AttemptEnd end, const std::string& words);
+                               const std::string& what, Status end, const std::string& words);
 
 }  // namespace brimful::launch

@@ -19,29 +19,29 @@ namespace brimful::pipeline {
 namespace {
 using Kind = PeerVerdict::Kind;
 
-Kind kind_of(Verdict verdict) {
+Kind kind_of(Status verdict) {
   switch (verdict) {
-    case Verdict::retry:
+    case Status::retry:
       return Kind::retry;
-    case Verdict::failed:
+    case Status::error:
       return Kind::error;
-    case Verdict::failed_memory:
+    case Status::out_of_memory:
       return Kind::out_of_memory;
     default:
       return Kind::ok;
   }
 }
 
-Verdict verdict_of(Kind kind) {
+Status verdict_of(Kind kind) {
   switch (kind) {
     case Kind::ok:
-      return Verdict::ok;
+      return Status::ok;
     case Kind::error:
-      return Verdict::failed;
+      return Status::error;
     case Kind::out_of_memory:
-      return Verdict::failed_memory;
+      return Status::out_of_memory;
     default:
-      return Verdict::retry;
+      return Status::retry;
   }
 }
 
@@ -367,7 +367,7 @@ PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
   const memory::Unlimited unlimited;
   doing = "the actions are over: the ranks agree how they ended";
   ControlRecord record;
-  record.verdict = Verdict::ok;
+  record.verdict = Status::ok;
   record.ref = call.mark;
   if (own_verdict(call, result).kind == Kind::ok) {
     noting(result, [&] {
@@ -383,8 +383,8 @@ PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
   if (own.kind != Kind::ok) {
     noting(result, [&] {
       if (own.kind > Kind::retry) {
-        call.group.publish_failure(
-            own.kind == Kind::error ? FailureKind::error : FailureKind::out_of_memory, own.text);
+        call.group.publish_failure(own.kind == Kind::error ? Status::error : Status::out_of_memory,
+                                   own.text);
       }
       record.loss_sum = 0;
       call.group.drain(record, verdict_of(own.kind));

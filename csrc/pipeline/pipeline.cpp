@@ -168,7 +168,7 @@ void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& v
       "rank " + std::to_string(verdict.rank) +
       (call.group.world_size() > 1 ? " of replica " + std::to_string(verdict.replica) : "");
   brimful::detail::throw_rank_failed(
-      static_cast<int>(verdict.rank), -1, memory ? FailureKind::out_of_memory : FailureKind::error,
+      static_cast<int>(verdict.rank), -1, memory ? Status::out_of_memory : Status::error,
       memory ? "the pipeline's step ran out of memory on " + where +
                    (options.fixed_schedule ? " under a fixed schedule: "
                                            : " with any number of microbatches: ") +
@@ -178,7 +178,7 @@ void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& v
 
 void Pipeline::State::give_up(Call& call, const StepResult& result) {
   for (const auto& participant : replicas->participants()) {
-    participant->abandon(FailureKind::error, result.failure->text);
+    participant->abandon(Status::error, result.failure->text);
   }
   undo(call);
   std::rethrow_exception(result.failure->error);

@@ -81,7 +81,7 @@ void Pipeline::State::tell_settled(const Call& call, const PeerVerdict& verdict,
     const auto all = options.peers->agree(own);
     if (!failed && all.kind != Kind::ok) {
       brimful::detail::throw_rank_failed(
-          static_cast<int>(all.rank), -1, FailureKind::error,
+          static_cast<int>(all.rank), -1, Status::error,
           "rank " + std::to_string(all.rank) +
               " of the pipeline could not finish a step that all ranks had found good: " +
               all.text);

@@ -226,7 +226,7 @@ void TiedWeights::sum_gradients(std::exception_ptr failed) {
   } catch (...) {
     drop_room();
     brimful::detail::throw_rank_failed(
-        -1, -1, FailureKind::error,
+        -1, -1, Status::error,
         "the gradients of tied weights could not be summed over the ranks of the pipeline: " +
             brimful::describe(std::current_exception()));
   }
@@ -236,7 +236,7 @@ void TiedWeights::sum_gradients(std::exception_ptr failed) {
   }
   if (failed_elsewhere) {
     brimful::detail::throw_rank_failed(
-        -1, -1, FailureKind::error,
+        -1, -1, Status::error,
         "another rank of the pipeline could not give its gradients of tied weights; it says why");
   }
 }

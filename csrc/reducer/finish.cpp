@@ -84,7 +84,7 @@ std::vector<ControlRecord> Reducer::finish() {
   }
   s.watch.end_step(s.step - 1, ms_by_rank, s.agreeing_ms());
   const auto records = s.tail->records();
-  if (s.updates && !s.joining && worst(records) < Verdict::retry) {
+  if (s.updates && !s.joining && worst(records) < Status::retry) {
     s.updates->settle(records, [&](const ControlRecord& own) { return exchange(own); });
   }
   return records;

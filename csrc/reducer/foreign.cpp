@@ -108,7 +108,7 @@ std::vector<ControlRecord> ForeignReducer::exchange_all(const ControlRecord& rec
     all = exchange_bytes(s.group, c10::Device(c10::DeviceType::CPU), own);
   } catch (...) {
     detail::throw_rank_failed(
-        -1, s.step, FailureKind::error,
+        -1, s.step, Status::error,
         "the ranks could not agree on " + what + " (rank " + std::to_string(s.rank) +
             "); a rank left its loop, died or hangs: look at the others' output, and start the "
             "job again. The group said: " +
@@ -139,7 +139,7 @@ std::vector<ControlRecord> ForeignReducer::finish() {
   if (const auto loss_sum = std::exchange(s.loss_sum, {}); loss_sum.defined()) {
     record.loss_sum = loss_sum.item<double>();
   }
-  if (s.updates && record.verdict < Verdict::retry) {
+  if (s.updates && record.verdict < Status::retry) {
     if (const auto updated = s.updates->look(); updated.defined()) {
       const auto on_host = updated.cpu();
       std::copy_n(on_host.const_data_ptr<bool>(), on_host.numel(), record.updated.begin());
@@ -147,7 +147,7 @@ std::vector<ControlRecord> ForeignReducer::finish() {
   }
   const auto records = exchange_all(record, "step " + std::to_string(s.step));
   ++s.step;
-  if (worst(records) >= Verdict::retry) {
+  if (worst(records) >= Status::retry) {
     return records;
   }
   if (s.updates) {
@@ -164,7 +164,7 @@ std::vector<ControlRecord> ForeignReducer::finish() {
   } catch (...) {
     const auto error = std::current_exception();
     detail::throw_rank_failed(
-        -1, s.step - 1, is_out_of_memory(error) ? FailureKind::out_of_memory : FailureKind::error,
+        -1, s.step - 1, is_out_of_memory(error) ? Status::out_of_memory : Status::error,
         "the gradients of step " + std::to_string(s.step - 1) +
             " could not be reduced by the module's own DistributedDataParallel (rank " +
             std::to_string(s.rank) +
@@ -200,7 +200,7 @@ void ForeignReducer::discard() {
 }
 
 void ForeignReducer::publish_failure(FailureKind kind, const std::string& text) {
-  s_->own_words = (kind == FailureKind::out_of_memory ? "out of memory: " : "") + text;
+  s_->own_words = (kind == Status::out_of_memory ? "out of memory: " : "") + text;
 }
 
 std::string ForeignReducer::read_failure(int rank, int64_t /*patience_ms*/) {

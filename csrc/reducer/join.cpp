@@ -106,7 +106,7 @@ bool Reducer::join_step(bool keep_gradients) {
       discard();
       s.mode = State::Mode::plain;
     }
-    begin_plain_step(Verdict::no_data);
+    begin_plain_step(Status::no_data);
     start_backward(keep_gradients);
   }
   s.waiting_since = std::chrono::steady_clock::now();
@@ -124,7 +124,7 @@ bool Reducer::join_step(bool keep_gradients) {
   }
   const auto& records = s.tail->records();
   return std::any_of(records.begin(), records.end(),
-                     [](const auto& record) { return record.verdict == Verdict::ok; });
+                     [](const auto& record) { return record.verdict == Status::ok; });
 }
 
 void Reducer::join_without_gradients() {
@@ -148,7 +148,7 @@ void Reducer::note_data(const std::vector<ControlRecord>& records) {
   auto& s = *s_;
   std::vector<int> active;
   for (int rank = 0; rank < s.world_size; ++rank) {
-    if (records[rank].verdict == Verdict::ok) {
+    if (records[rank].verdict == Status::ok) {
       active.push_back(rank);
     }
   }
@@ -159,7 +159,7 @@ void Reducer::note_data(const std::vector<ControlRecord>& records) {
     s.stands = false;
     throw_ended(with_data, s.world_size);
   }
-  s.keep_buffers = records[s.buffer_source].verdict == Verdict::no_data;
+  s.keep_buffers = records[s.buffer_source].verdict == Status::no_data;
   if (with_data > 0) {
     s.active = std::move(active);
   }

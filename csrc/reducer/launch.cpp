@@ -21,7 +21,7 @@ void Reducer::launch(int64_t index) {
   bucket.join_current_stream();
   if (index == s.last()) {
     s.record.plan = s.proposal ? s.proposals : 0;
-    const bool looks = s.updates && !s.joining && s.record.verdict < Verdict::retry;
+    const bool looks = s.updates && !s.joining && s.record.verdict < Status::retry;
     const auto updated = looks ? s.updates->look() : at::Tensor();
     s.tail->write(s.used, s.record, s.loss_sum, updated, s.buffer_source, s.own_rows());
   }
@@ -56,7 +56,7 @@ void Reducer::launch_drained(int64_t index) {
     bucket.wire->clear();
   } else if (bucket.direct) {
     // A failed step's sum is of no use to anybody; that of a step without data is.
-    bucket.own = s.record.verdict == Verdict::no_data ? at::zeros_like(bucket.drain) : bucket.drain;
+    bucket.own = s.record.verdict == Status::no_data ? at::zeros_like(bucket.drain) : bucket.drain;
   } else {
     let_go_of_earlier(index);
     bucket.gradients.zero_();

@@ -80,7 +80,7 @@ void Reducer::leave_words(int64_t at_step, FailureKind kind, const std::string& 
   if (!s.store) {
     return;
   }
-  const auto words = (kind == FailureKind::out_of_memory ? kMemoryPrefix : "") + text;
+  const auto words = (kind == Status::out_of_memory ? kMemoryPrefix : "") + text;
   const auto key =
       s.parting ? s.turn_key(s.parting_number, s.turn, s.rank) : s.failure_key(at_step, s.rank);
   try {
@@ -197,7 +197,7 @@ void Reducer::State::require_group(c10::Device of) {
 void Reducer::break_chain(std::exception_ptr error) {
   auto& s = *s_;
   s.broken = std::move(error);
-  publish_failure(is_out_of_memory(s.broken) ? FailureKind::out_of_memory : FailureKind::error,
+  publish_failure(is_out_of_memory(s.broken) ? Status::out_of_memory : Status::error,
                   describe(s.broken));
   try {
     if (s.store) {
@@ -322,8 +322,7 @@ void Reducer::throw_broken(int64_t at_step, const std::string& waiting_for,
   }
   detail::throw_rank_failed(
       first, at_step,
-      missing.find(kMemoryPrefix) == std::string::npos ? FailureKind::error
-                                                       : FailureKind::out_of_memory,
+      missing.find(kMemoryPrefix) == std::string::npos ? Status::error : Status::out_of_memory,
       "the process group broke in step " + std::to_string(at_step) + ": " +
           (missing.empty() ? "no rank is missing" : missing) + " (cause: " + cause + ")");
 }

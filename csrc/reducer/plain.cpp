@@ -37,13 +37,13 @@ void Reducer::prepare_forward() {
     }
   }
   if (s.died) {
-    abort_step(FailureKind::error, kUnknown);  // its error was swallowed inside the scope
+    abort_step(Status::error, kUnknown);  // its error was swallowed inside the scope
   }
   if (s.forward_open && !s.aborted) {
-    abort_step(FailureKind::error, kUnknown);  // the last forward never ended
+    abort_step(Status::error, kUnknown);  // the last forward never ended
   }
   if (s.lost_backward() && !s.aborted) {
-    abort_step(FailureKind::out_of_memory,
+    abort_step(Status::out_of_memory,
                "an allocation was refused before backward reached the model");
   }
   settle();
@@ -133,13 +133,13 @@ bool Reducer::begin_plain_backward(std::unique_lock<std::mutex>& lock, bool thro
   take_up_plan();
   s.own_error = nullptr;
   if (s.sync) {
-    begin_plain_step(Verdict::ok);
+    begin_plain_step(Status::ok);
   }
   start_backward(s.sync);
   return true;
 }
 
-void Reducer::begin_plain_step(Verdict verdict) {
+void Reducer::begin_plain_step(Status verdict) {
   auto& s = *s_;
   s.plain_step = true;
   s.scale = s.wire_scale = 1.0 / s.predivide;
@@ -151,10 +151,9 @@ void Reducer::begin_plain_step(Verdict verdict) {
   s.loss_sum.reset();
   s.record = {};
   s.record.verdict = verdict;
-  s.record.weight = verdict == Verdict::ok ? 1 : 0;
+  s.record.weight = verdict == Status::ok ? 1 : 0;
   if (s.untold) {
-    s.record.verdict =
-        s.untold->first == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed;
+    s.record.verdict = s.untold->first;
     publish_failure(s.untold->first, s.untold->second);
     s.untold.reset();
   }
@@ -165,7 +164,7 @@ void Reducer::begin_plain_step(Verdict verdict) {
 /// Throws on every rank if a rank failed the step, or the ranks' parameters differ; else notes who had data.
 void Reducer::require_success(const std::vector<ControlRecord>& records) {
   auto& s = *s_;
-  if (worst(records) < Verdict::retry) {
+  if (worst(records) < Status::retry) {
     if (const auto words = divergence(); !words.empty()) {
       discard();
       detail::throw_plan_mismatch(words);
@@ -178,19 +177,18 @@ void Reducer::require_success(const std::vector<ControlRecord>& records) {
   bool memory = false;
   std::string words;
   for (int rank = 0; rank < s.world_size; ++rank) {
-    if (records[rank].verdict < Verdict::retry) {
+    if (records[rank].verdict < Status::retry) {
       continue;
     }
     const auto text = read_failure(rank, kTextPatience);
     if (first < 0) {
       first = rank;
       memory =
-          records[rank].verdict == Verdict::failed_memory || text.rfind("out of memory", 0) == 0;
+          records[rank].verdict == Status::out_of_memory || text.rfind("out of memory", 0) == 0;
     }
     words += (words.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + text;
   }
-  detail::throw_rank_failed(first, s.step - 1,
-                            memory ? FailureKind::out_of_memory : FailureKind::error,
+  detail::throw_rank_failed(first, s.step - 1, memory ? Status::out_of_memory : Status::error,
                             "step " + std::to_string(s.step - 1) + " failed on " + words);
 }
 
@@ -200,8 +198,7 @@ void Reducer::end_failed_backward(std::exception_ptr error) {
   if (s.in_scope) {
     s.died = true;
   } else {
-    abort_step(is_out_of_memory(error) ? FailureKind::out_of_memory : FailureKind::error,
-               describe(error));
+    abort_step(is_out_of_memory(error) ? Status::out_of_memory : Status::error, describe(error));
   }
 }
 
@@ -224,7 +221,7 @@ void Reducer::plain_backward_died() noexcept {
     {
       // The error is not known here, but a refused allocation is evidence enough for its kind.
       const bool memory = memory::stats(s.device).ooms > s.ooms_before;
-      abort_step(memory ? FailureKind::out_of_memory : FailureKind::error,
+      abort_step(memory ? Status::out_of_memory : Status::error,
                  memory ? "an allocation was refused in backward" : "");
     }
   } catch (const std::exception& e) {
@@ -246,8 +243,7 @@ void Reducer::abort_step(FailureKind kind, const std::string& text) {
   {
     const std::lock_guard<std::mutex> lock(s.mutex);
     s.record = {};
-    s.record.verdict =
-        kind == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed;
+    s.record.verdict = kind;
     s.loss_sum.reset();
     s.forward_open = false;
     s.backward_due = false;
@@ -279,7 +275,7 @@ void Reducer::settle_owed() {
     return;
   }
   if (owes() && !s.aborted) {
-    abort_step(FailureKind::error, kUnknown);
+    abort_step(Status::error, kUnknown);
   }
   settle();
 }
@@ -289,7 +285,7 @@ void Reducer::settle() {
   if (!s.aborted) {
     return;
   }
-  publish_failure(FailureKind::error, kUnknown);  // kept only where no words were left yet
+  publish_failure(Status::error, kUnknown);  // kept only where no words were left yet
   s.aborted = false;
   if (s.parting) {
     settle_turn();
@@ -309,7 +305,7 @@ void Reducer::begin_scope() {
 void Reducer::end_scope_ok() {
   s_->in_scope = false;
   if (s_->died) {
-    abort_step(FailureKind::error, kUnknown);  // its error was swallowed inside the scope
+    abort_step(Status::error, kUnknown);  // its error was swallowed inside the scope
   }
 }
 
@@ -364,7 +360,7 @@ void Reducer::announce_unwinding() noexcept {
   auto& s = *s_;
   try {
     if (!s.broken && (owes() || (s.plain_step && s.stands))) {
-      announce_failure(FailureKind::error, kUnwinding, kUnwindingPatience);
+      announce_failure(Status::error, kUnwinding, kUnwindingPatience);
     }
   } catch (const std::exception& e) {
     log(LogLevel::error, std::string("could not announce the failure of this rank: ") + e.what());

@@ -153,8 +153,7 @@ void Reducer::exchange_rows() {
   } catch (const std::exception&) {
     s.broken = std::current_exception();
     const auto words = describe(s.broken);
-    leave_words(s.step - 1,
-                is_out_of_memory(s.broken) ? FailureKind::out_of_memory : FailureKind::error,
+    leave_words(s.step - 1, is_out_of_memory(s.broken) ? Status::out_of_memory : Status::error,
                 words);
     throw_broken(s.step - 1, "the rows of sparse gradients", words);
   }

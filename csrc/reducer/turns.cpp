@@ -186,8 +186,7 @@ void Reducer::throw_turn_ended() {
     }
   }
   if (first >= 0) {
-    detail::throw_rank_failed(first, s.step,
-                              memory ? FailureKind::out_of_memory : FailureKind::error,
+    detail::throw_rank_failed(first, s.step, memory ? Status::out_of_memory : Status::error,
                               "step " + std::to_string(s.step) + " failed on " + failures);
   }
   throw PlanMismatch("the ranks are in steps of different models (" + steps +
@@ -290,7 +289,7 @@ void Reducer::end_plain_backward() {
 void Reducer::take_sums() {
   auto& s = *s_;
   const auto records = finish();
-  s.stands = worst(records) < Verdict::retry && divergence().empty();
+  s.stands = worst(records) < Status::retry && divergence().empty();
   require_success(records);
   const bool fewer = s.mean_of_active && !s.active.empty();
   accept(s.predivide / (fewer ? static_cast<double>(s.active.size()) : s.world_size), true);
@@ -301,7 +300,7 @@ void Reducer::take_sums() {
 void Reducer::abort_turn(FailureKind kind, const std::string& text) {
   auto& s = *s_;
   const auto all = together();
-  const bool memory = kind == FailureKind::out_of_memory;
+  const bool memory = kind == Status::out_of_memory;
   if (s.mode == State::Mode::idle) {
     meet_behind_forward();
   }
@@ -309,7 +308,7 @@ void Reducer::abort_turn(FailureKind kind, const std::string& text) {
     const std::lock_guard<std::mutex> lock(each->s_->mutex);
     auto& o = *each->s_;
     o.record = {};
-    o.record.verdict = memory ? Verdict::failed_memory : Verdict::failed;
+    o.record.verdict = kind;
     o.loss_sum.reset();
     o.forward_open = o.backward_due = o.died = false;
     o.own_error = nullptr;

@@ -32,7 +32,7 @@ void BatchSizer::State::require_same_mark(const std::vector<ControlRecord>& reco
 
 // Every rank has the same records: all raise, and go on with an exchange.
 void BatchSizer::State::require_weight(const std::vector<ControlRecord>& records) const {
-  const auto with_data = ranks_with(records, Verdict::ok);
+  const auto with_data = ranks_with(records, Status::ok);
   TORCH_CHECK_VALUE(
       with_data.empty() || total_weight(records) > 0, "the weights of step ", steps_,
       " sum to 0, and a mean over nothing is no loss (ranks with data: ", format_list(with_data),

@@ -89,7 +89,7 @@ Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
   }
   attempt.mark = [&] { return mark_of(attempt.ref, scale ? scale->get() : 1, input.accumulate); };
   attempt.record = agreed_.next;
-  attempt.record.verdict = input.rows ? Verdict::ok : Verdict::no_data;
+  attempt.record.verdict = input.rows ? Status::ok : Status::no_data;
   owed_ = true;  // the others wait in their step
   const auto plan = choose_pieces(input, work, outcome);
   bool release = false;
@@ -122,7 +122,7 @@ Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
     }();
     const auto attempt_peak = peak.peak_bytes();
     recorder_.end_attempt(std::ssize(outcome.split), largest_piece(outcome.split), attempt_peak,
-                          result.own == AttemptResult::Own::out_of_memory);
+                          result.own == Status::out_of_memory);
     const bool stands = settle_attempt(result, input, outcome, attempt_peak);
     if (stands) {
       stand(result, attempt.ref, outcome);
@@ -151,7 +151,6 @@ Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
 
 bool BatchSizer::State::settle_attempt(const AttemptResult& result, const StepInput& input,
                                        Outcome& outcome, int64_t peak_bytes) {
-  using Own = AttemptResult::Own;
   AttemptNote note;
   note.pieces = static_cast<int64_t>(outcome.split.size());
   note.piece_rows = largest_piece(outcome.split);
@@ -165,7 +164,7 @@ bool BatchSizer::State::settle_attempt(const AttemptResult& result, const StepIn
     return false;
   }
   agreed_.at_end = !result.records.empty() && nobody_continues(result.records);
-  if (result.own == Own::error) {
+  if (result.own == Status::error) {
     std::rethrow_exception(result.error);
   }
   const auto verdict = worst(result.records);
@@ -173,7 +172,7 @@ bool BatchSizer::State::settle_attempt(const AttemptResult& result, const StepIn
     outcome.attempts.push_back(note);
     throw_failure(result, input, outcome);
   }
-  if (verdict != Verdict::retry) {
+  if (verdict != Status::retry) {
     if (const auto words = group_.divergence(); !words.empty()) {
       throw PlanMismatch(words);  // on all ranks
     }
@@ -183,9 +182,9 @@ bool BatchSizer::State::settle_attempt(const AttemptResult& result, const StepIn
     adopt(result.records);
     return true;
   }
-  note.ran_out = ranks_with(result.records, Verdict::retry);
+  note.ran_out = ranks_with(result.records, Status::retry);
   outcome.attempts.push_back(note);
-  if (result.own == Own::out_of_memory) {
+  if (result.own == Status::out_of_memory) {
     refine(result, *input.rows, outcome);
   } else {
     log(LogLevel::info,

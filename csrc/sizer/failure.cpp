@@ -78,18 +78,17 @@ void BatchSizer::State::require_room_for_optimizer(const StepInput& input) const
 
 void BatchSizer::State::throw_failure(const AttemptResult& result, const StepInput& input,
                                       const Outcome& outcome) {
-  if (result.own == AttemptResult::Own::out_of_memory &&
-      (result.records.empty() || result.records[group_.rank()].verdict == Verdict::failed_memory)) {
+  if (result.own == Status::out_of_memory &&
+      (result.records.empty() || result.records[group_.rank()].verdict == Status::out_of_memory)) {
     throw_too_large(result, input, outcome);
   }
-  auto failed = ranks_with(result.records, Verdict::failed_memory);
+  auto failed = ranks_with(result.records, Status::out_of_memory);
   const bool memory = !failed.empty();
   if (!memory) {
-    failed = ranks_with(result.records, Verdict::failed);
+    failed = ranks_with(result.records, Status::error);
   }
   detail::throw_rank_failed(
-      failed.empty() ? -1 : failed.front(), steps_,
-      memory ? FailureKind::out_of_memory : FailureKind::error,
+      failed.empty() ? -1 : failed.front(), steps_, memory ? Status::out_of_memory : Status::error,
       "step " + std::to_string(steps_) + " failed on " +
           (result.records.empty() ? result.text : group_.failure_texts(result.records)));
 }

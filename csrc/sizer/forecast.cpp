@@ -224,7 +224,7 @@ std::optional<Plan> BatchSizer::State::plan(const StepInput& input, const PieceW
 
 void BatchSizer::State::note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan,
                                        const RowKind& kind) {
-  if (plan && result.own == AttemptResult::Own::out_of_memory) {
+  if (plan && result.own == Status::out_of_memory) {
     margin_ += kMoreMargin;
     forecasts_.distrust(kind);
     found_ = {};

@@ -46,15 +46,15 @@ ControlRecord decode(const RecordBytes& bytes) {
   return record;
 }
 
-Verdict worst(const std::vector<ControlRecord>& records) {
-  auto verdict = Verdict::silent;
+Status worst(const std::vector<ControlRecord>& records) {
+  auto verdict = Status::silent;
   for (const auto& record : records) {
     verdict = std::max(verdict, record.verdict);
   }
   return verdict;
 }
 
-std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Verdict verdict) {
+std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Status verdict) {
   std::vector<int> ranks;
   for (size_t rank = 0; rank < records.size(); ++rank) {
     if (records[rank].verdict == verdict) {
@@ -97,7 +97,7 @@ bool nobody_continues(const std::vector<ControlRecord>& records) {
 int next_buffer_source(const std::vector<ControlRecord>& records) {
   const auto promise = [](const ControlRecord& record) {
     if (record.next == Next::unknown) {
-      return record.verdict == Verdict::no_data ? 1 : 2;
+      return record.verdict == Status::no_data ? 1 : 2;
     }
     return record.next == Next::yes ? 3 : 0;
   };

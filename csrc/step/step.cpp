@@ -191,7 +191,7 @@ void StepGroup::complete() {
   }
 }
 
-void StepGroup::drain(ControlRecord record, Verdict verdict) {
+void StepGroup::drain(ControlRecord record, Status verdict) {
   record.verdict = verdict;
   record.weight = 0;
   announce(record, {});
@@ -203,7 +203,6 @@ void StepGroup::drain(ControlRecord record, Verdict verdict) {
 }
 
 AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
-  using Own = AttemptResult::Own;
   AttemptResult result;
   const EvidenceScope evidence(device_of(participants_, outside_));
   const memory::RetryScope retries;
@@ -220,21 +219,21 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
     return result;
   }
   result.text = describe(result.error);
-  result.own = late_gradient()                  ? Own::late_gradient
-               : is_out_of_memory(result.error) ? Own::out_of_memory
-                                                : Own::error;
-  if (result.own != Own::error) {
+  result.own = late_gradient()                  ? Status::retry
+               : is_out_of_memory(result.error) ? Status::out_of_memory
+                                                : Status::error;
+  if (result.own != Status::error) {
     result.error = nullptr;
   }
-  if (result.own == Own::out_of_memory && outside_.empty() && gradients_complete()) {
+  if (result.own == Status::out_of_memory && outside_.empty() && gradients_complete()) {
     // Memory ran out behind the last gradient: nothing of the step is missing, so it stands.
     try {
       complete(attempt);
-      result.own = Own::done;
+      result.own = Status::ok;
     } catch (...) {  // a sparse gradient could not be made ready, or a hook failed: drain instead
       result.error = std::current_exception();
     }
-    if (result.own == Own::done) {
+    if (result.own == Status::ok) {
       result.records = finish();
       return result;
     }
@@ -242,7 +241,7 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
     if (is_out_of_memory(result.error)) {
       result.error = nullptr;
     } else {
-      result.own = Own::error;
+      result.own = Status::error;
     }
   }
   if (attempt.lockstep && world_size() > 1) {
@@ -250,21 +249,20 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
     return result;
   }
   result.same_split =
-      result.own == Own::out_of_memory && attempt.same_split && attempt.same_split(result.text);
+      result.own == Status::out_of_memory && attempt.same_split && attempt.same_split(result.text);
   const bool can_retry =
       attempt.retries_left &&
-      (result.own == Own::late_gradient ||
-       (result.own == Own::out_of_memory && (attempt.can_split || result.same_split)));
-  if (can_retry && result.own == Own::out_of_memory && result.buckets_left == 0) {
+      (result.own == Status::retry ||
+       (result.own == Status::out_of_memory && (attempt.can_split || result.same_split)));
+  if (can_retry && result.own == Status::out_of_memory && result.buckets_left == 0) {
     result.retry_alone = true;
     return result;
   }
-  auto verdict = Verdict::retry;
-  if (!can_retry) {
-    const auto kind =
-        result.own == Own::out_of_memory ? FailureKind::out_of_memory : FailureKind::error;
-    verdict = result.own == Own::out_of_memory ? Verdict::failed_memory : Verdict::failed;
-    publish_failure(kind, result.text);
+  const auto verdict = can_retry                             ? Status::retry
+                       : result.own == Status::out_of_memory ? Status::out_of_memory
+                                                             : Status::error;
+  if (is_failure(verdict)) {
+    publish_failure(verdict, result.text);
   }
   if (!result.error) {
     drain(attempt.record, verdict);
@@ -273,7 +271,7 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   }
   const bool drained = behind_error([&] { drain(attempt.record, verdict); });
   if (!drained) {  // the others wait for what this rank cannot send
-    abandon(FailureKind::error, result.text);
+    abandon(Status::error, result.text);
   }
   if (!drained || !behind_error([&] { result.records = finish(); })) {
     std::rethrow_exception(result.error);
@@ -288,13 +286,12 @@ void StepGroup::abandon(FailureKind kind, const std::string& text) {
 }
 
 void StepGroup::leave_lockstep(const AttemptResult& result) {
-  const bool memory = result.own == AttemptResult::Own::out_of_memory;
   const auto peer = participants_[0]->failed_peer();
-  abandon(memory ? FailureKind::out_of_memory : FailureKind::error, result.text);
+  abandon(result.own == Status::out_of_memory ? Status::out_of_memory : Status::error, result.text);
   if (peer) {
     const bool peer_memory = peer->text.rfind("out of memory", 0) == 0;
     detail::throw_rank_failed(
-        peer->rank, step() - 1, peer_memory ? FailureKind::out_of_memory : FailureKind::error,
+        peer->rank, step() - 1, peer_memory ? Status::out_of_memory : Status::error,
         "rank " + std::to_string(peer->rank) + " failed between collectives of the model: " +
             peer->text + " (here: " + result.text + ")");
   }
@@ -304,7 +301,7 @@ std::vector<ControlRecord> StepGroup::run_failed(FailureKind kind, const std::st
                                                  const ControlRecord& record) {
   publish_failure(kind, text);
   begin_attempt(0);
-  drain(record, kind == FailureKind::out_of_memory ? Verdict::failed_memory : Verdict::failed);
+  drain(record, kind);
   return finish();
 }
 

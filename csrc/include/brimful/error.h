@@ -11,8 +11,21 @@
 
 namespace brimful {
 
-/// Why a rank could not do its part of a step.
-enum class FailureKind : uint8_t { error, out_of_memory };
+/// How a rank's part of a step ended, in the order of severity.
+enum class Status : uint8_t {
+  silent,  ///< not said yet
+  ok,
+  no_data,        ///< as ok, on a rank without a batch
+  peer_failed,    ///< another rank failed, which says so itself
+  retry,          ///< the step is worth another attempt
+  out_of_memory,  ///< and nothing is left to split or to retry
+  error,
+};
+constexpr bool is_failure(Status status) {
+  return status >= Status::out_of_memory;
+}
+/// Why a rank could not do its part of a step: Status::out_of_memory or Status::error.
+using FailureKind = Status;
 
 /// A rank failed the step, and every rank of the step raises: parameters, buffers and RNG are as before it.
 class BRIMFUL_API RankFailed : public c10::Error {

@@ -118,7 +118,7 @@ std::shared_ptr<c10::Event> DeviceLane::move(const Message& message, const Move&
     }
   }
   if (backend == nullptr) {
-    brimful::detail::throw_rank_failed(-1, -1, FailureKind::error,
+    brimful::detail::throw_rank_failed(-1, -1, Status::error,
                                        "the way between the devices of two ranks is gone");
   }
   const c10::StreamGuard guard(stream_);

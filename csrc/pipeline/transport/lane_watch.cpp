@@ -127,7 +127,7 @@ void LaneWatch::await_arrival() {
       const std::lock_guard lock(mutex_);
       look_here();
       if (!given_up_.empty()) {
-        brimful::detail::throw_rank_failed(-1, -1, FailureKind::error, given_up_);
+        brimful::detail::throw_rank_failed(-1, -1, Status::error, given_up_);
       }
       if (std::all_of(lanes_.begin(), lanes_.end(),
                       [](DeviceLane* lane) { return lane->has_arrived(); })) {

@@ -225,7 +225,7 @@ PeerVerdict Peers::with_lanes(PeerVerdict own) {
 
 void Peers::throw_broken(PeerVerdict::Kind own, const std::string& text) const {
   brimful::detail::throw_rank_failed(
-      own == PeerVerdict::Kind::ok ? -1 : rank(), -1, FailureKind::error,
+      own == PeerVerdict::Kind::ok ? -1 : rank(), -1, Status::error,
       text + (watch_.has_lost_kept()
                   ? "; gradients of an earlier step were still under way between the devices: what "
                     "was "

@@ -11,7 +11,7 @@ namespace test_control_record {
 using namespace brimful;
 
 namespace {
-ControlRecord record_of(Verdict verdict, Next next = Next::unknown, double weight = 0,
+ControlRecord record_of(Status verdict, Next next = Next::unknown, double weight = 0,
                         double loss_sum = 0) {
   ControlRecord record;
   record.verdict = verdict;
@@ -30,7 +30,7 @@ bool same_bits(T a, T b) {
 TEST_CASE("A record survives its bytes bit by bit", "[step]") {
   const double value = GENERATE(0.0, -0.0, 1.0 / 3, -1e308, 5e-324, HUGE_VAL, std::nan(""));
   ControlRecord record;
-  record.verdict = Verdict::failed_memory;
+  record.verdict = Status::out_of_memory;
   record.next = Next::no;
   record.next_pieces = 0xABCD;
   record.weight = value;
@@ -55,45 +55,44 @@ TEST_CASE("A record survives its bytes bit by bit", "[step]") {
 }
 
 TEST_CASE("The loss stands where a device may write it", "[step]") {
-  const auto record = record_of(Verdict::ok, Next::yes, 0, 1.25);
+  const auto record = record_of(Status::ok, Next::yes, 0, 1.25);
   const auto bytes = encode(record);
   double loss = 0;
   std::memcpy(&loss, bytes.data() + kLossSumOffset, sizeof(loss));
   CHECK(loss == 1.25);
-  CHECK(decode(RecordBytes{}).verdict == Verdict::silent);  // what a rank that wrote nothing sends
+  CHECK(decode(RecordBytes{}).verdict == Status::silent);  // what a rank that wrote nothing sends
 }
 
 TEST_CASE("The severest verdict decides", "[step]") {
-  CHECK(worst({}) == Verdict::silent);
-  CHECK(worst({record_of(Verdict::ok), record_of(Verdict::no_data)}) == Verdict::no_data);
-  CHECK(worst({record_of(Verdict::retry), record_of(Verdict::ok)}) == Verdict::retry);
-  CHECK(worst({record_of(Verdict::retry), record_of(Verdict::failed)}) == Verdict::failed);
-  CHECK(worst({record_of(Verdict::failed_memory), record_of(Verdict::failed)}) ==
-        Verdict::failed_memory);
-  CHECK_FALSE(is_failure(Verdict::retry));
-  CHECK(is_failure(Verdict::failed));
-  CHECK(is_failure(Verdict::failed_memory));
+  CHECK(worst({}) == Status::silent);
+  CHECK(worst({record_of(Status::ok), record_of(Status::no_data)}) == Status::no_data);
+  CHECK(worst({record_of(Status::retry), record_of(Status::ok)}) == Status::retry);
+  CHECK(worst({record_of(Status::retry), record_of(Status::error)}) == Status::error);
+  CHECK(worst({record_of(Status::out_of_memory), record_of(Status::error)}) == Status::error);
+  CHECK_FALSE(is_failure(Status::retry));
+  CHECK(is_failure(Status::error));
+  CHECK(is_failure(Status::out_of_memory));
 }
 
 TEST_CASE("The mean loss is weighted, and 0 where nothing weighs", "[step]") {
-  const std::vector<ControlRecord> records{record_of(Verdict::ok, Next::no, 3, 6),
-                                           record_of(Verdict::ok, Next::no, 1, 4)};
+  const std::vector<ControlRecord> records{record_of(Status::ok, Next::no, 3, 6),
+                                           record_of(Status::ok, Next::no, 1, 4)};
   CHECK(total_weight(records) == 4);
   CHECK(mean_loss(records) == 2.5);
-  CHECK(mean_loss({record_of(Verdict::no_data)}) == 0);
+  CHECK(mean_loss({record_of(Status::no_data)}) == 0);
 }
 
 TEST_CASE("The loop ends when every rank says that it has no more", "[step]") {
-  CHECK(nobody_continues({record_of(Verdict::ok, Next::no), record_of(Verdict::ok, Next::no)}));
+  CHECK(nobody_continues({record_of(Status::ok, Next::no), record_of(Status::ok, Next::no)}));
   CHECK_FALSE(
-      nobody_continues({record_of(Verdict::ok, Next::no), record_of(Verdict::ok, Next::yes)}));
+      nobody_continues({record_of(Status::ok, Next::no), record_of(Status::ok, Next::yes)}));
   CHECK_FALSE(
-      nobody_continues({record_of(Verdict::ok, Next::no), record_of(Verdict::ok, Next::unknown)}));
+      nobody_continues({record_of(Status::ok, Next::no), record_of(Status::ok, Next::unknown)}));
 }
 
 TEST_CASE("The next step's weight is known if every rank knows its own", "[step]") {
-  auto first = record_of(Verdict::ok, Next::yes);
-  auto second = record_of(Verdict::ok, Next::yes);
+  auto first = record_of(Status::ok, Next::yes);
+  auto second = record_of(Status::ok, Next::yes);
   first.next_weight = 3;
   CHECK(std::isnan(next_total_weight({first, second})));
   second.next = Next::no;  // its weight no longer matters
@@ -101,10 +100,10 @@ TEST_CASE("The next step's weight is known if every rank knows its own", "[step]
 }
 
 TEST_CASE("Buffers come from the lowest rank that has a batch", "[step]") {
-  const auto none = record_of(Verdict::ok, Next::no);
-  const auto some = record_of(Verdict::ok, Next::yes);
-  const auto perhaps = record_of(Verdict::ok);
-  const auto hardly = record_of(Verdict::no_data);
+  const auto none = record_of(Status::ok, Next::no);
+  const auto some = record_of(Status::ok, Next::yes);
+  const auto perhaps = record_of(Status::ok);
+  const auto hardly = record_of(Status::no_data);
   CHECK(next_buffer_source({none, some, some}) == 1);
   CHECK(next_buffer_source({some, none}) == 0);
   CHECK(next_buffer_source({none, none}) == 0);
@@ -122,8 +121,8 @@ TEST_CASE("Numbers that a rank may divide by have fingerprints of their own", "[
     found.insert(fingerprint(1.0 / (i + 1)));
   }
   CHECK(found.size() >= 3 * 20000 - 2);
-  auto first = record_of(Verdict::ok);
-  auto second = record_of(Verdict::no_data);
+  auto first = record_of(Status::ok);
+  auto second = record_of(Status::no_data);
   first.ref = second.ref = fingerprint(8);
   CHECK(ranks_with_another_ref({first, second}).empty());
   second.ref = fingerprint(std::nextafter(8, 9));

@@ -54,9 +54,8 @@ class DistributedDataParallel {
       std::forward<Fn>(fn)();
     } catch (...) {
       const auto error = std::current_exception();
-      reducer_->end_scope_failed(
-          is_out_of_memory(error) ? FailureKind::out_of_memory : FailureKind::error,
-          describe(error));
+      reducer_->end_scope_failed(is_out_of_memory(error) ? Status::out_of_memory : Status::error,
+                                 describe(error));
       throw;
     }
     reducer_->end_scope_ok();

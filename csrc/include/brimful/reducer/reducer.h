@@ -213,7 +213,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void break_chain(std::exception_ptr error);
   std::vector<uint8_t> ask_all(uint8_t own, const std::string& what);
   void require_all(bool has_data);
-  void begin_plain_step(Verdict verdict);
+  void begin_plain_step(Status verdict);
   void meet_behind_forward();
   void join_without_gradients();
   bool begin_plain_backward(std::unique_lock<std::mutex>& lock, bool through_output);

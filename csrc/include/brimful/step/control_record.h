@@ -1,4 +1,5 @@
 #pragma once
+#include <brimful/error.h>
 #include <brimful/export.h>
 
 #include <array>
@@ -8,15 +9,12 @@
 
 namespace brimful {
 
-/// What a rank says of its part of a step. The order is the order of severity.
-enum class Verdict : uint8_t { silent, ok, no_data, retry, failed, failed_memory };
-
 /// Whether a rank has a batch for the next step.
 enum class Next : uint8_t { unknown, yes, no };
 
 /// What each rank sends to all others with its last bucket. Doubles travel as their eight bytes, so they arrive bit-equal.
 struct ControlRecord {
-  Verdict verdict = Verdict::silent;
+  Status verdict = Status::silent;
   Next next = Next::unknown;
   uint16_t next_pieces = 1;  ///< pieces that this rank wants for its next batch (used in lockstep)
   double weight = 0;         ///< of this step on this rank
@@ -43,9 +41,9 @@ BRIMFUL_API RecordBytes encode(const ControlRecord& record);
 BRIMFUL_API ControlRecord decode(const RecordBytes& bytes);
 
 /// The severest verdict of all ranks.
-BRIMFUL_API Verdict worst(const std::vector<ControlRecord>& records);
+BRIMFUL_API Status worst(const std::vector<ControlRecord>& records);
 /// Ranks whose verdict it is.
-BRIMFUL_API std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Verdict verdict);
+BRIMFUL_API std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Status verdict);
 BRIMFUL_API double total_weight(const std::vector<ControlRecord>& records);
 /// Weighted mean loss over all ranks; 0 where the total weight is 0.
 BRIMFUL_API double mean_loss(const std::vector<ControlRecord>& records);
@@ -63,9 +61,5 @@ BRIMFUL_API uint32_t fingerprint(double value);
 BRIMFUL_API std::vector<int> ranks_with_another_ref(const std::vector<ControlRecord>& records);
 /// True if all ranks updated the same of their parameters since the last step that stood, or none did.
 BRIMFUL_API bool updated_alike(const std::vector<ControlRecord>& records);
-
-inline bool is_failure(Verdict verdict) {
-  return verdict >= Verdict::failed;
-}
 
 }  // namespace brimful

@@ -36,8 +36,7 @@ struct PieceWork {
 
 /// How an attempt ended on this rank; how the step ends, all ranks' records tell.
 struct AttemptResult {
-  enum class Own : uint8_t { done, out_of_memory, late_gradient, error };
-  Own own = Own::done;
+  Status own = Status::ok;  ///< ok, retry (of a late gradient), out_of_memory or error
   std::exception_ptr
       error;  ///< set for `error` only: an out-of-memory error pins the tensors of its frames
   std::string text;          ///< of the error, out of memory or not
@@ -103,7 +102,7 @@ class BRIMFUL_API StepGroup {
   void begin_attempt(int buffer_source);
   void announce(const ControlRecord& record, const at::Tensor& loss_sum);
   void complete();
-  void drain(ControlRecord record, Verdict verdict);
+  void drain(ControlRecord record, Status verdict);
   /// @throws RankFailed if the process group broke
   std::vector<ControlRecord> finish();
   /// A gradient of this attempt came after its bucket had left.
