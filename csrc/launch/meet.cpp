@@ -2,14 +2,16 @@
 // rank leaves no collective half done.
 #include "launch/meet.h"
 
-#include <brimful/error.h>
 #include <brimful/step/oom.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <chrono>
 #include <optional>
+#include <utility>
 #include <vector>
+
+#include "step/failure_board.h"
 
 namespace brimful::launch {
 namespace {
@@ -18,15 +20,6 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kReadPatience{2000};  // with ranks that have come, and only read
-constexpr char kFine = '=';
-constexpr char kError = 'e';
-constexpr char kOutOfMemory = 'm';
-
-struct Failure {
-  int rank;
-  FailureKind kind;
-  std::string text;
-};
 
 milliseconds timeout_of(const Group& group) {
   try {
@@ -39,23 +32,30 @@ milliseconds timeout_of(const Group& group) {
 /// One meeting. Every rank counts its own, so that they agree on the number without a word.
 class Meeting {
  public:
-  /// Meetings of different `purpose` are counted apart.
-  Meeting(const Group& group, const std::string& purpose)
+  /// Meetings of different `purpose` are counted apart. `what`: is to be done.
+  Meeting(const Group& group, const std::string& purpose, std::string what)
       : prefix_("brimful/" + purpose + "/"),
         store_(group->getStore()),
+        board_(store_, prefix_),
+        what_(std::move(what)),
+        timeout_(timeout_of(group)),
         rank_(group->getRank()),
         world_size_(group->getSize()) {
     number_ = store_->add(prefix_ + "count/" + std::to_string(rank_), 1);
   }
 
-  void come(const std::string& word) { store_->set(key(rank_), word); }
+  /// Of kind ok where it is none.
+  void come(Failure own) {
+    own.rank = rank_;
+    board_.post(place(rank_), own, timeout_);
+  }
 
   /// @throws RankFailed that names who did not come
-  void wait_for_all(milliseconds timeout, const std::string& what) {
+  void wait_for_all() {
     try {
-      store_->wait(keys(""), timeout);
-    } catch (const std::exception& e) {
-      throw_missing(timeout, what, describe(std::current_exception()));
+      store_->wait(keys(""), timeout_);
+    } catch (const std::exception&) {
+      throw_missing(describe(std::current_exception()));
     }
   }
 
@@ -63,10 +63,9 @@ class Meeting {
   std::vector<Failure> failures() {
     std::vector<Failure> failures;
     for (int rank = 0; rank < world_size_; ++rank) {
-      const auto word = rank == rank_ ? std::string(1, kFine) : store_->get_to_str(key(rank));
-      if (word.front() != kFine) {
-        const bool memory = word.front() == kOutOfMemory;
-        failures.push_back({rank, memory ? Status::out_of_memory : Status::error, word.substr(1)});
+      const auto end = rank == rank_ ? std::nullopt : board_.find(place(rank), timeout_);
+      if (end && is_failure(end->kind)) {
+        failures.push_back(*end);
       }
     }
     return failures;
@@ -74,12 +73,12 @@ class Meeting {
 
   /// Leaves without having read; what the others said before stays in the store.
   void leave_early() {
-    store_->set(key(rank_, "read/"), std::string(1, kFine));
+    store_->set(key(rank_, "read/"), std::string("read"));
     let_others_read();
   }
 
   void leave() {
-    store_->set(key(rank_, "read/"), std::string(1, kFine));
+    store_->set(key(rank_, "read/"), std::string("read"));
     let_others_read();
     if (number_ > 1) {  // all have left the meeting before this one
       --number_;
@@ -99,9 +98,10 @@ class Meeting {
     }
   }
 
-  std::string key(int rank, const char* kind = "") const {
-    return prefix_ + std::to_string(number_) + "/" + kind + std::to_string(rank);
+  std::string place(int rank, const char* kind = "") const {
+    return std::to_string(number_) + "/" + kind + std::to_string(rank);
   }
+  std::string key(int rank, const char* kind = "") const { return prefix_ + place(rank, kind); }
   std::vector<std::string> keys(const char* kind) const {
     std::vector<std::string> result;
     for (int rank = 0; rank < world_size_; ++rank) {
@@ -110,13 +110,12 @@ class Meeting {
     return result;
   }
 
-  [[noreturn]] void throw_missing(milliseconds timeout, const std::string& what,
-                                  const std::string& cause) {
+  [[noreturn]] void throw_missing(const std::string& cause) {
     std::string missing;
     int first = -1;
     try {
       for (int rank = 0; rank < world_size_; ++rank) {
-        if (!store_->check({key(rank)})) {
+        if (!board_.find(place(rank))) {
           missing += (first < 0 ? "rank " : ", rank ") + std::to_string(rank);
           first = first < 0 ? rank : first;
         }
@@ -126,13 +125,16 @@ class Meeting {
     }
     throw RankFailed(
         first, -1, Status::error,
-        "not all ranks came to " + what + " (missing: " + missing +
-            "; timeout_ms: " + std::to_string(timeout.count()) +
+        "not all ranks came to " + what_ + " (missing: " + missing +
+            "; timeout_ms: " + std::to_string(timeout_.count()) +
             "): they left their loop, died or hang; look at their output (cause: " + cause + ")");
   }
 
   std::string prefix_;
   c10::intrusive_ptr<c10d::Store> store_;
+  FailureBoard board_;
+  std::string what_;
+  milliseconds timeout_;
   int rank_;
   int world_size_;
   int64_t number_;
@@ -143,11 +145,11 @@ void require_store(const Group& group) {
                     group->getBackendName(), "); make it with a store");
 }
 
-std::string word_of(const std::exception_ptr& error) {
-  if (!error) {
-    return {kFine};
-  }
-  return (is_out_of_memory(error) ? kOutOfMemory : kError) + describe(error);
+Failure end_of(Status kind, std::string text) {
+  Failure end;
+  end.kind = kind;
+  end.text = std::move(text);
+  return end;
 }
 
 [[noreturn]] void throw_failure(const Failure& failure, const std::string& what) {
@@ -163,10 +165,9 @@ void meet(const Group& group, const std::string& what, const std::exception_ptr&
   if (group && group->getSize() > 1) {
     require_store(group);
     try {
-      const auto timeout = timeout_of(group);
-      Meeting meeting(group, "meet");
-      meeting.come(word_of(error));
-      meeting.wait_for_all(timeout, what);
+      Meeting meeting(group, "meet", what);
+      meeting.come(error ? failure_of(error) : end_of(Status::ok, ""));
+      meeting.wait_for_all();
       const auto failures = meeting.failures();
       meeting.leave();
       if (!failures.empty()) {
@@ -194,16 +195,13 @@ bool share_attempt(const Group& group, const std::string& what, Status end,
   require_store(group);
   std::vector<Failure> failures;
   try {
-    Meeting meeting(group, "attempt");
-    meeting.come((end == Status::ok              ? kFine
-                  : end == Status::out_of_memory ? kOutOfMemory
-                                                 : kError) +
-                 words);
+    Meeting meeting(group, "attempt", what);
+    meeting.come(end_of(end, words));
     if (end == Status::error) {
       meeting.leave_early();
       return false;
     }
-    meeting.wait_for_all(timeout_of(group), what);
+    meeting.wait_for_all();
     failures = meeting.failures();
     meeting.leave();
   } catch (const RankFailed&) {

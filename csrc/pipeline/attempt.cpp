@@ -17,34 +17,6 @@
 
 namespace brimful::pipeline {
 namespace {
-using Kind = PeerVerdict::Kind;
-
-Kind kind_of(Status verdict) {
-  switch (verdict) {
-    case Status::retry:
-      return Kind::retry;
-    case Status::error:
-      return Kind::error;
-    case Status::out_of_memory:
-      return Kind::out_of_memory;
-    default:
-      return Kind::ok;
-  }
-}
-
-Status verdict_of(Kind kind) {
-  switch (kind) {
-    case Kind::ok:
-      return Status::ok;
-    case Kind::error:
-      return Status::error;
-    case Kind::out_of_memory:
-      return Status::out_of_memory;
-    default:
-      return Status::retry;
-  }
-}
-
 /// Losses times weights; on another device than the CPU as a tensor, so that nothing waits.
 at::Tensor weigh(const std::vector<PieceLoss>& losses, ControlRecord& record) {
   const memory::Unlimited unlimited;
@@ -97,17 +69,11 @@ int64_t number_of(const std::string& text) {
 }
 }  // namespace
 
-Failure Pipeline::State::failure_outside(std::exception_ptr error) const {
+ActionFailure Pipeline::State::failure_outside(std::exception_ptr error) const {
   if (options.translate) {
     error = options.translate(std::move(error));
   }
-  Failure failure;
-  failure.rank = options.peers ? options.peers->rank() : 0;
-  failure.index = -1;
-  failure.text = brimful::describe(error);
-  failure.out_of_memory = is_out_of_memory(error);
-  failure.error = failure.out_of_memory ? nullptr : std::move(error);
-  return failure;
+  return ActionFailure(options.peers ? options.peers->rank() : 0, -1, std::move(error));
 }
 
 void Pipeline::State::begin(Call& call) {
@@ -146,13 +112,13 @@ void Pipeline::State::meet(Call& call) {
                           std::to_string(replicas->world_size()));
   } catch (...) {
     call.refused = std::current_exception();
-    own.kind = Kind::error;
+    own.kind = Status::error;
     own.text = failure_outside(call.refused).text;
   }
   PeerVerdict all;
   try {
     all = options.peers->agree(own);
-    if (all.kind == Kind::ok && all.ties > 0 && !agreed_) {
+    if (all.kind == Status::ok && all.ties > 0 && !agreed_) {
       tied.meet();
       tied.drop_room();
     }
@@ -163,7 +129,7 @@ void Pipeline::State::meet(Call& call) {
   }
   may_split_ = all.may_split;
   any_tied_ = all.ties > 0;
-  agreed_ = all.kind == Kind::ok;
+  agreed_ = all.kind == Status::ok;
   hear_meeting(call, all);
   if (call.runs && all.links > 0) {
     connect(call, all.links);
@@ -177,7 +143,7 @@ void Pipeline::State::connect(Call& call, int64_t name) {
     options.peers->connect(name, rank_of_stage(schedule(call.microbatches, call.trains)));
   } catch (...) {
     call.refused = std::current_exception();
-    own.kind = Kind::error;
+    own.kind = Status::error;
     own.text = failure_outside(call.refused).text;
   }
   auto all = own;
@@ -186,17 +152,17 @@ void Pipeline::State::connect(Call& call, int64_t name) {
       all = options.peers->agree(own);
     } catch (...) {
       call.refused = call.refused ? call.refused : std::current_exception();
-      all.kind = Kind::error;
+      all.kind = Status::error;
     }
   }
-  if (all.kind != Kind::ok) {
+  if (all.kind != Status::ok) {
     options.peers->drop_links();
   }
   hear_meeting(call, all);
 }
 
 void Pipeline::State::hear_meeting(Call& call, const PeerVerdict& all) {
-  call.runs = all.kind == Kind::ok;
+  call.runs = all.kind == Status::ok;
   if (call.runs || call.refused) {
     return;
   }
@@ -316,18 +282,20 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
   own.may_split = may_split_;
   own.has_more = !result.caller_gradients.empty();
   if (!result.failure) {
-    own.kind = result.peer_failed ? Kind::told : result.drew_together ? Kind::retry : Kind::ok;
+    own.kind = result.peer_failed     ? Status::peer_failed
+               : result.drew_together ? Status::retry
+                                      : Status::ok;
     return own;
   }
   const auto& failure = *result.failure;
   const bool again = call.retries < options.max_retries && !call.refused;
   if (call.group.late_gradient() && again) {
-    own.kind = Kind::retry;
-  } else if (failure.out_of_memory) {
+    own.kind = Status::retry;
+  } else if (failure.kind == Status::out_of_memory) {
     own.refine = again && call.microbatches < call.rows && may_split_ && !options.fixed_schedule;
-    own.kind = own.refine ? Kind::retry : Kind::out_of_memory;
+    own.kind = own.refine ? Status::retry : Status::out_of_memory;
   } else {
-    own.kind = Kind::error;
+    own.kind = Status::error;
   }
   own.rank = failure.rank;
   own.text = failure.text;
@@ -340,13 +308,13 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
 void Pipeline::State::hear_replicas(Call& call, StepResult& result,
                                     const std::vector<ControlRecord>& records,
                                     PeerVerdict& verdict) const {
-  if (verdict.kind == Kind::ok && !ranks_with_another_ref(records).empty()) {
+  if (verdict.kind == Status::ok && !ranks_with_another_ref(records).empty()) {
     result.failure = failure_outside(std::make_exception_ptr(
         PlanMismatch("the replicas divided their losses by different numbers, as if they had "
                      "scalers with different scales; load a state_dict of the same step on all")));
     verdict = own_verdict(call, result);
   }
-  if (const auto words = call.group.divergence(); verdict.kind == Kind::ok && !words.empty()) {
+  if (const auto words = call.group.divergence(); verdict.kind == Status::ok && !words.empty()) {
     result.failure = failure_outside(std::make_exception_ptr(PlanMismatch(words)));
     verdict = own_verdict(call, result);
   }
@@ -354,11 +322,11 @@ void Pipeline::State::hear_replicas(Call& call, StepResult& result,
     const auto& record = records[replica];
     verdict.weight += record.weight;
     verdict.loss_sum += record.loss_sum;
-    const auto kind = kind_of(record.verdict);
-    if (replica != call.group.rank() && kind > verdict.kind) {
-      verdict.kind = kind;
+    if (replica != call.group.rank() && record.verdict >= Status::retry &&
+        record.verdict > verdict.kind) {
+      verdict.kind = record.verdict;
       verdict.replica = replica;
-      verdict.text = kind == Kind::retry ? "" : call.group.failure_text(replica);
+      verdict.text = verdict.kind == Status::retry ? "" : call.group.failure_text(replica);
     }
   }
 }
@@ -369,7 +337,7 @@ PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
   ControlRecord record;
   record.verdict = Status::ok;
   record.ref = call.mark;
-  if (own_verdict(call, result).kind == Kind::ok) {
+  if (own_verdict(call, result).kind == Status::ok) {
     noting(result, [&] {
       if (options.peers && !replicas->empty()) {  // the last buckets take what this says of all
         options.peers->await_messages();
@@ -380,14 +348,13 @@ PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
     });
   }
   auto own = own_verdict(call, result);
-  if (own.kind != Kind::ok) {
+  if (own.kind != Status::ok) {
     noting(result, [&] {
-      if (own.kind > Kind::retry) {
-        call.group.publish_failure(own.kind == Kind::error ? Status::error : Status::out_of_memory,
-                                   own.text);
+      if (is_failure(own.kind)) {
+        call.group.publish_failure(own.kind, own.text);
       }
       record.loss_sum = 0;
-      call.group.drain(record, verdict_of(own.kind));
+      call.group.drain(record, std::max(own.kind, Status::retry));
     });
   }
   std::vector<ControlRecord> records;

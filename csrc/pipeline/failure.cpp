@@ -43,7 +43,7 @@ void throw_standard(const std::exception& error, const std::string& text) {
 }
 }  // namespace
 
-std::string describe(const Failure& failure) {
+std::string describe(const ActionFailure& failure) {
   std::ostringstream text;
   if (failure.index < 0) {
     text << "step of rank " << failure.rank << ", outside its actions";
@@ -58,7 +58,7 @@ std::string describe(const Failure& failure) {
   return text.str();
 }
 
-void rethrow(Failure failure) {
+void rethrow(ActionFailure failure) {
   if (failure.index < 0) {
     std::rethrow_exception(std::move(failure.error));
   }
@@ -75,7 +75,7 @@ void rethrow(Failure failure) {
   }
 }
 
-BatchTooLarge too_large(const Failure& failure, int64_t rows, std::vector<TriedSplit> tried,
+BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<TriedSplit> tried,
                         int64_t max_retries, c10::Device device, bool is_fixed) {
   TooLargeFacts facts;
   facts.rank = failure.rank;

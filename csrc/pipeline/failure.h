@@ -8,10 +8,10 @@
 namespace brimful::pipeline {
 
 /// The error of the action with describe(failure) in its words: see Pipeline::step().
-[[noreturn]] void rethrow(Failure failure);
+[[noreturn]] void rethrow(ActionFailure failure);
 
 /// What a step raises that no number of microbatches would save.
-BatchTooLarge too_large(const Failure& failure, int64_t rows, std::vector<TriedSplit> tried,
+BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<TriedSplit> tried,
                         int64_t max_retries, c10::Device device, bool is_fixed);
 
 }  // namespace brimful::pipeline

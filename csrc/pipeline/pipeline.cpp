@@ -143,14 +143,14 @@ void Pipeline::State::undo(Call& call) {
 }
 
 void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& verdict) {
-  const bool memory = verdict.kind == PeerVerdict::Kind::out_of_memory;
+  const bool memory = verdict.kind == Status::out_of_memory;
   if (call.refused) {
     std::rethrow_exception(call.refused);
   }
   if (verdict.rank < 0) {
     TORCH_CHECK_VALUE(false, verdict.text);
   }
-  if (result.failure && result.failure->out_of_memory == memory) {
+  if (result.failure && result.failure->kind == verdict.kind) {
     if (result.failure->index >= 0) {
       last_failure = result.failure;
       last_failure->error = nullptr;  // pins what its frames hold
@@ -168,7 +168,7 @@ void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& v
       "rank " + std::to_string(verdict.rank) +
       (call.group.world_size() > 1 ? " of replica " + std::to_string(verdict.replica) : "");
   brimful::detail::throw_rank_failed(
-      static_cast<int>(verdict.rank), -1, memory ? Status::out_of_memory : Status::error,
+      verdict.rank, -1, verdict.kind,
       memory ? "the pipeline's step ran out of memory on " + where +
                    (options.fixed_schedule ? " under a fixed schedule: "
                                            : " with any number of microbatches: ") +
@@ -236,14 +236,14 @@ StepResult Pipeline::State::run_until_it_stands(Call& call, PeerVerdict& verdict
     if (result.abandoned) {
       give_up(call, result);
     }
-    if (verdict.kind == PeerVerdict::Kind::ok) {
+    if (verdict.kind == Status::ok) {
       return result;
     }
     undo(call);
     call.tried.push_back({call.microbatches,
                           (call.rows + call.microbatches - 1) / call.microbatches,
                           total_bytes(peaks.bytes())});
-    if (verdict.kind > PeerVerdict::Kind::retry) {
+    if (is_failure(verdict.kind)) {
       raise(call, result, verdict);
     }
     refuse_if_thrown(call, [&] {
@@ -351,7 +351,7 @@ const std::vector<c10::Device>& Pipeline::devices() const {
 int64_t Pipeline::microbatches() const {
   return state_->options.microbatches;
 }
-const std::optional<Failure>& Pipeline::last_failure() const {
+const std::optional<ActionFailure>& Pipeline::last_failure() const {
   return state_->last_failure;
 }
 std::string Pipeline::trace() const {

@@ -35,7 +35,7 @@ struct Pipeline::State {
   std::atomic<const char*> doing{kIdle};  ///< for progress()
   int64_t microbatch_rows = 0;            ///< that fit; 0: memory has not run out yet
   std::atomic<bool> cancelled{false};     ///< by cancel()
-  std::optional<Failure> last_failure;
+  std::optional<ActionFailure> last_failure;
   // Of the last step that stood, for trace() and to_string().
   Schedule last_schedule;
   StepResult last_result;
@@ -64,7 +64,7 @@ struct Pipeline::State {
   void hear_replicas(Call& call, StepResult& result, const std::vector<ControlRecord>& records,
                      PeerVerdict& verdict) const;
   /// Of what failed in none of the actions.
-  Failure failure_outside(std::exception_ptr error) const;
+  ActionFailure failure_outside(std::exception_ptr error) const;
   /// The attempt's failure is what `work` throws, unless there was one before.
   template <typename Work>
   void noting(StepResult& result, const Work& work) const {

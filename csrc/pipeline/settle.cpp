@@ -14,8 +14,6 @@
 
 namespace brimful::pipeline {
 namespace {
-using Kind = PeerVerdict::Kind;
-
 at::Tensor values_of(const at::Tensor& gradient) {
   return gradient.is_sparse() ? gradient._values() : gradient;
 }
@@ -75,13 +73,13 @@ void Pipeline::State::tell_settled(const Call& call, const PeerVerdict& verdict,
       }
     });
     if (failed) {
-      own.kind = Kind::error;
+      own.kind = Status::error;
       own.text = brimful::describe(failed);
     }
     const auto all = options.peers->agree(own);
-    if (!failed && all.kind != Kind::ok) {
+    if (!failed && all.kind != Status::ok) {
       brimful::detail::throw_rank_failed(
-          static_cast<int>(all.rank), -1, Status::error,
+          all.rank, -1, Status::error,
           "rank " + std::to_string(all.rank) +
               " of the pipeline could not finish a step that all ranks had found good: " +
               all.text);

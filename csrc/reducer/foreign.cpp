@@ -13,11 +13,18 @@
 #include "reducer/agree.h"
 #include "reducer/at_exit.h"
 #include "reducer/updates.h"
+#include "step/failure_board.h"
 
 namespace brimful {
 namespace {
-constexpr size_t kWords = 1024;  // bytes of an error's text that the others are told
+/// Of keys in the group's store; each of its reducers has another.
+std::string prefix_for(c10d::ProcessGroup& group) {
+  const auto store = group.getStore();
+  const auto rank = std::to_string(group.getRank());
+  return "brimful/foreign/" +
+         (store ? std::to_string(store->add("brimful/foreign/" + rank, 1)) : std::string()) + "/";
 }
+}  // namespace
 
 struct ForeignReducer::State {
   std::vector<at::Tensor> parameters;
@@ -29,8 +36,7 @@ struct ForeignReducer::State {
   int buffer_source = 0;
   ControlRecord record;
   at::Tensor loss_sum;
-  std::string own_words;
-  std::vector<std::string> words;     ///< by rank, of the last exchange
+  std::optional<FailureBoard> board;  ///< of the group's store
   std::vector<uint8_t> used_by_rank;  ///< by parameter: a rank had a gradient
   std::optional<Updates> updates;
 };
@@ -50,6 +56,7 @@ std::shared_ptr<ForeignReducer> ForeignReducer::create(std::vector<at::Tensor> p
   state->reduce = std::move(reduce);
   state->rank = side_group->getRank();
   state->world_size = side_group->getSize();
+  state->board.emplace(side_group->getStore(), prefix_for(*side_group));
   if (state->world_size > 1 && !state->parameters.empty()) {
     state->updates.emplace(state->parameters, state->parameters.front().device());
   }
@@ -88,19 +95,16 @@ void ForeignReducer::set_record(const ControlRecord& record, const at::Tensor& l
   s_->loss_sum = loss_sum;
 }
 
-// A rank's record, its words, and a byte for each parameter: has it a gradient?
+// A rank's record, and a byte for each parameter: has it a gradient?
 std::vector<ControlRecord> ForeignReducer::exchange_all(const ControlRecord& record,
                                                         const std::string& what) {
   auto& s = *s_;
   const memory::Unlimited unlimited;
-  std::vector<uint8_t> own(kRecordBytes + kWords + s.parameters.size());
+  std::vector<uint8_t> own(kRecordBytes + s.parameters.size());
   const auto encoded = encode(record);
   std::copy(encoded.begin(), encoded.end(), own.begin());
-  std::copy_n(s.own_words.begin(), std::min(s.own_words.size(), kWords - 1),
-              own.begin() + kRecordBytes);
-  s.own_words.clear();
   for (size_t i = 0; i < s.parameters.size(); ++i) {
-    own[kRecordBytes + kWords + i] = s.parameters[i].grad().defined() ? 1 : 0;
+    own[kRecordBytes + i] = s.parameters[i].grad().defined() ? 1 : 0;
   }
   std::vector<std::vector<uint8_t>> all;
   try {
@@ -115,15 +119,13 @@ std::vector<ControlRecord> ForeignReducer::exchange_all(const ControlRecord& rec
             describe(std::current_exception()));
   }
   std::vector<ControlRecord> records;
-  s.words.clear();
   s.used_by_rank.assign(s.parameters.size(), 0);
   for (const auto& bytes : all) {
     RecordBytes theirs{};
     std::memcpy(theirs.data(), bytes.data(), theirs.size());
     records.push_back(decode(theirs));
-    s.words.emplace_back(reinterpret_cast<const char*>(bytes.data() + kRecordBytes));
     for (size_t i = 0; i < s.parameters.size(); ++i) {
-      s.used_by_rank[i] |= bytes[kRecordBytes + kWords + i];
+      s.used_by_rank[i] |= bytes[kRecordBytes + i];
     }
   }
   return records;
@@ -162,16 +164,16 @@ std::vector<ControlRecord> ForeignReducer::finish() {
   try {
     s.reduce(s.buffer_source);
   } catch (...) {
-    const auto error = std::current_exception();
+    const auto failure = failure_of(std::current_exception());
     detail::throw_rank_failed(
-        -1, s.step - 1, is_out_of_memory(error) ? Status::out_of_memory : Status::error,
+        -1, s.step - 1, failure.kind,
         "the gradients of step " + std::to_string(s.step - 1) +
             " could not be reduced by the module's own DistributedDataParallel (rank " +
             std::to_string(s.rank) +
             "), which cannot be repeated: the other ranks wait in it until its group's timeout. "
             "Start the job again, or wrap the module in brimful.DistributedDataParallel. The "
             "error was: " +
-            describe(error));
+            failure.text);
   }
   return records;
 }
@@ -200,14 +202,25 @@ void ForeignReducer::discard() {
 }
 
 void ForeignReducer::publish_failure(FailureKind kind, const std::string& text) {
-  s_->own_words = (kind == Status::out_of_memory ? "out of memory: " : "") + text;
+  try {
+    s_->board->post({s_->rank, 0, s_->step, kind, text});
+  } catch (const std::exception& e) {
+    log(LogLevel::warning,
+        std::string("could not leave word of a failure for the other ranks: ") + e.what());
+  }
 }
 
-std::string ForeignReducer::read_failure(int rank, int64_t /*patience_ms*/) {
-  return s_->words.empty() ? "" : s_->words[rank];
+Failure ForeignReducer::read_failure(int rank, int64_t patience_ms) {
+  return s_->board->await(FailureBoard::place_of(s_->step - 1, rank),
+                          FailureBoard::Patience(patience_ms));
 }
 
-void ForeignReducer::abandon(FailureKind /*kind*/, const std::string& /*text*/) {
+std::optional<Failure> ForeignReducer::failed_peer() {
+  return s_->board->find_other(s_->step, s_->rank, s_->world_size);
+}
+
+void ForeignReducer::abandon(FailureKind kind, const std::string& text) {
+  publish_failure(kind, text);
   try {
     s_->group->abort();
   } catch (const std::exception& e) {

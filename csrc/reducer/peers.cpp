@@ -14,18 +14,10 @@
 
 namespace brimful {
 namespace {
-constexpr int64_t kMissingPatience = 2000;  // ms
-constexpr int64_t kLateBy = 500;            // ms
-constexpr int64_t kListenEvery = 500;       // ms, while waiting for other ranks
-constexpr const char* kMemoryPrefix = "out of memory: ";
-
-std::vector<uint8_t> as_bytes(const std::string& text) {
-  return {text.begin(), text.end()};
-}
-
-std::string as_text(const std::vector<uint8_t>& bytes) {
-  return {bytes.begin(), bytes.end()};
-}
+constexpr int64_t kMissingPatience = 2000;              // ms
+constexpr int64_t kLateBy = 500;                        // ms
+constexpr int64_t kListenEvery = 500;                   // ms, while waiting for other ranks
+constexpr FailureBoard::Patience kListenPatience{500};  // with a store that says who has given up
 }  // namespace
 
 // A process group's threads may hold tensors of Python, which need an interpreter to die: its last owner must let go, and
@@ -67,46 +59,35 @@ void release_groups() {
   }
 }
 
-std::string Reducer::State::failure_key(int64_t at_step, int of_rank) const {
-  return key + "failed/" + std::to_string(at_step) + "/" + std::to_string(of_rank);
+FailureBoard Reducer::State::board_of(uint64_t of_number) const {
+  return {store, "brimful/" + std::to_string(of_number) + "/"};
+}
+
+std::string Reducer::State::turn_place(int64_t at_turn, int of_rank) {
+  return "turn/" + std::to_string(at_turn) + "/" + std::to_string(of_rank);
 }
 
 void Reducer::publish_failure(FailureKind kind, const std::string& text) {
-  leave_words(s_->step, kind, text);
+  leave_word({s_->rank, 0, s_->step, kind, text});
 }
 
-void Reducer::leave_words(int64_t at_step, FailureKind kind, const std::string& text) {
+void Reducer::leave_word(const Failure& failure) {
   auto& s = *s_;
-  if (!s.store) {
-    return;
-  }
-  const auto words = (kind == Status::out_of_memory ? kMemoryPrefix : "") + text;
-  const auto key =
-      s.parting ? s.turn_key(s.parting_number, s.turn, s.rank) : s.failure_key(at_step, s.rank);
   try {
-    // The first words stay: later ones know less.
-    s.store->compareSet(key, {}, as_bytes(words));
+    if (s.parting) {
+      s.board_of(s.parting_number).post(State::turn_place(s.turn, s.rank), failure);
+    } else {
+      s.board->post(failure);
+    }
   } catch (const std::exception& e) {
     log(LogLevel::warning,
         std::string("could not leave word of a failure for the other ranks: ") + e.what());
   }
 }
 
-std::string Reducer::read_failure(int rank, int64_t patience_ms) {
-  return read_words(s_->failure_key(s_->step - 1, rank), patience_ms);
-}
-
-std::string Reducer::read_words(const std::string& key, int64_t patience_ms) {
-  auto& s = *s_;
-  if (!s.store) {
-    return "(its process group has no store to read its words from)";
-  }
-  try {
-    s.store->wait({key}, std::chrono::milliseconds(patience_ms));
-    return as_text(s.store->get(key));
-  } catch (const std::exception&) {
-    return "(its words did not arrive; see that rank's own output)";
-  }
+Failure Reducer::read_failure(int rank, int64_t patience_ms) {
+  return s_->board->await(FailureBoard::place_of(s_->step - 1, rank),
+                          FailureBoard::Patience(patience_ms));
 }
 
 void Reducer::abandon(FailureKind kind, const std::string& text) {
@@ -172,12 +153,8 @@ void Reducer::wait_for_hook(c10::ivalue::Future& future) {
   future.wait();
 }
 
-bool Reducer::State::told_broken() const {
-  try {
-    return store && store->check({key + "broken"});
-  } catch (const std::exception&) {
-    return false;  // the store's rank died: the group's own timeout ends the wait
-  }
+bool Reducer::State::told_broken() {
+  return board->given_up(kListenPatience);
 }
 
 void Reducer::State::require_group(c10::Device of) {
@@ -197,12 +174,10 @@ void Reducer::State::require_group(c10::Device of) {
 void Reducer::break_chain(std::exception_ptr error) {
   auto& s = *s_;
   s.broken = std::move(error);
-  publish_failure(is_out_of_memory(s.broken) ? Status::out_of_memory : Status::error,
-                  describe(s.broken));
+  const auto failure = failure_of(s.broken);
+  publish_failure(failure.kind, failure.text);
   try {
-    if (s.store) {
-      s.store->set(s.key + "broken", as_bytes("a communication hook"));
-    }
+    s.board->give_up(failure);
   } catch (const std::exception& e) {
     log(LogLevel::warning, std::string("could not say that the group is broken: ") + e.what());
   }
@@ -217,25 +192,14 @@ void Reducer::abort_group() {
   }
 }
 
-std::optional<PeerFailure> Reducer::failed_peer() {
-  auto& s = *s_;
-  for (int rank = 0; s.store && rank < s.world_size; ++rank) {
-    try {
-      const auto key = s.failure_key(s.step, rank);
-      if (rank != s.rank && s.store->check({key})) {
-        return PeerFailure{rank, as_text(s.store->get(key))};
-      }
-    } catch (const std::exception&) {
-      return std::nullopt;  // the store's rank died
-    }
-  }
-  return std::nullopt;
+std::optional<Failure> Reducer::failed_peer() {
+  return s_->board->find_other(s_->step, s_->rank, s_->world_size);
 }
 
 namespace {
-/// What a rank leaves for the others when it finds the group broken: how long it has waited, and for what.
-std::vector<uint8_t> as_bytes(int64_t waited_ms, const std::string& waiting_for) {
-  return as_bytes(std::to_string(waited_ms) + " " + waiting_for);
+/// Where a rank says, when it finds the group broken, how long it has waited, and for what.
+std::string wait_place(int rank) {
+  return "waited/" + std::to_string(rank);
 }
 
 std::pair<int64_t, std::string> as_wait(const std::string& text) {
@@ -269,13 +233,13 @@ void Reducer::throw_broken(int64_t at_step, const std::string& waiting_for,
                            const std::string& cause) {
   using std::chrono::milliseconds;
   auto& s = *s_;
-  const auto here = s.key + "broken/";
   const auto now = std::chrono::steady_clock::now();
   const auto since = std::min(s.waiting_since, now);
   const auto waited = std::chrono::duration_cast<milliseconds>(now - since).count();
   const auto deadline = now + milliseconds(kMissingPatience);
   std::string missing;
   int first = -1;
+  auto kind = Status::error;
   Latest latest;
   const auto add = [&](int rank, const std::string& text) {
     missing += (missing.empty() ? "rank " : "; rank ") + std::to_string(rank) + text;
@@ -283,17 +247,18 @@ void Reducer::throw_broken(int64_t at_step, const std::string& waiting_for,
   };
   // A rank that also finds the group broken says so; one that failed left its words. Who does neither is missing.
   const auto ask = [&](int rank) {
-    const auto failed = s.failure_key(at_step, rank);
-    while (!s.store->check({here + std::to_string(rank)})) {
-      const bool has_words = s.store->check({failed});
-      if (has_words || std::chrono::steady_clock::now() > deadline) {
-        add(rank, has_words ? " failed: " + as_text(s.store->get(failed))
-                            : " did not come (it left its loop, died or hangs)");
+    auto wait = s.board->find(wait_place(rank));
+    for (; !wait; wait = s.board->find(wait_place(rank))) {
+      const auto failure = s.board->find(FailureBoard::place_of(at_step, rank));
+      if (failure || std::chrono::steady_clock::now() > deadline) {
+        add(rank, failure ? " failed: " + to_string(*failure)
+                          : " did not come (it left its loop, died or hangs)");
+        kind = failure && failure->kind == Status::out_of_memory ? failure->kind : kind;
         return;
       }
       std::this_thread::sleep_for(milliseconds(10));
     }
-    const auto [ms, elsewhere] = as_wait(as_text(s.store->get(here + std::to_string(rank))));
+    const auto [ms, elsewhere] = as_wait(wait->text);
     latest.add(rank, ms);
     if (elsewhere != waiting_for) {
       add(rank, " waits for " + elsewhere + ", this one for " + waiting_for +
@@ -301,10 +266,10 @@ void Reducer::throw_broken(int64_t at_step, const std::string& waiting_for,
     }
   };
   try {
-    if (s.store) {
-      s.store->set(here + std::to_string(s.rank), as_bytes(waited, waiting_for));
-      s.store->set(s.key + "broken", as_bytes(waiting_for));
-    }
+    const Failure own{s.rank, 0, at_step, Status::error,
+                      std::to_string(waited) + " " + waiting_for};
+    s.board->post(wait_place(s.rank), own);
+    s.board->give_up(own);
     abort_group();
     latest.add(s.rank, waited);
     for (int rank = 0; s.store && rank < s.world_size; ++rank) {
@@ -318,13 +283,12 @@ void Reducer::throw_broken(int64_t at_step, const std::string& waiting_for,
     }
   } catch (const std::exception&) {
     missing += std::string(missing.empty() ? "" : "; ") +
-               "the store is gone too (the rank that serves it died)";
+               "the store is gone too (the rank that serves it died or hangs)";
   }
-  detail::throw_rank_failed(
-      first, at_step,
-      missing.find(kMemoryPrefix) == std::string::npos ? Status::error : Status::out_of_memory,
-      "the process group broke in step " + std::to_string(at_step) + ": " +
-          (missing.empty() ? "no rank is missing" : missing) + " (cause: " + cause + ")");
+  detail::throw_rank_failed(first, at_step, kind,
+                            "the process group broke in step " + std::to_string(at_step) + ": " +
+                                (missing.empty() ? "no rank is missing" : missing) +
+                                " (cause: " + cause + ")");
 }
 
 }  // namespace brimful

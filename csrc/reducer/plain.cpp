@@ -153,8 +153,8 @@ void Reducer::begin_plain_step(Status verdict) {
   s.record.verdict = verdict;
   s.record.weight = verdict == Status::ok ? 1 : 0;
   if (s.untold) {
-    s.record.verdict = s.untold->first;
-    publish_failure(s.untold->first, s.untold->second);
+    s.record.verdict = s.untold->kind;
+    publish_failure(s.untold->kind, s.untold->text);
     s.untold.reset();
   }
   join_backward();
@@ -180,13 +180,14 @@ void Reducer::require_success(const std::vector<ControlRecord>& records) {
     if (records[rank].verdict < Status::retry) {
       continue;
     }
-    const auto text = read_failure(rank, kTextPatience);
+    const auto failure = read_failure(rank, kTextPatience);
     if (first < 0) {
       first = rank;
       memory =
-          records[rank].verdict == Status::out_of_memory || text.rfind("out of memory", 0) == 0;
+          records[rank].verdict == Status::out_of_memory || failure.kind == Status::out_of_memory;
     }
-    words += (words.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + text;
+    words +=
+        (words.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + to_string(failure);
   }
   detail::throw_rank_failed(first, s.step - 1, memory ? Status::out_of_memory : Status::error,
                             "step " + std::to_string(s.step - 1) + " failed on " + words);
@@ -198,7 +199,8 @@ void Reducer::end_failed_backward(std::exception_ptr error) {
   if (s.in_scope) {
     s.died = true;
   } else {
-    abort_step(is_out_of_memory(error) ? Status::out_of_memory : Status::error, describe(error));
+    const auto failure = failure_of(error);
+    abort_step(failure.kind, failure.text);
   }
 }
 
@@ -326,7 +328,7 @@ void Reducer::end_scope_failed(FailureKind kind, const std::string& text) {
       s.step) {  // no collective of this step has ended: the other ranks wait for it
     announce_failure(kind, text, 0);
   } else if (s.stands) {
-    s.untold = {kind, text};
+    s.untold = {s.rank, 0, s.step, kind, text};
   }
 }
 

@@ -152,6 +152,7 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   } else {
     s.number = static_cast<uint64_t>(++s.traffic->numbers);
   }
+  s.board.emplace(s.store, s.key);
   if (!options.broadcast_buffers) {
     buffers.clear();
   }

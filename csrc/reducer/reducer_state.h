@@ -22,6 +22,7 @@
 #include "reducer/stopwatch.h"
 #include "reducer/tail.h"
 #include "reducer/updates.h"
+#include "step/failure_board.h"
 
 namespace brimful {
 
@@ -31,7 +32,8 @@ using NodePtr =
 struct Reducer::State {
   // Fixed at construction.
   Group group;
-  c10::intrusive_ptr<c10d::Store> store;  ///< words of failures; null where the group has none
+  c10::intrusive_ptr<c10d::Store> store;  ///< null where the group has none
+  std::optional<FailureBoard> board;      ///< in the store
   std::string key;                        ///< prefix in the store, equal on all ranks
   int rank = 0;
   int world_size = 1;
@@ -112,18 +114,17 @@ struct Reducer::State {
   bool in_scope = false;
   int64_t ooms_before = 0;  ///< refused allocations before this backward
   int64_t scope_step = 0;
-  bool stands = false;  ///< the last plain backward's sums became gradients
-  std::optional<std::pair<FailureKind, std::string>>
-      untold;                    ///< failed behind that: told with the next step
-  std::exception_ptr own_error;  ///< thrown by the reducer itself in this backward
-  bool died = false;             ///< a backward died inside the scope, whose end is to tell
-  bool aborted = false;          ///< drained after a failure, not yet waited for
-  std::vector<int> active;       ///< ranks that had data in the last step
-  bool mean_of_active = false;   ///< gradients are the mean over those
-  bool joining = false;          ///< between begin_join() and end_join()
-  bool throw_early = false;      ///< a step without all ranks fails
-  bool called_off = false;       ///< the open scope has no failure to announce
-  bool keep_buffers = false;     ///< the rank whose buffers win had no data
+  bool stands = false;            ///< the last plain backward's sums became gradients
+  std::optional<Failure> untold;  ///< failed behind that: told with the next step
+  std::exception_ptr own_error;   ///< thrown by the reducer itself in this backward
+  bool died = false;              ///< a backward died inside the scope, whose end is to tell
+  bool aborted = false;           ///< drained after a failure, not yet waited for
+  std::vector<int> active;        ///< ranks that had data in the last step
+  bool mean_of_active = false;    ///< gradients are the mean over those
+  bool joining = false;           ///< between begin_join() and end_join()
+  bool throw_early = false;       ///< a step without all ranks fails
+  bool called_off = false;        ///< the open scope has no failure to announce
+  bool keep_buffers = false;      ///< the rank whose buffers win had no data
 
   // Of several reducers of a group (turns.cpp).
   std::shared_ptr<GroupTraffic> traffic;
@@ -147,9 +148,10 @@ struct Reducer::State {
   Counters counters;
   int exceptions = std::uncaught_exceptions();  ///< on their way when the reducer was made
 
-  std::string failure_key(int64_t at_step, int of_rank) const;
-  /// Of a step that died where several reducers take turns.
-  std::string turn_key(uint64_t of_number, int64_t at_turn, int of_rank) const;
+  /// That of another reducer of the group.
+  FailureBoard board_of(uint64_t of_number) const;
+  /// On it, of a step that died where several reducers take turns.
+  static std::string turn_place(int64_t at_turn, int of_rank);
   int64_t last() const { return static_cast<int64_t>(buckets.size()) - 1; }
   std::string name_of(int64_t parameter) const;
   /// @throws PlanMismatch if a parameter has another size or dtype than at construction
@@ -188,7 +190,7 @@ struct Reducer::State {
   c10d::GradBucket hook_bucket(int64_t index) const;
 
   // peers.cpp
-  bool told_broken() const;
+  bool told_broken();
   /// Before a collective: a rank that was away for long asks whether the others have given up. What it then calls nobody
   /// matches, and torch's watchdog ends a process for that.
   /// @throws std::runtime_error if they have, or if the group's backend has found an error

@@ -152,10 +152,11 @@ void Reducer::exchange_rows() {
     }
   } catch (const std::exception&) {
     s.broken = std::current_exception();
-    const auto words = describe(s.broken);
-    leave_words(s.step - 1, is_out_of_memory(s.broken) ? Status::out_of_memory : Status::error,
-                words);
-    throw_broken(s.step - 1, "the rows of sparse gradients", words);
+    auto failure = failure_of(s.broken);
+    failure.rank = s.rank;
+    failure.step = s.step - 1;
+    leave_word(failure);
+    throw_broken(s.step - 1, "the rows of sparse gradients", failure.text);
   }
 }
 

@@ -14,15 +14,11 @@
 
 namespace brimful {
 namespace {
-constexpr int64_t kTurnPatience = 1000;  // ms, with a rank's words
-constexpr const char* kTurnMemoryPrefix = "out of memory";
+constexpr FailureBoard::Patience kTurnPatience{1000};  // with a rank's words
 
-enum class TurnKind : uint64_t { plain, managed, close, exchange, failed, failed_memory };
+enum class TurnKind : uint64_t { plain, managed, close, exchange, failed };
 enum TurnField : size_t { kind_field, number_field, chain_field, others_field, turn_fields };
-
-bool is_failure(const std::vector<uint64_t>& turn) {
-  return turn[kind_field] >= static_cast<uint64_t>(TurnKind::failed);
-}
+constexpr auto status_field = chain_field;  // of a turn that failed
 
 std::vector<uint8_t> as_record(const std::vector<uint64_t>& turn) {
   std::vector<uint8_t> bytes(kRecordBytes);  // gloo ends a process whose peer sends another size
@@ -34,11 +30,6 @@ uint64_t mixed(uint64_t hash, uint64_t number) {
   return (hash ^ number) * 1099511628211ULL;  // FNV-1a
 }
 }  // namespace
-
-std::string Reducer::State::turn_key(uint64_t of_number, int64_t at_turn, int of_rank) const {
-  return "brimful/" + std::to_string(of_number) + "/turn/" + std::to_string(at_turn) + "/" +
-         std::to_string(of_rank);
-}
 
 /// The reducers of the plain backward that runs, in the order in which they began; this one alone outside of one.
 std::vector<std::shared_ptr<Reducer>> Reducer::together() {
@@ -163,12 +154,13 @@ void Reducer::throw_turn_ended() {
   for (int rank = 0; rank < s.world_size; ++rank) {
     const auto& turn = s.turns[rank];
     const auto of_rank = "rank " + std::to_string(rank) + ": ";
-    if (is_failure(turn)) {
-      const auto words = read_words(s.turn_key(turn[number_field], s.turn, rank), kTurnPatience);
-      memory = memory || turn[kind_field] == static_cast<uint64_t>(TurnKind::failed_memory) ||
-               words.rfind(kTurnMemoryPrefix, 0) == 0;
+    if (turn[kind_field] == static_cast<uint64_t>(TurnKind::failed)) {
+      const auto failure =
+          s.board_of(turn[number_field]).await(State::turn_place(s.turn, rank), kTurnPatience);
+      memory = memory || failure.kind == Status::out_of_memory ||
+               turn[status_field] == static_cast<uint64_t>(Status::out_of_memory);
       first = first < 0 ? rank : first;
-      failures += (failures.empty() ? "" : "; ") + of_rank + words;
+      failures += (failures.empty() ? "" : "; ") + of_rank + to_string(failure);
       continue;
     }
     steps += (steps.empty() ? "" : ", ") + of_rank;
@@ -300,7 +292,6 @@ void Reducer::take_sums() {
 void Reducer::abort_turn(FailureKind kind, const std::string& text) {
   auto& s = *s_;
   const auto all = together();
-  const bool memory = kind == Status::out_of_memory;
   if (s.mode == State::Mode::idle) {
     meet_behind_forward();
   }
@@ -333,10 +324,9 @@ void Reducer::abort_turn(FailureKind kind, const std::string& text) {
       const memory::UnlimitedEverywhere unlimited;
       s.turn = s.traffic->turns++;
       s.parting_number = s.number;
-      s.parting = begin_exchange(
-          s.group, s.device,
-          as_record({static_cast<uint64_t>(memory ? TurnKind::failed_memory : TurnKind::failed),
-                     s.number, 0, 1}));
+      s.parting = begin_exchange(s.group, s.device,
+                                 as_record({static_cast<uint64_t>(TurnKind::failed), s.number,
+                                            static_cast<uint64_t>(kind), 1}));
       if (!text.empty()) {
         publish_failure(kind, text);
       }

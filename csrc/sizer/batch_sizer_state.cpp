@@ -205,8 +205,8 @@ Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
         record_for(Next::unknown, input).next_pieces;  // as if the next batch were like this one
   }
   if (bad_input) {
-    const auto kind = is_out_of_memory(bad_input) ? FailureKind::out_of_memory : FailureKind::error;
-    agreed_.at_end = nobody_continues(group_.run_failed(kind, describe(bad_input), agreed_.next));
+    const auto failure = failure_of(bad_input);
+    agreed_.at_end = nobody_continues(group_.run_failed(failure.kind, failure.text, agreed_.next));
     agreed_.next = {};
     std::rethrow_exception(bad_input);
   }
@@ -223,7 +223,7 @@ Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
   recorder_.end_step(false, checked_limit_);
   behind_error([&] {
     if (std::exchange(owed_, false)) {
-      group_.run_failed(FailureKind::error, describe(error), agreed_.next);
+      group_.run_failed(Status::error, describe(error), agreed_.next);
     }
   });
   agreed_.next = {};

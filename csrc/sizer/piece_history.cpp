@@ -51,8 +51,8 @@ void PieceHistory::note(int64_t piece_rows, int64_t pieces, int64_t bytes, Room 
   if (piece_rows <= 0) {
     return;
   }
-  if (failure_ && piece_rows >= failure_->piece_rows) {
-    failure_.reset();  // it was a passing shortage
+  if (ran_out_ && piece_rows >= ran_out_->piece_rows) {
+    ran_out_.reset();  // it was a passing shortage
   }
   if (usable_ && room && static_cast<double>(bytes) > usable_->share * static_cast<double>(*room)) {
     usable_.reset();
@@ -87,16 +87,16 @@ void PieceHistory::note_failure(int64_t piece_rows, int64_t pieces, Room room, i
   const bool again = is_blocked(piece_rows, room, std::numeric_limits<int64_t>::min());
   wait_steps_ = again ? std::min(2 * wait_steps_, kLongestWait) : kFirstWait;
   if (again) {  // that more rows fail too says nothing new of fewer
-    failure_->room = bytes_of(failure_->room) < bytes_of(room) ? room : failure_->room;
-    failure_->until_step = step + wait_steps_;
+    ran_out_->room = bytes_of(ran_out_->room) < bytes_of(room) ? room : ran_out_->room;
+    ran_out_->until_step = step + wait_steps_;
   } else {
-    failure_ = Failure{piece_rows, room, step + wait_steps_};
+    ran_out_ = RanOut{piece_rows, room, step + wait_steps_};
   }
 }
 
 bool PieceHistory::is_blocked(int64_t piece_rows, Room room, int64_t step) const {
-  return failure_ && step < failure_->until_step && piece_rows >= failure_->piece_rows &&
-         !is_much_more(room, failure_->room);
+  return ran_out_ && step < ran_out_->until_step && piece_rows >= ran_out_->piece_rows &&
+         !is_much_more(room, ran_out_->room);
 }
 
 std::optional<int64_t> PieceHistory::need(int64_t piece_rows, int64_t pieces) const {

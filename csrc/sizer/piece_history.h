@@ -35,7 +35,7 @@ class BRIMFUL_API PieceHistory {
     Room in;  ///< the least room in which it fitted
   };
   using Peaks = std::map<int64_t, Peak>;  ///< by rows of the largest piece
-  struct Failure {
+  struct RanOut {
     int64_t piece_rows = 0;
     Room room;
     int64_t until_step = 0;
@@ -52,7 +52,7 @@ class BRIMFUL_API PieceHistory {
 
   Peaks whole_;    ///< of steps in one piece
   Peaks several_;  ///< gradients are there already in the second piece
-  std::optional<Failure> failure_;
+  std::optional<RanOut> ran_out_;
   std::optional<Usable> usable_;  ///< less than all, as a failure below an estimate has shown
   int64_t wait_steps_ = 0;
 };

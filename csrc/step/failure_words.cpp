@@ -8,7 +8,8 @@ constexpr int64_t kTextPatience =
 }  // namespace
 
 std::string StepGroup::failure_text(int rank) {
-  return participants_.empty() ? "" : participants_[0]->read_failure(rank, kTextPatience);
+  return participants_.empty() ? ""
+                               : to_string(participants_[0]->read_failure(rank, kTextPatience));
 }
 
 std::string StepGroup::failure_texts(const std::vector<ControlRecord>& records) {

@@ -3,6 +3,8 @@ brimful_sources(HEAVY
   control_record.cpp
   copy_each.cpp
   engine_queue.cpp
+  failure.cpp
+  failure_board.cpp
   failure_words.cpp
   kept_batch.cpp
   kept_gradients.cpp

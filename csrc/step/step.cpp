@@ -289,11 +289,10 @@ void StepGroup::leave_lockstep(const AttemptResult& result) {
   const auto peer = participants_[0]->failed_peer();
   abandon(result.own == Status::out_of_memory ? Status::out_of_memory : Status::error, result.text);
   if (peer) {
-    const bool peer_memory = peer->text.rfind("out of memory", 0) == 0;
-    detail::throw_rank_failed(
-        peer->rank, step() - 1, peer_memory ? Status::out_of_memory : Status::error,
-        "rank " + std::to_string(peer->rank) + " failed between collectives of the model: " +
-            peer->text + " (here: " + result.text + ")");
+    detail::throw_rank_failed(peer->rank, step() - 1, peer->kind,
+                              "rank " + std::to_string(peer->rank) +
+                                  " failed between collectives of the model: " + to_string(*peer) +
+                                  " (here: " + result.text + ")");
   }
 }
 

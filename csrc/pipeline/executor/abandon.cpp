@@ -19,21 +19,22 @@ void Executor::Impl::enter_thread() const {
   executor_here = number_;
 }
 
+ActionFailure::ActionFailure(int of_rank, int at_index, std::exception_ptr what)
+    : Failure(failure_of(what)), index(at_index) {
+  rank = of_rank;
+  error = kind == Status::out_of_memory ? nullptr : std::move(what);
+}
+
 // Called when the handler has ended, so that only the pointer pins the frames in which memory ran out.
 void Executor::Impl::note_failure(int rank, int index, std::exception_ptr error) {
   {
     const std::lock_guard lock(failure_mutex_);
     if (!job_.result.failure) {
-      Failure failure;
-      failure.rank = rank;
-      failure.index = index;
+      ActionFailure failure(rank, index, std::move(error));
       failure.action = job_.schedule.ranks[rank][index];
       const auto& run = runs_[failure.action.stage];
       failure.stage = run.stage->name;
       failure.shapes = run.flights[failure.action.microbatch].input_shapes();
-      failure.text = brimful::describe(error);
-      failure.out_of_memory = is_out_of_memory(error);
-      failure.error = failure.out_of_memory ? nullptr : std::move(error);
       job_.result.failure = std::move(failure);
     }
   }

@@ -27,7 +27,7 @@ struct ActionTime {
 };
 
 struct StepResult {
-  std::optional<Failure> failure;
+  std::optional<ActionFailure> failure;
   std::vector<PieceLoss> losses;               ///< by microbatch, without a graph
   std::vector<Value> outputs;                  ///< by microbatch, of inference
   bool peer_failed = false;                    ///< another process's step has; it tells what

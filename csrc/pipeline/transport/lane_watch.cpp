@@ -12,23 +12,13 @@ namespace {
 constexpr std::chrono::milliseconds kLookEvery{20};
 constexpr std::chrono::milliseconds kAskEvery{500};  // where a lane has waited for so long
 
-template <typename Work>
-void aside(Work work) {
-  std::thread([work = std::move(work)] {
-    try {
-      work();
-    } catch (const std::exception&) {  // the store is gone: there is nobody to be told
-    }
-  }).detach();
-}
 }  // namespace
 
-void LaneWatch::set(std::vector<DeviceLane*> lanes, std::string key) {
+void LaneWatch::set(std::vector<DeviceLane*> lanes, const std::string& prefix) {
   const std::lock_guard lock(mutex_);
   lanes_ = std::move(lanes);
-  key_ = std::move(key);
+  board_.emplace(store_, prefix);
   given_up_.clear();
-  question_.reset();
 }
 
 std::jthread LaneWatch::look_after() {
@@ -70,23 +60,15 @@ bool LaneWatch::is_told() {
   const bool waits = std::any_of(lanes_.begin(), lanes_.end(), [&](DeviceLane* lane) {
     return now - lane->waits_since() > kAskEvery;
   });
-  if (!store_ || !waits) {
-    return false;
-  }
-  if (!question_ || (question_->answered && now - asked_at_ > kAskEvery)) {
-    asked_at_ = now;
-    question_ = std::make_shared<Question>();
-    aside([store = store_, key = key_, question = question_] {
-      question->told = store->check({key});
-      question->answered = true;
-    });
-  }
-  return question_->told;
+  return waits && board_->given_up(FailureBoard::Patience(0), kAskEvery);
 }
 
-void LaneWatch::tell() const {
-  if (store_) {
-    aside([store = store_, key = key_] { store->set(key, std::vector<uint8_t>{1}); });
+void LaneWatch::tell() {
+  Failure why;
+  why.text = given_up_;
+  try {
+    board_->give_up(why, FailureBoard::Patience(0));
+  } catch (const std::exception&) {  // the store is gone: there is nobody to be told
   }
 }
 

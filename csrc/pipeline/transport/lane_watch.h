@@ -2,14 +2,14 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
-#include <chrono>
-#include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "pipeline/transport/device_lane.h"
+#include "step/failure_board.h"
 
 namespace brimful::pipeline {
 
@@ -21,8 +21,8 @@ class LaneWatch {
  public:
   explicit LaneWatch(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
-  /// These from now on, which outlive it or are set no more before they go. `key`: the store's, the same on all ranks.
-  void set(std::vector<DeviceLane*> lanes, std::string key);
+  /// These from now on, which outlive it or are set no more before they go. `prefix`: of the store's keys, the same on all ranks.
+  void set(std::vector<DeviceLane*> lanes, const std::string& prefix);
   /// The thread: looks until it is gone.
   std::jthread look_after();
   /// What is under way so far is of steps that stand.
@@ -38,24 +38,17 @@ class LaneWatch {
   bool has_lost_kept() const { return lost_kept_; }
 
  private:
-  /// Of the store, whose server may be a process that is stopped and never answers.
-  struct Question {
-    std::atomic<bool> told{false};
-    std::atomic<bool> answered{false};
-  };
   void look();
   void look_here();
   bool is_told();
-  void tell() const;
+  void tell();
   void abort() noexcept;
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::mutex mutex_;
   std::vector<DeviceLane*> lanes_;
-  std::string key_;
+  std::optional<FailureBoard> board_;  ///< of the lanes
   std::string given_up_;
-  std::shared_ptr<Question> question_;
-  std::chrono::steady_clock::time_point asked_at_;
   std::atomic<bool> lost_kept_{false};
 };
 

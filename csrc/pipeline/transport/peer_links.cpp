@@ -72,7 +72,7 @@ void Peers::connect(int64_t name, const std::vector<int>& rank_of_stage) {
       error = error ? error : std::current_exception();
     }
   }
-  watch_.set(lanes(), prefix + "given up");
+  watch_.set(lanes(), prefix);
   if (error) {
     std::rethrow_exception(error);
   }

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <stdexcept>
+#include <type_traits>
 
 namespace brimful::pipeline {
 namespace {
@@ -15,53 +17,37 @@ namespace {
 constexpr int kTensorTag = (1 << 24) - 3;
 constexpr int kForwardTag = (1 << 24) - 2;
 constexpr int kBackTag = (1 << 24) - 1;
-constexpr size_t kTextBytes = 1000;
+constexpr size_t kFailureBytes = 1024;  // a longer text is cut
 
 /// As it is sent.
 struct Wire {
-  int64_t kind = 0;
-  int64_t rank = 0;
-  int64_t replica = 0;
-  int64_t refine = 0;
-  int64_t rows = 0;
-  int64_t ties = 0;
-  int64_t setup = 0;
-  int64_t links = 0;
-  int64_t lost_link = 0;
-  int64_t has_more = 0;
-  int64_t may_split = 1;
-  double loss_sum = 0;
-  double weight = 0;
-  std::array<char, kTextBytes> text{};
+  PeerFacts facts;
+  uint64_t failure_bytes = 0;
+  std::array<uint8_t, kFailureBytes> failure{};
 };
+static_assert(std::is_trivially_copyable_v<Wire>);
 
 PeerVerdict worse(PeerVerdict first, PeerVerdict second) {
-  const double loss_sum = first.loss_sum + second.loss_sum;
-  const double weight = first.weight + second.weight;
-  const bool may_split = first.may_split && second.may_split;
-  const int64_t links = std::max(first.links, second.links);
-  const bool lost_link = first.lost_link || second.lost_link;
-  const bool has_more = first.has_more || second.has_more;
-  const int64_t ties = first.ties + second.ties;
-  const bool refine = first.refine || second.refine;
+  PeerFacts both = second.kind > first.kind ? second : first;
+  both.loss_sum = first.loss_sum + second.loss_sum;
+  both.weight = first.weight + second.weight;
+  both.may_split = first.may_split && second.may_split;
+  both.refine = first.refine || second.refine;
+  both.ties = first.ties + second.ties;
+  both.links = std::max(first.links, second.links);
+  both.lost_link = first.lost_link || second.lost_link;
+  both.has_more = first.has_more || second.has_more;
   const bool other_rows = first.rows != second.rows;
   const bool other_setup = first.setup != second.setup;
   auto worst = second.kind > first.kind ? std::move(second) : std::move(first);
-  if (worst.kind == PeerVerdict::Kind::ok && (other_rows || other_setup)) {
-    worst.kind = PeerVerdict::Kind::error;
+  if (worst.kind == Status::ok && (other_rows || other_setup)) {
+    worst.kind = Status::error;
     worst.rank = -1;
     worst.text = other_rows ? "the ranks were given batches of different sizes; give all the same"
                             : "the ranks' pipelines differ in schedule, microbatches, max_retries, "
                               "kind of device, or the replicas of their stages; make all alike";
   }
-  worst.loss_sum = loss_sum;
-  worst.weight = weight;
-  worst.may_split = may_split;
-  worst.refine = refine;
-  worst.ties = ties;
-  worst.links = links;
-  worst.lost_link = lost_link;
-  worst.has_more = has_more;
+  static_cast<PeerFacts&>(worst) = both;
   return worst;
 }
 }  // namespace
@@ -78,20 +64,10 @@ Peers::Peers(c10::intrusive_ptr<c10d::ProcessGroup> group, MakePair make_pair, b
 
 void Peers::send(int peer, const PeerVerdict& verdict, int tag) {
   Wire wire;
-  wire.kind = static_cast<int64_t>(verdict.kind);
-  wire.rank = verdict.rank;
-  wire.replica = verdict.replica;
-  wire.refine = verdict.refine ? 1 : 0;
-  wire.rows = verdict.rows;
-  wire.ties = verdict.ties;
-  wire.setup = verdict.setup;
-  wire.links = verdict.links;
-  wire.lost_link = verdict.lost_link ? 1 : 0;
-  wire.has_more = verdict.has_more ? 1 : 0;
-  wire.may_split = verdict.may_split ? 1 : 0;
-  wire.loss_sum = verdict.loss_sum;
-  wire.weight = verdict.weight;
-  std::memcpy(wire.text.data(), verdict.text.data(), std::min(verdict.text.size(), kTextBytes));
+  wire.facts = verdict;
+  const auto failure = encode(verdict, kFailureBytes);
+  wire.failure_bytes = failure.size();
+  std::copy(failure.begin(), failure.end(), wire.failure.begin());
   std::memcpy(outgoing_.mutable_data_ptr(), &wire, sizeof(Wire));
   std::vector<at::Tensor> tensors{outgoing_};
   group_->send(tensors, peer, tag)->wait();
@@ -104,20 +80,13 @@ PeerVerdict Peers::receive(int peer, int tag) {
   Wire wire;
   std::memcpy(&wire, tensors[0].const_data_ptr(), sizeof(Wire));
   PeerVerdict verdict;
-  verdict.kind = static_cast<PeerVerdict::Kind>(wire.kind);
-  verdict.rank = wire.rank;
-  verdict.replica = wire.replica;
-  verdict.refine = wire.refine != 0;
-  verdict.rows = wire.rows;
-  verdict.ties = wire.ties;
-  verdict.setup = wire.setup;
-  verdict.links = wire.links;
-  verdict.lost_link = wire.lost_link != 0;
-  verdict.has_more = wire.has_more != 0;
-  verdict.may_split = wire.may_split != 0;
-  verdict.loss_sum = wire.loss_sum;
-  verdict.weight = wire.weight;
-  verdict.text.assign(wire.text.data(), strnlen(wire.text.data(), kTextBytes));
+  static_cast<PeerFacts&>(verdict) = wire.facts;
+  const auto bytes = std::min<uint64_t>(wire.failure_bytes, kFailureBytes);
+  auto failure = decode_failure({wire.failure.begin(), wire.failure.begin() + bytes});
+  if (!failure) {
+    throw std::runtime_error("what rank " + std::to_string(peer) + " sent is no verdict");
+  }
+  static_cast<Failure&>(verdict) = std::move(*failure);
   return verdict;
 }
 
@@ -176,10 +145,10 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
       exchange();
     } catch (const std::exception&) {
       broke = "the pipeline's process group broke" +
-              (mine.kind == PeerVerdict::Kind::ok ? "" : " after: " + mine.text) +
+              (mine.kind == Status::ok ? "" : " after: " + mine.text) +
               " (error: " + brimful::describe(std::current_exception()) + ")";
       verdict = mine;
-      verdict.kind = PeerVerdict::Kind::error;
+      verdict.kind = Status::error;
       verdict.rank = rank();
       verdict.text = broke;
     }
@@ -197,7 +166,7 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
   if (rank() > 0) {
     talk([&] { send(rank() - 1, verdict, kBackTag); });
   }
-  const auto late = mine.kind == PeerVerdict::Kind::ok ? watch_.given_up() : "";
+  const auto late = mine.kind == Status::ok ? watch_.given_up() : "";
   if (!broke.empty() || verdict.lost_link) {
     drop_links();
   }
@@ -205,7 +174,7 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
   if (!broke.empty()) {
     throw_broken(mine.kind, broke);
   }
-  if (verdict.kind == PeerVerdict::Kind::ok && !late.empty()) {  // the next step's says so to all
+  if (verdict.kind == Status::ok && !late.empty()) {  // the next step's says so to all
     throw_broken(mine.kind,
                  "the step is not this rank's, though the others found it good: " + late);
   }
@@ -214,8 +183,8 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
 
 PeerVerdict Peers::with_lanes(PeerVerdict own) {
   const auto given_up = watch_.given_up();
-  if (own.kind < PeerVerdict::Kind::error && !given_up.empty()) {
-    own.kind = PeerVerdict::Kind::error;
+  if (own.kind < Status::error && !given_up.empty()) {
+    own.kind = Status::error;
     own.rank = rank();
     own.text = given_up;
   }
@@ -223,9 +192,9 @@ PeerVerdict Peers::with_lanes(PeerVerdict own) {
   return own;
 }
 
-void Peers::throw_broken(PeerVerdict::Kind own, const std::string& text) const {
+void Peers::throw_broken(Status own, const std::string& text) const {
   brimful::detail::throw_rank_failed(
-      own == PeerVerdict::Kind::ok ? -1 : rank(), -1, Status::error,
+      own == Status::ok ? -1 : rank(), -1, Status::error,
       text + (watch_.has_lost_kept()
                   ? "; gradients of an earlier step were still under way between the devices: what "
                     "was "

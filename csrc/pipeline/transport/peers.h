@@ -13,14 +13,8 @@
 
 namespace brimful::pipeline {
 
-/// How an attempt has ended on the rank that it ended worst on.
-struct PeerVerdict {
-  /// In the order of severity. `told`: another rank failed, and says so itself; `retry`: the attempt is worth another one;
-  /// `out_of_memory`: no number of microbatches is left to try.
-  enum class Kind : int64_t { ok, told, retry, out_of_memory, error };
-  Kind kind = Kind::ok;
-  int64_t rank = 0;        ///< -1: the ranks were told to do different things
-  int64_t replica = 0;     ///< that the rank is in
+/// What the ranks of a pipeline add up when an attempt has ended. Travels as it lies in memory.
+struct PeerFacts {
   bool refine = false;     ///< a rank of this pipeline ran out of memory
   int64_t rows = 0;        ///< that the ranks must have alike
   int64_t ties = 0;        ///< tied weights, of all ranks
@@ -31,7 +25,14 @@ struct PeerVerdict {
   bool may_split = true;   ///< no rank's BatchNorms refuse to
   double loss_sum = 0;
   double weight = 0;
-  std::string text;  ///< cut where it is long
+};
+
+/// How an attempt has ended on the rank that it ended worst on; rank -1: the ranks were told to do different things.
+struct PeerVerdict : Failure, PeerFacts {
+  PeerVerdict() {
+    rank = 0;
+    kind = Status::ok;
+  }
 };
 
 class Peers {
@@ -82,7 +83,7 @@ class Peers {
   PeerVerdict receive(int peer, int tag);
   /// With what has become of this rank's links.
   PeerVerdict with_lanes(PeerVerdict own);
-  [[noreturn]] void throw_broken(PeerVerdict::Kind own, const std::string& text) const;
+  [[noreturn]] void throw_broken(Status own, const std::string& text) const;
 
   void connect(const std::string& prefix, int low, int high);
   std::shared_ptr<LocalSocket> open_socket(int peer);

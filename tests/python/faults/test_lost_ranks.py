@@ -1,5 +1,6 @@
-"""A rank that dies (SIGKILL) or sleeps past the group's timeout: the others raise, and name it."""
+"""A rank that dies (SIGKILL), stops or sleeps past the group's timeout: the others raise, and name it."""
 
+import datetime
 import itertools
 import os
 import signal
@@ -7,6 +8,7 @@ import time
 from functools import partial
 
 import pytest
+import torch.distributed as dist
 from lost_ranks import at_once
 from models import classes, cross_entropy, dropout_net, wrap
 from rank_processes import raised
@@ -96,3 +98,40 @@ def test_a_rank_that_sleeps_past_the_timeout_is_named_by_the_others(ranks, with_
     naps = (TIMEOUT_S + 0.7, "came "), (TIMEOUT_S + 5, "did not come (it left")
     places = itertools.product(POINTS, naps)
     at_once([partial(run, point, *nap) for point, nap in places])
+
+
+def join_group_of_rank_0s_store(rank):
+    """Leaves the group, and joins one whose store rank 0 serves. Returns its process."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank.index == 0 else None
+    told = [store.port if store else None, os.getpid()]
+    dist.broadcast_object_list(told, src=0)
+    port, pid = told
+    dist.destroy_process_group()
+    store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank.index, world_size=rank.size, timeout=timeout
+    )
+    return pid
+
+
+def stopped_server_job(rank):
+    server = join_group_of_rank_0s_store(rank)
+    model = wrap(dropout_net())
+    for step in range(2):
+        if step == 1 and rank.index == 0:
+            os.kill(server, signal.SIGSTOP)
+        error = raised(lambda step=step: cross_entropy(model, classes(8, seed=step)).backward())
+        if error is not None:
+            os.kill(server, signal.SIGKILL)
+            return step, error
+        model.zero_grad()
+    return None
+
+
+def test_a_stopped_rank_that_serves_the_store_keeps_nobody_waiting(ranks):
+    _, (step, error) = ranks(stopped_server_job, size=2, timeout_s=TIMEOUT_S, lost=(0,))
+    assert step == 1
+    assert type(error) is brimful.RankFailed, error
+    assert "the store is gone too (the rank that serves it died or hangs)" in str(error), error
+    assert error.seconds < SOON_S, (error.seconds, error)

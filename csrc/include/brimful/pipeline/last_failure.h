@@ -1,25 +1,24 @@
 #pragma once
 #include <brimful/export.h>
 #include <brimful/pipeline/schedule.h>
+#include <brimful/step/failure.h>
 
 #include <exception>
 #include <string>
 
 namespace brimful::pipeline {
 
-/// The first action that failed.
-struct Failure {
-  int rank = 0;
+/// The first action that failed, on a rank of the pipeline.
+struct ActionFailure : Failure {
+  BRIMFUL_API ActionFailure(int of_rank, int at_index, std::exception_ptr what);
+
   int index = 0;  ///< in the rank's order; -1: it was none of the actions
   Action action;
   std::string stage;   ///< its name
   std::string shapes;  ///< of the stage's inputs in this microbatch, as far as they were there
-  std::string text;
-  bool elsewhere = false;  ///< in another process: no more than the rank and the text is known
-  bool out_of_memory = false;
   std::exception_ptr error;  ///< none if out of memory: it would pin the tensors of its frames
 };
 /// "forward of microbatch 3 in stage 1 (decoder; rank 1, action 5, inputs: [8, 64] Float)"
-BRIMFUL_API std::string describe(const Failure& failure);
+BRIMFUL_API std::string describe(const ActionFailure& failure);
 
 }  // namespace brimful::pipeline

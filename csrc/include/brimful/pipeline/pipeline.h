@@ -136,8 +136,8 @@ class BRIMFUL_API Pipeline {
   Schedule schedule(int64_t microbatches) const;  ///< of a step with so many
   const std::vector<Stage>& stages() const;
   const std::vector<c10::Device>& devices() const;
-  int64_t microbatches() const;                        ///< that the next step begins with
-  const std::optional<Failure>& last_failure() const;  ///< of the last call that raised
+  int64_t microbatches() const;                              ///< that the next step begins with
+  const std::optional<ActionFailure>& last_failure() const;  ///< of the last call that raised
   /// The last step for Perfetto or chrome://tracing, as JSON: each rank's actions as they were, and as the schedule has
   /// them with the mean times of each stage's actions. Empty before the first step, and without `trace`.
   std::string trace() const;

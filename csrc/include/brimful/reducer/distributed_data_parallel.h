@@ -53,9 +53,8 @@ class DistributedDataParallel {
     try {
       std::forward<Fn>(fn)();
     } catch (...) {
-      const auto error = std::current_exception();
-      reducer_->end_scope_failed(is_out_of_memory(error) ? Status::out_of_memory : Status::error,
-                                 describe(error));
+      const auto failure = failure_of(std::current_exception());
+      reducer_->end_scope_failed(failure.kind, failure.text);
       throw;
     }
     reducer_->end_scope_ok();

@@ -59,9 +59,9 @@ class BRIMFUL_API ForeignReducer final : public Participant {
   bool early_left() const override { return true; }
   void advance() override {}
   void publish_failure(FailureKind kind, const std::string& text) override;
-  std::string read_failure(int rank, int64_t patience_ms) override;
+  Failure read_failure(int rank, int64_t patience_ms) override;
   void abandon(FailureKind kind, const std::string& text) override;
-  std::optional<PeerFailure> failed_peer() override { return std::nullopt; }
+  std::optional<Failure> failed_peer() override;
 
  private:
   struct State;

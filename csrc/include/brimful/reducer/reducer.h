@@ -169,9 +169,9 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   bool early_left() const override;
   void advance() override;
   void publish_failure(FailureKind kind, const std::string& text) override;
-  std::string read_failure(int rank, int64_t patience_ms) override;
+  Failure read_failure(int rank, int64_t patience_ms) override;
   void abandon(FailureKind kind, const std::string& text) override;
-  std::optional<PeerFailure> failed_peer() override;
+  std::optional<Failure> failed_peer() override;
 
  private:
   struct State;
@@ -193,7 +193,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void add_again(int64_t parameter, const at::Tensor& gradient);
   void fill(int64_t bucket);
   void exchange_rows();
-  void leave_words(int64_t at_step, FailureKind kind, const std::string& text);
+  void leave_word(const Failure& failure);
   void let_go_of_earlier(int64_t bucket);
   void launch(int64_t bucket);
   void launch_drained(int64_t bucket);
@@ -225,7 +225,6 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void settle();
   void require_success(const std::vector<ControlRecord>& records);
   std::optional<int64_t> shared_with(const std::vector<at::Tensor>& others) const;
-  std::string read_words(const std::string& key, int64_t patience_ms);
   void take_sums();
   std::vector<std::shared_ptr<Reducer>> together();
   void join_backward();

@@ -1,8 +1,8 @@
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <brimful/error.h>
 #include <brimful/export.h>
 #include <brimful/step/control_record.h>
+#include <brimful/step/failure.h>
 
 #include <memory>
 #include <optional>
@@ -13,11 +13,6 @@ namespace brimful {
 
 /// The last bucket carries the control record. It never leaves during backward, only when a step knows its own verdict.
 enum class Part : uint8_t { early, last };
-
-struct PeerFailure {
-  int rank = 0;
-  std::string text;
-};
 
 /// Something that owes collectives to other ranks in every step: a reducer. A step drives its participants, so that a
 /// rank which fails still makes every call that the others wait for. Calls come from one thread, in the order below;
@@ -72,11 +67,11 @@ class BRIMFUL_API Participant {
 
   /// Leaves word of this rank's failure for the others, and reads theirs (waits at most `patience_ms`).
   virtual void publish_failure(FailureKind kind, const std::string& text) = 0;
-  virtual std::string read_failure(int rank, int64_t patience_ms) = 0;
+  virtual Failure read_failure(int rank, int64_t patience_ms) = 0;
   /// Ends the attempt of a rank that cannot match the collectives inside the model: leaves word and aborts the group.
   virtual void abandon(FailureKind kind, const std::string& text) = 0;
   /// Another rank that has left word of its failure in this step, if any; does not wait.
-  virtual std::optional<PeerFailure> failed_peer() = 0;
+  virtual std::optional<Failure> failed_peer() = 0;
 };
 
 }  // namespace brimful

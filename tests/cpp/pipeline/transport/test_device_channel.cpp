@@ -410,7 +410,7 @@ TEST_CASE("Lanes whose communicator has failed are given up, and new ones work",
           }
           ends.flush();
           const auto verdict = ends.peers->agree({});
-          checks.expect(verdict.kind == PeerVerdict::Kind::error &&
+          checks.expect(verdict.kind == Status::error &&
                             verdict.text.find("the backend reports") != std::string::npos,
                         verdict.text);
           checks.expect(ends.peers->wants_links(), "lanes are gone");

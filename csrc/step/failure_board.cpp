@@ -1,0 +1,127 @@
+#include "step/failure_board.h"
+
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+namespace brimful {
+namespace {
+constexpr const char* kGivenUp = "given_up";
+
+/// On a thread that nobody waits for.
+template <typename Work>
+auto ask_aside(Work work) {
+  std::packaged_task<decltype(work())()> task(std::move(work));
+  auto answer = task.get_future();
+  std::thread(std::move(task)).detach();
+  return answer;
+}
+
+template <typename Work>
+auto ask(std::chrono::milliseconds patience, Work work) {
+  auto answer = ask_aside(std::move(work));
+  if (answer.wait_for(patience) != std::future_status::ready) {
+    throw std::runtime_error("the store did not answer in " + std::to_string(patience.count()) +
+                             " ms");
+  }
+  return answer.get();
+}
+
+Failure read(c10d::Store& store, const std::string& key) {
+  Failure unreadable;
+  unreadable.text = "(its words cannot be read; see that rank's own output)";
+  return decode_failure(store.get(key)).value_or(unreadable);
+}
+}  // namespace
+
+FailureBoard::FailureBoard(c10::intrusive_ptr<c10d::Store> store, std::string prefix)
+    : store_(std::move(store)), prefix_(std::move(prefix)) {}
+
+std::string FailureBoard::place_of(int64_t step, int rank) {
+  return "failed/" + std::to_string(step) + "/" + std::to_string(rank);
+}
+
+void FailureBoard::post(const std::string& place, const Failure& failure, Patience patience) const {
+  if (!store_) {
+    return;
+  }
+  ask(patience, [store = store_, key = prefix_ + place, bytes = encode(failure)] {
+    return store->compareSet(key, {}, bytes);
+  });
+}
+
+std::optional<Failure> FailureBoard::find(const std::string& place, Patience patience) const {
+  if (!store_) {
+    return std::nullopt;
+  }
+  return ask(patience, [store = store_, key = prefix_ + place]() -> std::optional<Failure> {
+    if (!store->check({key})) {
+      return std::nullopt;
+    }
+    return read(*store, key);
+  });
+}
+
+std::optional<Failure> FailureBoard::find_other(int64_t step, int own_rank, int world_size) const {
+  try {
+    for (int rank = 0; rank < world_size; ++rank) {
+      auto failure = rank == own_rank ? std::nullopt : find(place_of(step, rank));
+      if (failure) {
+        return failure;
+      }
+    }
+  } catch (const std::exception&) {  // the store's rank died
+  }
+  return std::nullopt;
+}
+
+Failure FailureBoard::await(const std::string& place, Patience patience) const {
+  Failure missing;
+  if (!store_) {
+    missing.text = "(its process group has no store to read its words from)";
+    return missing;
+  }
+  try {
+    return ask(patience + kAnswerPatience, [store = store_, key = prefix_ + place, patience] {
+      store->wait({key}, patience);
+      return read(*store, key);
+    });
+  } catch (const std::exception&) {
+    missing.text = "(its words did not arrive; see that rank's own output)";
+    return missing;
+  }
+}
+
+void FailureBoard::give_up(const Failure& why, Patience patience) const {
+  if (!store_) {
+    return;
+  }
+  auto answer = ask_aside(
+      [store = store_, key = prefix_ + kGivenUp, bytes = encode(why)] { store->set(key, bytes); });
+  if (answer.wait_for(patience) == std::future_status::ready) {
+    answer.get();
+  }
+}
+
+bool FailureBoard::given_up(Patience patience, Patience pause) {
+  if (!store_) {
+    return false;
+  }
+  const std::lock_guard lock(mutex_);
+  try {
+    if (!question_.valid()) {
+      const auto now = std::chrono::steady_clock::now();
+      if (now - asked_at_ < pause) {
+        return false;
+      }
+      asked_at_ = now;
+      question_ =
+          ask_aside([store = store_, key = prefix_ + kGivenUp] { return store->check({key}); });
+    }
+    return question_.wait_for(patience) == std::future_status::ready && question_.get();
+  } catch (const std::exception&) {
+    return false;  // the store's rank died: the group's own timeout ends the wait
+  }
+}
+
+}  // namespace brimful
