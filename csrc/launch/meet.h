@@ -16,8 +16,9 @@ namespace brimful::launch {
 void meet(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& what,
           const std::exception_ptr& error);
 
-/// Tells the other ranks how this rank's attempt ended (ok, out_of_memory or error), and returns whether memory ran out on any rank, to all the same.
-/// A rank that failed says so and does not wait: its own error is what its caller raises. `words` are the error's.
+/// Tells the other ranks how this rank's attempt ended (ok, out_of_memory or error), and returns whether memory ran out on
+/// any rank, to all the same. A rank that failed says so and does not wait: its own error is what its caller raises. `words`
+/// are the error's.
 /// @throws RankFailed on ranks that did not fail, with the words of the lowest that did, or the names of those that did
 /// not come within the group's timeout. Otherwise as meet(), with meetings of its own.
 BRIMFUL_API bool share_attempt(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
