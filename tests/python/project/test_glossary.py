@@ -1,0 +1,37 @@
+"""The words of CONTRIBUTING's glossary, in what users read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = sorted(
+    [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("README.md")]
+)
+#: What the glossary replaces; code in backticks may have any name.
+REPLACED = {
+    r"\b(tells?|told)\b": "inform, report, show",
+    r"\b(hears?|heard)\b": "is informed, learns",
+    r"\b(leaves?|left) word\b": "posts its failure",
+    r"\bbuckets? (leaves?\b|left\b|has left|have left)": "is launched",
+    r"\b(its|their|the error's) words\b": "message, text",
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\bwire (format|type)\b": "reduction dtype",
+}
+
+
+def prose_of(page: Path) -> str:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`]*`", "", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_use_the_words_of_the_glossary(page: Path) -> None:
+    prose = prose_of(page)
+    found = {
+        prose[max(0, hit.start() - 30) : hit.end() + 20].replace("\n", " "): instead
+        for pattern, instead in REPLACED.items()
+        for hit in re.finditer(pattern, prose, flags=re.IGNORECASE)
+    }
+    assert found == {}
