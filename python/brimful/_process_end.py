@@ -29,7 +29,7 @@ _live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def register(model: DistributedDataParallel) -> None:
-    """From now on `model` tells the others of an error that ends the process, or that leaves a step unfinished."""
+    """From now on `model` informs the others of an error that ends the process, or that leaves a step unfinished."""
     _live.add(model)
     _install_hooks()
 
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def mark_told(error: BaseException) -> None:
-    """The other ranks have heard of this error: nobody is to announce it again."""
+    """The other ranks know this error: nobody is to announce it again."""
     with suppress(AttributeError):
         error._brimful_told = True  # type: ignore[attr-defined]
 
@@ -53,7 +53,7 @@ def words_of(error: BaseException) -> str:
 
 
 def _announce(error: BaseException | None) -> None:
-    """The process ends: whatever it owes leaves now, with the error's words."""
+    """The process ends: whatever it owes is sent now, with the error's text."""
     if error is not None and _was_told(error):
         return
     for model in list(_live):
@@ -80,7 +80,7 @@ def _announce(error: BaseException | None) -> None:
 
 
 def announce_owed(error: BaseException) -> None:
-    """Tell what is owed now: the others may wait for it while this rank goes on elsewhere."""
+    """Send what is owed now: the others may wait for it while this rank goes on elsewhere."""
     for model in list(_live):
         if model._owes():
             try:
@@ -90,7 +90,7 @@ def announce_owed(error: BaseException) -> None:
 
 
 def _end() -> None:
-    """Before the interpreter ends: tell what is owed, then join the process groups' threads.
+    """Before the interpreter ends: send what is owed, then join the process groups' threads.
 
     These may hold tensors of Python, and a thread that needs an interpreter that is gone ends the process.
     """
@@ -133,7 +133,7 @@ def _suspect(module: torch.nn.Module, *_: object) -> None:
 
 
 def _settle_before(optimizer: torch.optim.Optimizer) -> None:
-    """Models that owe the others a step and share a parameter with `optimizer` tell them now."""
+    """Models that owe the others a step and share a parameter with `optimizer` inform them now."""
     owing = [model for model in list(_live) if model._owes()]
     if not owing:
         return

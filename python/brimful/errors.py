@@ -32,7 +32,7 @@ def explain(
     """Explain an exception, or the text of one, by its message and by what can be measured now.
 
     ``stderr`` is what was printed with it: kernels print their assertions there. ``free_bytes``, of the device before
-    the call, and ``workspace_bytes``, what the call needs beside tensors, tell whether a library's "not initialized" is
+    the call, and ``workspace_bytes``, what the call needs beside tensors, show whether a library's "not initialized" is
     an OOM in disguise; without them the device is asked, or ``op_ring`` is. An exception of this process is explained
     with what ``op_ring`` kept; the text of one from elsewhere by that text alone. The result has ``kind``,
     ``is_memory`` (``None``: not known), ``cause``, ``remedy`` and ``evidence``; ``print`` shows all of it. Raises

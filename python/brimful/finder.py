@@ -42,8 +42,8 @@ def find_executable_batch_size(
     Where ``torch.distributed`` is initialised all ranks call the function together, and meet through the store of the
     default group after each try, which must end on all of them within the group's timeout: if memory ran out on one,
     all go on with a smaller size. If ``function`` raises another error on a rank, the others raise ``RankFailed`` with
-    its words. Inside ``function`` a rank that runs out in forward or backward of a ``brimful.DistributedDataParallel``
-    tells the others, which wait for its gradients; where it runs out between other collectives, they wait for their
+    its text. Inside ``function`` a rank that runs out in forward or backward of a ``brimful.DistributedDataParallel``
+    informs the others, which wait for its gradients; where it runs out between other collectives, they wait for their
     timeout.
 
     This changes the batch, and so the training. ``BatchSizer`` keeps the batch and changes only its split.
@@ -82,7 +82,7 @@ def find_executable_batch_size(
 
 
 class _RanOut(str):
-    """The words of the error, in the place of a result."""
+    """The error's text, in the place of a result."""
 
 
 def ran_out_on_any_rank(attempt: Callable[[], Any]) -> bool:

@@ -1,7 +1,7 @@
 """GPUtil's functions and names, read through NVML instead of a subprocess of nvidia-smi.
 
 Change ``import GPUtil`` to ``from brimful import gpus as GPUtil``. Memory is in MiB, load and memoryUtil are from 0 to
-1, and what the driver does not tell is ``nan`` (for texts: ""). GPUs are numbered as nvidia-smi does. A divided GPU
+1, and what the driver does not report is ``nan`` (for texts: ""). GPUs are numbered as nvidia-smi does. A divided GPU
 (MIG) counts as one. ``load`` is the share of time in which any kernel ran: it is not occupancy.
 """
 

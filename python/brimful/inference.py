@@ -55,7 +55,7 @@ def map_batches(
     ``batch`` is what ``BatchSizer.step`` takes; ``batch_dim``, or ``size_fn`` and ``split_fn``, say how it is cut, as
     they do for a ``BatchSizer``. ``fn`` returns a tensor, or a tuple, list, dict or namedtuple of tensors (``None`` may
     be among them), with one row in dimension 0 for every row that it got. The result has the same structure: it is
-    allocated once, when the first piece tells shape and dtype, and each piece is written into its rows. If the first
+    allocated once, when the first piece shows shape and dtype, and each piece is written into its rows. If the first
     piece is the whole batch, ``fn``'s own result is returned.
 
     Begins with ``pieces`` pieces, or as a call of the same function with batches of this form has ended. When memory

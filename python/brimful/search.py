@@ -82,11 +82,11 @@ def guard(
     """What to give to Ray Tune or ``study.optimize`` in the place of ``train_fn(config)`` or ``objective(trial)``.
 
     ``on_oom="split"``: a ``BatchSizer`` in ``train_fn`` splits batches as ever, so that the trial keeps the batch that
-    it is to try. Under a CPU limit it tells before the first step if not even one row fits. A trial without a sizer, or
+    it is to try. Under a limit it finds out before the first step if not even one row fits. A trial without a sizer, or
     that no split saves, ends as with ``"report"``: normally, with ``oom`` 1 and a metric that cannot win. In Ray Tune
     that is a last result with ``metric`` infinite, minus infinite for ``mode="max"``, which ``get_best_result`` leaves
     out; in Optuna the trial is pruned. ``on_oom="report"`` ends a trial so when its batch does not fit whole, before
-    ``train_fn`` is called where ``peaks`` tells (Ray Tune only), before its first step where a sizer's plan does.
+    ``train_fn`` is called where ``peaks`` has them (Ray Tune only), before its first step where a sizer's plan does.
     ``"raise"`` passes the error on. What is no shortage of memory is always passed on.
 
     ``limit`` holds for the device while the trial runs: bytes, a fraction of the device's memory (a float), or
@@ -186,7 +186,7 @@ def resources(
 
     On CUDA a trial asks for the fraction ``(peak + CUDA_CONTEXT_BYTES) * headroom / total_bytes`` of a GPU
     (``total_bytes``: by default that of the smallest GPU here). A trial that is larger gets a GPU to itself, for
-    ``guard`` to split or to report, and is logged. With ``device="cpu"`` it asks for ``memory``, Ray's word for the
+    ``guard`` to split or to report, and is logged. With ``device="cpu"`` it asks for ``memory``, Ray's name for the
     host's. Ray only counts; ``guard`` makes the trial keep to it.
 
     Raises ``ValueError`` for a headroom below 1, without a GPU where ``total_bytes`` is not given, and for a config
@@ -399,7 +399,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _device_to_wait_for(device: str | torch.device | None) -> torch.device:
-    """Without CUDA's word for it: the caller may choose devices, or fork, behind the wait."""
+    """Without asking CUDA: the caller may choose devices, or fork, behind the wait."""
     if device is not None or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return _device(device)
     visible = [gpu["cuda_index"] for gpu in gpus()["gpus"] if gpu["cuda_index"] is not None]

@@ -14,7 +14,7 @@ from brimful.finder import ran_out_on_any_rank
 
 
 class BatchSizeFinder(callbacks.BatchSizeFinder):
-    """Lightning's, with its words, on several ranks too: all try a size together, and go down if memory ran out on one.
+    """Lightning's, with its texts, on several ranks too: all try a size together, and go down if memory ran out on one.
 
     It changes the batch. ``BrimfulStrategy(sizer=True)`` keeps it, and changes only how it is run.
     """

@@ -19,7 +19,7 @@ __all__ = ["BrimfulCallback"]
 
 
 class BrimfulCallback(TrainerCallback):
-    """``trainer.add_callback(BrimfulCallback(trainer))``: each batch runs in pieces that fit, and logs tell the memory.
+    """``trainer.add_callback(BrimfulCallback(trainer))``: each batch runs in pieces that fit, and logs show the memory.
 
     The batch stays what it was asked to be, and the loop is never restarted: when memory runs out, on any rank, all
     ranks repeat the batch in smaller pieces. ``options`` are those of ``brimful.BatchSizer``. Gradients are the

@@ -108,7 +108,7 @@ def set_limit(device: str | torch.device, bytes: int | Literal["auto"] | None) -
     holds to the byte; on CUDA it is torch's per-process fraction, which counts whole segments, cached ones included.
     ``"auto"``, for the CPU only, is ``system_limit().limit_bytes`` now, after malloc has given its free pages back: a
     container's kill becomes an error. Call it when model, optimizer and data loaders are there, and again when other
-    processes have come or gone. Raises ``ValueError`` if ``bytes`` is negative or another word, and
+    processes have come or gone. Raises ``ValueError`` if ``bytes`` is negative or another string, and
     ``NotImplementedError`` where the system states no bound, or the device's allocator takes no limit.
     """
     if not (bytes is None or isinstance(bytes, str)):
@@ -304,7 +304,7 @@ def live_by_category(
 def context_bytes(device: str | torch.device) -> int | None:
     """Return what this process has of a CUDA device beside torch's allocator: context, kernels, libraries' own buffers.
 
-    In no category, as it is in no allocator's count. ``None`` on the CPU, and where the driver does not tell (in a
+    In no category, as it is in no allocator's count. ``None`` on the CPU, and where the driver does not report it (in a
     container, say). It is asked through NVML and waits for nothing. Raises ``ValueError`` if there is no such device.
     """
     return memory_context_bytes(device)

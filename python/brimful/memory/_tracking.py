@@ -1,4 +1,4 @@
-"""Tells the live table what only Python knows: frames, optimizer steps, names of modules."""
+"""Informs the live table of what only Python knows: frames, optimizer steps, names of modules."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def stop() -> None:
 
 
 def add_oom_note(error: BaseException) -> None:
-    """CUDA's errors get the report as a note: torch has made their words before anybody else is told."""
+    """CUDA's errors get the report as a note: torch has made their text before anybody else is informed."""
     if not isinstance(error, torch.OutOfMemoryError):
         return
     with _log.unheard("the note of the out-of-memory error"):

@@ -122,8 +122,9 @@ class Pipeline:
     devices; stages on one device may share a parameter, which is not named.
 
     Stages in ``DistributedDataParallel`` (each with the group of its replicas) make a pipeline one of several replicas,
-    each with its own rows: gradients are the exact weighted mean over the rows of all, buckets leave behind a stage's
-    last backward, and what fails on any rank of any replica is repeated, or raised, on all: docs/pipeline-processes.md.
+    each with its own rows: gradients are the exact weighted mean over the rows of all, buckets are launched behind a
+    stage's last backward, and what fails on any rank of any replica is repeated, or raised, on all
+    (docs/pipeline-processes.md).
 
     Ctrl-C, and whatever else a signal's handler raises, ends a call: no stage begins another action, stages of Python
     stop at their next line, and it is raised within a second, with everything as before the call. A stage that does not
@@ -243,7 +244,7 @@ class Pipeline:
         """Add the gradients of one step to those of the stages' parameters.
 
         ``target`` may be ``None``. ``kwargs`` are for the stages that name them. What a stage raises is raised here,
-        with a note, or words, that say where, and ``BatchTooLarge`` if no number of microbatches fits; parameters,
+        with a note, or a text, that says where, and ``BatchTooLarge`` if no number of microbatches fits; parameters,
         gradients, buffers and random numbers are then as before. A batch of fewer rows than microbatches, such as the
         last one of an epoch, has a row in each of as many as it can fill.
         """

@@ -310,7 +310,7 @@ class BatchSizer:
             self._guard(item)
 
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an error inside `optimizer.step` a HalfStepError that the other ranks hear of."""
+        """Make an error inside `optimizer.step` a HalfStepError of which the other ranks are informed."""
         inner = optimizer.step
         this = weakref.ref(self)
 
@@ -351,7 +351,7 @@ class BatchSizer:
         namedtuples, lists, dicts and other mappings, dataclasses. A ``PackedSequence`` and a jagged tensor are split by
         sequences, a sparse tensor (COO, CSR) by rows. NumPy arrays are cut as tensors are, and so is flex
         attention's ``BlockMask``. A list or tuple with an entry for each row is cut; tensors that are alike in it are
-        columns where they have the batch's rows, or nothing else tells, and ``ValueError`` says where they could be
+        columns where they have the batch's rows, or nothing else shows it, and ``ValueError`` says where they could be
         both. Strings, numbers,
         ``None``, 0-dim tensors, functions and the like are in every piece; what else there is raises ``TypeError``
         until ``register_split`` or ``batch_dim`` says how it is cut. ``split`` (rows per piece) repeats a recorded
@@ -451,7 +451,7 @@ class BatchSizer:
         self._loops = 0
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the other ranks, which wait in their next step; nobody does after the last one."""
+        """Inform the other ranks, which wait in their next step; nobody does after the last one."""
         self._core.tell_failure(is_out_of_memory(error), words_of(error))
         mark_told(error)
         raise error

@@ -20,7 +20,7 @@ def _generator(args: Any) -> torch.Generator:
 
 class SameRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps what random operations made in the first run of ``log``, by the module that drew it, and puts the same rows
-    of it into what they make in the others. Tells ``log`` whether that went."""
+    of it into what they make in the others. Writes to ``log`` whether that went."""
 
     def __init__(self, log: _C._CallLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class SameRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return rows is not None
 
     def _rows(self, whole: torch.Tensor, piece: torch.Tensor) -> torch.Tensor | None:
-        """What `piece` has to be, if its shape tells which part of the whole it is."""
+        """What `piece` has to be, if its shape shows which part of the whole it is."""
         if whole.shape == piece.shape:
             return whole
         if whole.dim() != piece.dim():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WouldRunOut(torch.OutOfMemoryError):
-    """Told before anything was run."""
+    """Raised before anything was run."""
 
     def __init__(self, peak_bytes: int, limit_bytes: int) -> None:
         super().__init__(

@@ -11,8 +11,8 @@
 namespace test_failure {
 namespace {
 using brimful::decode_failure;
-using brimful::failure_of;
 using brimful::Failure;
+using brimful::failure_of;
 using brimful::FailureBoard;
 using brimful::Status;
 using std::chrono::milliseconds;
