@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted(
     [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("README.md")]
 )
+HEADERS = sorted((ROOT / "csrc" / "include").rglob("*.h"))
 MODULES = sorted((ROOT / "python").rglob("*.py"))
 #: What the glossary replaces; code in backticks may have any name.
 REPLACED = {
@@ -50,3 +51,9 @@ def docstrings_of(module: Path) -> str:
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.relative_to(ROOT)))
 def test_docstrings_use_the_words_of_the_glossary(module: Path) -> None:
     assert replaced_in(docstrings_of(module)) == {}
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: str(header.relative_to(ROOT)))
+def test_public_headers_use_the_words_of_the_glossary(header: Path) -> None:
+    comments = re.findall(r"//+ ?<? ?(.*)", header.read_text())
+    assert replaced_in(re.sub(r"`[^`]*`", "", " ".join(comments))) == {}

@@ -61,7 +61,7 @@ BRIMFUL_API std::optional<LiveBlock> find_block(const void* data,
 /// Sites keep their numbers until the process ends. An empty Site for kNoSite.
 /// @throws c10::IndexError for a number that was never given
 BRIMFUL_API Site site(uint32_t id);
-/// The number of a site; the same for the same words.
+/// The number of a site; the same for the same text.
 BRIMFUL_API uint32_t site_id(const Site& site);
 /// "train.py:31 (step)"; "(unknown)" for kNoSite.
 BRIMFUL_API std::string to_string(const Site& site);

@@ -14,7 +14,7 @@ struct Origin {
   int64_t unix_ns = 0;
 };
 
-/// Of this process, now. What the system does not tell is empty. From any thread; does not throw but for memory.
+/// Of this process, now. What the system does not report is empty. From any thread; does not throw but for memory.
 BRIMFUL_API Origin origin_now();
 
 /// "train.py --epochs 3 (pid 42) on host a, 2026-05-01 12:00:00 UTC"; empty where nothing is known.

@@ -69,7 +69,7 @@ struct PipelineOptions {
 /// when the step stands. In processes `input` is the first rank's, and keywords get what the rank's own stages give them.
 struct PipelineWork {
   std::exception_ptr
-      refused;  ///< what is wrong with the batch already, which other processes must hear of
+      refused;  ///< what is wrong with the batch already, which other processes must be informed of
   /// What the batch, the target and the keywords consist of. A step that changes one of them in place does not find it
   /// changed when it is repeated. Optional.
   std::vector<NamedTensor> reused{};

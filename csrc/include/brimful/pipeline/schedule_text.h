@@ -17,7 +17,7 @@ BRIMFUL_API std::string to_csv(const Schedule& schedule);
 /// Reads what to_csv() and torch's schedules write, with or without sends and receives. Empty cells (idle time) are
 /// skipped, as are empty lines at the end. `(0F0;1B0)OVERLAP_F_B` becomes its actions in their order. Torch's actions
 /// of sharding and of waiting (UNSHARD, RESHARD, REDUCE_GRAD, WAIT_REDUCE_GRAD, WAIT_SEND_F, WAIT_SEND_B) are left out
-/// and counted in Schedule::ignored. The largest stage and microbatch tell how many there are. The result may be
+/// and counted in Schedule::ignored. The largest stage and microbatch show how many there are. The result may be
 /// invalid: see check().
 /// @throws c10::ValueError for an action that cannot be read (with its line and cell), or if there is none
 BRIMFUL_API Schedule from_csv(std::string_view text, std::string name = "csv");

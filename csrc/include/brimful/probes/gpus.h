@@ -16,7 +16,7 @@ struct GpuProcess {
   std::optional<int64_t> used_bytes;
 };
 
-/// A GPU, or a MIG instance of one. What the driver does not tell, or not to us, is nothing, never 0.
+/// A GPU, or a MIG instance of one. What the driver does not report, or not to us, is nothing, never 0.
 struct Gpu {
   int index = 0;                  ///< NVML's, by PCI bus; not CUDA's
   std::optional<int> mig_index;   ///< of an instance of GPU `index`
@@ -42,9 +42,9 @@ struct Gpu {
   std::optional<bool> display_active;  ///< a display's memory is allocated
 
   std::optional<std::vector<GpuProcess>> processes;
-  /// This process's. Nothing in a container: pids from outside cannot be told from pids of inside.
+  /// This process's. Nothing in a container: pids from outside cannot be distinguished from pids of inside.
   std::optional<int64_t> own_bytes;
-  std::string problem;  ///< why it tells nothing, if so ("GPU is lost")
+  std::string problem;  ///< why it reports nothing, if so ("GPU is lost")
 };
 
 struct GpuReport {
@@ -60,7 +60,7 @@ struct GpuReport {
 BRIMFUL_API GpuReport read_gpus();
 
 /// What this process has of CUDA's device `cuda_index` beside the `reserved_bytes` of torch's allocator: the context, its
-/// kernels, and what libraries take by themselves (NCCL's buffers). Nothing where the driver does not tell. Pure.
+/// kernels, and what libraries take by themselves (NCCL's buffers). Nothing where the driver does not report it. Pure.
 BRIMFUL_API std::optional<int64_t> context_bytes(const GpuReport& report, int cuda_index,
                                                  int64_t reserved_bytes);
 /// The same as things stand; nothing for the CPU. Any thread; waits for no device.

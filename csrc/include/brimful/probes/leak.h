@@ -26,7 +26,7 @@ enum class HolderKind : uint8_t {
 };
 BRIMFUL_API const char* name_of(HolderKind kind);
 
-/// Who keeps blocks alive, in the words of the program.
+/// Who keeps blocks alive, in the names of the program.
 struct Holder {
   HolderKind kind = HolderKind::unknown;
   std::string path;       ///< from a root to the tensor: "losses[11]", "self.meter.sum"

@@ -26,7 +26,7 @@ class BRIMFUL_API LeakFinder {
   using Sums = std::function<std::vector<Sum>()>;
 
   /// Without a search (C++ programs) a leak has its lines and its growth, and no holder. A sum that grows by each step
-  /// keeps every graph's nodes alive, which no allocator sees after backward() has freed what they saved: `sums` tells.
+  /// keeps every graph's nodes alive, which no allocator sees after backward() has freed what they saved: `sums` shows it.
   /// @throws c10::ValueError for bad options
   explicit LeakFinder(GrowthOptions options = {}, Search search = nullptr, Sums sums = nullptr);
 

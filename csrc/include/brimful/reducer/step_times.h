@@ -15,7 +15,7 @@ struct BucketTimes {
   double ready_ms = 0;   ///< its last gradient came
   double launch_ms = 0;  ///< its collective was called
   double done_ms = 0;    ///< its collective ended
-  int64_t bytes = 0;     ///< on the wire
+  int64_t bytes = 0;     ///< that its collective carried
   int64_t parameters = 0;
 };
 
@@ -29,7 +29,7 @@ struct StepTimes {
   double launch_ms = 0;  ///< calling collectives
   double wait_ms = 0;    ///< the step's end waited for collectives: communication that nothing hid
   double total_ms = 0;
-  int64_t bytes = 0;  ///< on the wire, all buckets
+  int64_t bytes = 0;  ///< that all buckets' collectives carried
   /// The rank that came last to its last bucket, and by how much against the fastest; on CUDA by the devices' time in the
   /// step before, without a wait for it (in the first step by the hosts'). Ranks that do not know theirs are left out;
   /// -1 and 0 if none does.

@@ -76,7 +76,7 @@ class BRIMFUL_API BatchSizer {
   bool begin_loop(Next next, const StepInput& first);
   /// Says, before step(), what this rank will bring to the step after it.
   void announce_next(Next next, const StepInput& next_input);
-  /// Tells the other ranks that this one failed between two steps; they raise in their next one.
+  /// Informs the other ranks that this one failed between two steps; they raise in their next one.
   void announce_failure(FailureKind kind, const std::string& text);
   /// The same, if they come to another step; where they cannot be reached, the log says so.
   void tell_failure(FailureKind kind, const std::string& text);
@@ -85,8 +85,8 @@ class BRIMFUL_API BatchSizer {
   /// next step, and this one throws HalfStepError with its text. RankFailed and HalfStepError pass as they are.
   ///   sizer.optimizer_step([&] { optimizer.step(); });
   void optimizer_step(const std::function<void()>& step);
-  /// What it does about an error that said `words`.
-  [[noreturn]] void fail_optimizer(const std::string& words);
+  /// What it does about an error with this text.
+  [[noreturn]] void fail_optimizer(const std::string& text);
 
   /// What this sizer has seen on this rank so far. Not while a step runs.
   Report report() const;

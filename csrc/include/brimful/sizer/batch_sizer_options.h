@@ -33,7 +33,7 @@ struct BatchSizerOptions {
   /// Bytes that no split can do without (parameters, gradients, optimizer state); compared with the limit. By
   /// default those of standing_bytes.
   std::function<int64_t()> required_bytes;
-  /// For Plan and the words of BatchTooLarge; the constructor for a wrapped module has one, without an optimizer.
+  /// For Plan and the text of BatchTooLarge; the constructor for a wrapped module has one, without an optimizer.
   std::function<StandingBytes()> standing_bytes;
   BatchNormPolicy batch_norm = BatchNormPolicy::warn;
   /// The model's, which `batch_norm` is for: batch_norms_of() of <brimful/sizer/batch_norms.h> finds torch::nn's.

@@ -56,7 +56,7 @@ class BRIMFUL_API GradScaler {
   /// @throws c10::ValueError unless `new_scale` is finite and positive; c10::Error if nothing was unscaled
   void update(std::optional<double> new_scale = {});
 
-  /// The same for optimizers that are not torch's; `optimizer` is any address that tells them apart.
+  /// The same for optimizers that are not torch's; `optimizer` is any address that distinguishes them.
   void unscale_gradients(const void* optimizer, const std::vector<at::Tensor>& parameters);
   bool step_if_finite(const void* optimizer, const std::vector<at::Tensor>& parameters,
                       const std::function<void()>& step);

@@ -27,7 +27,7 @@ struct MapOptions {
   c10::Device device =
       c10::Device(c10::DeviceType::CPU);     ///< whose cached memory is given back before a retry
   std::vector<Transaction::Keeper> keepers;  ///< of random numbers other than torch's
-  // For the words of BatchTooLarge.
+  // For the text of BatchTooLarge.
   int rank = 0;
   int world_size = 1;
   std::function<StandingBytes()> standing_bytes = {};  ///< of what `fn` uses

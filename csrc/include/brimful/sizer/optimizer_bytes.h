@@ -11,7 +11,7 @@ namespace brimful {
 
 /// What the next step of LibTorch's Adam, AdamW, SGD, RMSprop or Adagrad takes at most beyond what is in use now, in bytes:
 /// gradients that are not there yet, state that it will make, and what it holds meanwhile. 0 for other optimizers, whose
-/// first step tells. Reads no data; any thread, but not during a step.
+/// first step shows. Reads no data; any thread, but not during a step.
 ///   options.optimizer_bytes = [&] { return brimful::next_step_bytes(optimizer); };
 BRIMFUL_API int64_t next_step_bytes(const torch::optim::Optimizer& optimizer);
 

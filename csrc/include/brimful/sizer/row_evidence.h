@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-/// Whether a list of a batch holds a column in each entry, or a row: told by the whole batch. Plain data.
+/// Whether a list of a batch holds a column in each entry, or a row: the whole batch shows it. Plain data.
 namespace brimful::detail {
 
 using Rows = std::optional<int64_t>;
@@ -43,7 +43,7 @@ struct RowEvidence {
   std::vector<AlikeList> lists;
 };
 
-/// The rows of the batch; nothing where nothing tells. Keeps what lists were taken for.
+/// The rows of the batch; nothing where nothing shows them. Keeps what lists were taken for.
 /// @throws c10::ValueError if tensors disagree, or a list could be both
 BRIMFUL_API Rows decide_rows(const RowEvidence& found, ListReadings& readings);
 inline Rows decide_rows(const RowEvidence& found) {

@@ -15,7 +15,7 @@ struct BRIMFUL_API RowKind {
   std::string form;            ///< dtypes and numbers of dimensions, tensor by tensor
   std::vector<int64_t> sizes;  ///< of the dimensions that are not the rows', in the same order
   bool uneven =
-      false;  ///< rows differ in what they hold (sparse, nested): no law tells their memory
+      false;  ///< rows differ in what they hold (sparse, nested): no law gives their memory
   int64_t elements = 0;  ///< of a row, in all tensors; follows from the sizes
 
   /// `row_dim`: the dimension that holds rows; nothing for a tensor that every piece gets whole.

@@ -39,7 +39,7 @@ inline void add_rows(RowEvidence& found, Rows more) {
   found.rows = found.rows ? found.rows : more;
 }
 
-/// Tensors that are alike may be columns or rows: the whole batch tells.
+/// Tensors that are alike may be columns or rows: the whole batch shows it.
 BRIMFUL_API void add_list(RowEvidence& found, at::TensorList tensors);
 /// In a batch of so many rows.
 BRIMFUL_API bool are_rows(at::TensorList tensors, int64_t rows);

@@ -23,7 +23,7 @@ struct ControlRecord {
       std::numeric_limits<double>::quiet_NaN();  ///< of the next step; NaN: not known
   uint32_t ref =
       0;  ///< what the ranks must have alike, such as the number that they divide losses by
-  /// From the step's begin until its last bucket left, by the host's clock, without waiting for others; 0 of a rank that
+  /// From the step's begin until its last bucket was launched, by the host's clock, without others' waits; 0 of a rank that
   /// did not finish its pieces. On CUDA the device's time of the step before, which is known without a wait; in the first
   /// step the host's, and NaN where the device does not say.
   float work_ms = 0;

@@ -16,8 +16,8 @@ enum class Part : uint8_t { early, last };
 
 /// Something that owes collectives to other ranks in every step: a reducer. A step drives its participants, so that a
 /// rank which fails still makes every call that the others wait for. Calls come from one thread, in the order below;
-/// begin_piece(true) lets early buckets leave during the backward that follows. Over several participants all early
-/// buckets leave before the first last one, each in the order of the participants.
+/// begin_piece(true) lets early buckets be launched during the backward that follows. Over several participants all early
+/// buckets are launched before the first last one, each in the order of the participants.
 class BRIMFUL_API Participant {
  public:
   virtual ~Participant() = default;
@@ -46,7 +46,7 @@ class BRIMFUL_API Participant {
   /// @throws RankFailed if the process group broke
   virtual std::vector<ControlRecord> finish() = 0;
   /// Of the step that finish() ended: how the ranks' parameters differ, because not all of them were updated; empty where
-  /// they agree. Alike on all ranks. A step that has words must not be accepted.
+  /// they agree. Alike on all ranks. A step that returns a text must not be accepted.
   virtual std::string divergence() const { return {}; }
   /// Makes the sums in the buckets the step's gradients, times `scale`; `keep_unused`: leave None where no rank used it.
   virtual void accept(double scale, bool keep_unused) = 0;
@@ -56,21 +56,21 @@ class BRIMFUL_API Participant {
   /// Buckets that have left in this step, of buckets().
   virtual int64_t launched() const = 0;
   virtual int64_t buckets() const = 0;
-  /// True once a gradient came after its bucket had left; such a step repeats with launches at the end of backward.
+  /// True once a gradient came after its bucket was launched; such a step repeats with launches at the end of backward.
   virtual bool late_gradient() const = 0;
 
-  /// Launch order within a step: no bucket leaves before the early ones of `before` have; `after` is nudged then.
+  /// Launch order within a step: no bucket is launched before the early ones of `before` were; `after` is nudged then.
   virtual void set_order(Participant* before, Participant* after) = 0;
   virtual bool early_left() const = 0;
   /// Launches the early buckets whose turn it is.
   virtual void advance() = 0;
 
-  /// Leaves word of this rank's failure for the others, and reads theirs (waits at most `patience_ms`).
+  /// Posts this rank's failure for the others, and reads theirs (waits at most `patience_ms`).
   virtual void publish_failure(FailureKind kind, const std::string& text) = 0;
   virtual Failure read_failure(int rank, int64_t patience_ms) = 0;
-  /// Ends the attempt of a rank that cannot match the collectives inside the model: leaves word and aborts the group.
+  /// Ends the attempt of a rank that cannot match the collectives inside the model: posts its failure and aborts the group.
   virtual void abandon(FailureKind kind, const std::string& text) = 0;
-  /// Another rank that has left word of its failure in this step, if any; does not wait.
+  /// Another rank that has posted a failure in this step, if any; does not wait.
   virtual std::optional<Failure> failed_peer() = 0;
 };
 

@@ -34,14 +34,14 @@ struct PieceWork {
   std::function<std::vector<NamedTensor>(int64_t begin, int64_t end)> tensors = {};
 };
 
-/// How an attempt ended on this rank; how the step ends, all ranks' records tell.
+/// How an attempt ended on this rank; how the step ends, all ranks' records show.
 struct AttemptResult {
   Status own = Status::ok;  ///< ok, retry (of a late gradient), out_of_memory or error
   std::exception_ptr
       error;  ///< set for `error` only: an out-of-memory error pins the tensors of its frames
   std::string text;          ///< of the error, out of memory or not
   int64_t buckets_left = 0;  ///< launched when the work ended
-  bool retry_alone = false;  ///< no bucket had left: nobody else needs to know
+  bool retry_alone = false;  ///< no bucket was launched: nobody else needs to know
   bool same_split = false;   ///< Attempt::same_split said so
   std::vector<ControlRecord>
       records;  ///< by rank; empty with retry_alone, and after leaving lockstep
@@ -75,7 +75,7 @@ class BRIMFUL_API StepGroup {
     bool lockstep = false;     ///< pieces of weight 0 run too; no retry alone
     bool retries_left = true;  ///< false: what would be repeated fails the step instead
     bool can_split = true;     ///< false: running out of memory now fails the step
-    /// Told the words of a shortage when its handler has ended: whether the same split may do. Optional.
+    /// Given the text of a shortage when its handler has ended: whether the same split may do. Optional.
     std::function<bool(const std::string& shortage)> same_split;
     /// For ControlRecord::ref, asked for when the pieces have run; nothing: fingerprint(ref).
     std::function<uint32_t()> mark;
@@ -105,16 +105,16 @@ class BRIMFUL_API StepGroup {
   void drain(ControlRecord record, Status verdict);
   /// @throws RankFailed if the process group broke
   std::vector<ControlRecord> finish();
-  /// A gradient of this attempt came after its bucket had left.
+  /// A gradient of this attempt came after its bucket was launched.
   bool late_gradient() const;
 
-  /// As Participant::divergence(), of the first participant that has words.
+  /// As Participant::divergence(), of the first participant that returns a text.
   std::string divergence() const;
   /// Parameters are trained whose gradients stay on this rank.
   bool has_outside() const { return !outside_.empty(); }
   void accept(double scale, bool keep_unused);
   void discard();
-  /// What a rank whose record says that it failed has left word of; waits a second at most.
+  /// What a rank whose record says that it failed has posted; waits a second at most.
   std::string failure_text(int rank);
   /// "rank 1: its text; rank 2: ..." for all ranks whose record says that they failed.
   std::string failure_texts(const std::vector<ControlRecord>& records);
