@@ -69,7 +69,7 @@ int main() {
   } catch (const brimful::BatchTooLarge& error) {  // not even one row fits
     std::fprintf(stderr, "%s\n", error.what_without_backtrace());
     return 1;
-  } catch (const brimful::RankFailed& error) {  // another rank raised; its words are in the message
+  } catch (const brimful::RankFailed& error) {  // another rank raised; its text is in the message
     std::fprintf(stderr, "rank %d failed: %s\n", error.rank(), error.what_without_backtrace());
     return 1;
   }
