@@ -101,7 +101,7 @@ pipeline::Costs free_costs(const pipeline::Schedule& schedule, const std::vector
     for (const auto& action : order) {
       TORCH_CHECK(
           !pipeline::is_compute(action.kind) || by_stage[action.stage].mean(action.kind) > 0,
-          "no microbatch that ran freely has such an action (action: ", pipeline::to_text(action),
+          "no microbatch that ran freely has such an action (action: ", pipeline::to_string(action),
           ")");
     }
   }

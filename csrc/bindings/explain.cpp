@@ -22,11 +22,11 @@ std::string python_site(const std::vector<std::string>& not_in) {
     const auto code =
         py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
     const auto* fields = reinterpret_cast<PyCodeObject*>(code.ptr());
-    const auto file = text_of(fields->co_filename);
+    const auto file = to_string(fields->co_filename);
     const auto inside = [&](const std::string& folder) { return file.starts_with(folder); };
     if (std::none_of(not_in.begin(), not_in.end(), inside)) {
       return file.substr(file.rfind('/') + 1) + ":" + std::to_string(PyFrame_GetLineNumber(raw)) +
-             " in " + text_of(fields->co_name);
+             " in " + to_string(fields->co_name);
     }
     frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));
   }
@@ -75,8 +75,8 @@ void bind_explain(py::module_& m) {
       .def_readonly("cause", &Explanation::cause)
       .def_readonly("remedy", &Explanation::remedy)
       .def_readonly("evidence", &Explanation::evidence)
-      .def("__str__", [](const Explanation& self) { return to_text(self); })
-      .def("__repr__", [](const Explanation& self) { return to_text(self); });
+      .def("__str__", [](const Explanation& self) { return to_string(self); })
+      .def("__repr__", [](const Explanation& self) { return to_string(self); });
   m.def(
       "_explain",
       [](std::string text, std::vector<std::string> types, std::optional<int64_t> free_bytes,

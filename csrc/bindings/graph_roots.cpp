@@ -95,7 +95,7 @@ class Walk {
       PyObject* name = nullptr;
       PyObject* value = nullptr;
       for (Py_ssize_t at = 0; names != nullptr && PyDict_Next(names, &at, &name, &value) != 0;) {
-        if (Py_IS_TYPE(value, &PyGetSetDescr_Type) && text_of(name).starts_with("_raw_saved_")) {
+        if (Py_IS_TYPE(value, &PyGetSetDescr_Type) && to_string(name).starts_with("_raw_saved_")) {
           entry->second.push_back(value);
         }
       }

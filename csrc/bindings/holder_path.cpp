@@ -43,7 +43,7 @@ std::string name_within(PyObject* object, PyObject* value) {
   const py::object attributes = own_dict(object);
   if (attributes && attributes.ptr() != value) {
     if (PyObject* const key = key_of(attributes.ptr(), value); key != nullptr) {
-      return text_of(key);
+      return to_string(key);
     }
   }
   if (attributes && attributes.ptr() == value) {
@@ -144,7 +144,7 @@ class PathWriter {
       grows(HolderKind::mapping, PyDict_GET_SIZE(dict));
     } else if ((attributes || modules_) && PyUnicode_Check(key)) {
       modules_ = false;
-      step_into(text_of(key));
+      step_into(to_string(key));
     } else {
       if (path_ == "Out" || path_ == "_oh") {
         is_of(HolderKind::notebook);
@@ -171,7 +171,7 @@ class PathWriter {
         PyFunction_GetClosure(before) == sequence) {
       const auto names = py::reinterpret_steal<py::object>(
           PyCode_GetFreevars(reinterpret_cast<PyCodeObject*>(PyFunction_GetCode(before))));
-      path_ += index < length ? "." + text_of(sequence_item(names.ptr(), index).ptr()) : "";
+      path_ += index < length ? "." + to_string(sequence_item(names.ptr(), index).ptr()) : "";
       return;
     }
     if (!PyTuple_Check(sequence)) {

@@ -228,7 +228,7 @@ void bind_native_read(py::module_& m) {
   m.def(
       "_type_name", [](py::handle object) { return type_name(object.ptr()); }, "object"_a);
   m.def(
-      "_text", [](py::handle name) { return text_of(name.ptr()); }, "name"_a);
+      "_text", [](py::handle name) { return to_string(name.ptr()); }, "name"_a);
 }
 
 void bind_leaks(py::module_& m) {

@@ -67,12 +67,12 @@ std::string whole_key_text(PyObject* key, int depth) {
     return text + (length == 1 ? ",)" : ")");
   }
   const auto shown = is_plain(key) ? taken(PyObject_Repr(key)) : py::object();
-  return shown ? text_of(shown.ptr()) : "<" + type_name(key) + ">";
+  return shown ? to_string(shown.ptr()) : "<" + type_name(key) + ">";
 }
 
 }  // namespace
 
-std::string text_of(PyObject* name) {
+std::string to_string(PyObject* name) {
   if (!PyUnicode_Check(name)) {
     return "<" + type_name(name) + ">";
   }
@@ -84,7 +84,7 @@ std::string text_of(PyObject* name) {
 
 std::string error_text(const py::error_already_set& error) {
   const auto text = taken(PyObject_Str(error.value().ptr()));
-  const auto words = text ? text_of(text.ptr()) : "";
+  const auto words = text ? to_string(text.ptr()) : "";
   return type_name(error.value().ptr()) + (words.empty() ? "" : ": " + words);
 }
 
@@ -136,7 +136,7 @@ std::string slot_name(PyObject* object, PyObject* value) {
     for (Py_ssize_t at = 0; PyDict_Next(base->tp_dict, &at, &name, &member) != 0;) {
       if (Py_IS_TYPE(member, &PyMemberDescr_Type) &&
           read_descriptor(member, object).is(py::handle(value))) {
-        return text_of(name);
+        return to_string(name);
       }
     }
   }

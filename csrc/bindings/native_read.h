@@ -8,7 +8,7 @@
 namespace brimful {
 
 /// A str on one line; what is no UTF-8 is escaped. Of something else "<its type>".
-std::string text_of(PyObject* name);
+std::string to_string(PyObject* name);
 
 /// "RuntimeError: what it says", on one line. Its text is asked for, and is left out where its class cannot say it.
 std::string error_text(const py::error_already_set& error);

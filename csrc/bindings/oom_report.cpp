@@ -68,8 +68,8 @@ void bind_oom_report(py::module_& m) {
                              [](const OomFacts& self) { return memory::name_of(self.phase); })
       .def_readonly("place", &OomFacts::place)
       .def_property_readonly("findings", &findings)
-      .def_property_readonly("short", &short_text)
-      .def("__str__", &full_text)
+      .def_property_readonly("short", &to_short_string)
+      .def("__str__", [](const OomFacts& facts) { return to_string(facts); })
       .def("_repr_html_", &to_html);
   m.def("memory_last_oom", &last_oom);
   m.def("_set_oom_report_path", &set_oom_report_path, "path"_a);

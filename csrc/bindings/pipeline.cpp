@@ -228,7 +228,7 @@ class PythonPipeline {
       return fn();
     } catch (py::error_already_set& error) {
       if (const auto& failure = pipeline_->last_failure()) {
-        error.value().attr("add_note")("in the " + describe(*failure));
+        error.value().attr("add_note")("in the " + to_string(*failure));
       }
       throw;
     }
@@ -304,7 +304,7 @@ std::unique_ptr<PythonPipeline> make_pipeline(
   if (before_action) {
     options.before_action = [call = shared_object(*before_action)](int rank, int index,
                                                                    const pipeline::Action& action) {
-      call_python([&] { (*call)(rank, index, pipeline::to_text(action)); });
+      call_python([&] { (*call)(rank, index, pipeline::to_string(action)); });
     };
   }
   std::vector<Stage> made;

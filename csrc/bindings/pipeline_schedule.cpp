@@ -31,7 +31,7 @@ std::vector<std::vector<std::string>> texts_of(const Schedule& schedule) {
   for (const auto& actions : schedule.ranks) {
     auto& rank = texts.emplace_back();
     for (const auto& action : actions) {
-      rank.push_back(to_text(action));
+      rank.push_back(to_string(action));
     }
   }
   return texts;
@@ -65,7 +65,7 @@ std::string schedule_repr(const Schedule& schedule) {
 std::string str_of(const Schedule& schedule) {
   const auto result = check(schedule, {std::nullopt, ChannelKind::by_message});
   return result.ok() ? to_picture_text(simulate(schedule))
-                     : schedule.name + ": " + result.to_text() + "\n" + to_csv(schedule);
+                     : schedule.name + ": " + result.to_string() + "\n" + to_csv(schedule);
 }
 
 std::vector<std::vector<std::tuple<std::string, double, double>>> times_of(
@@ -74,7 +74,7 @@ std::vector<std::vector<std::tuple<std::string, double, double>>> times_of(
   for (const auto& actions : timeline.ranks) {
     auto& rank = times.emplace_back();
     for (const auto& [action, start, end] : actions) {
-      rank.emplace_back(to_text(action), start, end);
+      rank.emplace_back(to_string(action), start, end);
     }
   }
   return times;
@@ -162,9 +162,9 @@ void bind_pipeline_schedule(py::module_& m) {
       .def_readonly("problems", &CheckResult::problems)
       .def_readonly("cycle", &CheckResult::cycle)
       .def("__bool__", &CheckResult::ok)
-      .def("__str__", &CheckResult::to_text)
+      .def("__str__", &CheckResult::to_string)
       .def("__repr__",
-           [](const CheckResult& result) { return "ScheduleCheck(" + result.to_text() + ")"; });
+           [](const CheckResult& result) { return "ScheduleCheck(" + result.to_string() + ")"; });
   py::class_<Timeline>(m, "Timeline", "A schedule with its times; see Schedule.simulate.")
       .def_readonly("name", &Timeline::name)
       .def_readonly("makespan", &Timeline::makespan)

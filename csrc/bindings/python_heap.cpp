@@ -53,7 +53,7 @@ py::object code_of(py::handle frame) {
 }
 
 std::string function_of(py::handle frame) {
-  return text_of(reinterpret_cast<PyCodeObject*>(code_of(frame).ptr())->co_name);
+  return to_string(reinterpret_cast<PyCodeObject*>(code_of(frame).ptr())->co_name);
 }
 
 // A function's frame; of others the variables are the globals, or a class's.
@@ -99,12 +99,12 @@ void for_each_local(py::handle frame, const Fn& fn) {
 // "train", also where the globals are of a class of the program's.
 std::string module_name(py::handle globals) {
   PyObject* const name = PyDict_GetItemString(globals.ptr(), "__name__");
-  return name != nullptr ? text_of(name) : "?";
+  return name != nullptr ? to_string(name) : "?";
 }
 
 std::string folder_of(const char* package) {
   const py::object file = py::module_::import(package).attr("__file__");
-  const auto path = text_of(file.ptr());
+  const auto path = to_string(file.ptr());
   return path.substr(0, path.find_last_of('/') + 1);
 }
 
@@ -118,7 +118,7 @@ void for_each_frame(const Fn& fn) {
     for (py::object frame = py::reinterpret_borrow<py::object>(innermost); !frame.is_none();
          frame = frame.attr("f_back")) {
       const auto code = code_of(frame);
-      const auto file = text_of(reinterpret_cast<PyCodeObject*>(code.ptr())->co_filename);
+      const auto file = to_string(reinterpret_cast<PyCodeObject*>(code.ptr())->co_filename);
       if (!file.starts_with(torch) && !file.starts_with(own)) {
         fn(frame);
       }
@@ -192,7 +192,7 @@ void PythonRoots::add_frames() {
     const auto function = function_of(frame);
     for_each_local(frame, [&](py::handle name, py::handle value) {
       locals_.try_emplace(value.ptr(),
-                          PythonRoot{text_of(name.ptr()), "local of " + function + "()"});
+                          PythonRoot{to_string(name.ptr()), "local of " + function + "()"});
       objects_.push_back(py::reinterpret_borrow<py::object>(value));
     });
   });
@@ -202,7 +202,7 @@ void PythonRoots::add_modules() {
   for_each_entry(PyImport_GetModuleDict(), [&](py::handle name, py::handle module) {
     if (PyModule_Check(module.ptr())) {
       PyObject* const globals = PyModule_GetDict(module.ptr());
-      modules_.emplace(globals, text_of(name.ptr()));
+      modules_.emplace(globals, to_string(name.ptr()));
       objects_.push_back(py::reinterpret_borrow<py::object>(globals));
     }
   });
@@ -227,13 +227,13 @@ std::optional<PythonRoot> PythonRoots::global(PyObject* parent, PyObject* object
   if (key == nullptr || !PyUnicode_Check(key)) {
     return std::nullopt;
   }
-  return PythonRoot{text_of(key), "global of " + module->second};
+  return PythonRoot{to_string(key), "global of " + module->second};
 }
 
 void for_each_tensor(const std::function<void(const PythonRoot& root, PyObject* tensor)>& fn) {
   const auto look_at = [&](py::handle name, py::handle value, const auto& scope) {
     if (is_tensor(value.ptr())) {
-      fn({text_of(name.ptr()), scope()}, value.ptr());
+      fn({to_string(name.ptr()), scope()}, value.ptr());
       return;
     }
     const bool plain = !PyType_Check(value.ptr()) && !PyModule_Check(value.ptr()) &&
@@ -242,7 +242,7 @@ void for_each_tensor(const std::function<void(const PythonRoot& root, PyObject* 
     if (attributes) {
       for_each_entry(attributes.ptr(), [&](py::handle inner_name, py::handle inner) {
         if (is_tensor(inner.ptr())) {
-          fn({text_of(name.ptr()) + "." + text_of(inner_name.ptr()), scope()}, inner.ptr());
+          fn({to_string(name.ptr()) + "." + to_string(inner_name.ptr()), scope()}, inner.ptr());
         }
       });
     }
@@ -271,7 +271,7 @@ std::string local_name(py::handle frame, PyObject* value) {
   std::string found;
   for_each_local(frame, [&](py::handle name, py::handle local) {
     if (local.ptr() == value && found.empty()) {
-      found = text_of(name.ptr());
+      found = to_string(name.ptr());
     }
   });
   return found;

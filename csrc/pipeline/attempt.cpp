@@ -300,7 +300,7 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
   own.rank = failure.rank;
   own.text = failure.text;
   if (failure.index >= 0) {
-    own.text += " (in the " + pipeline::describe(failure) + ")";
+    own.text += " (in the " + pipeline::to_string(failure) + ")";
   }
   return own;
 }

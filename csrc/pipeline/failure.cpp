@@ -43,7 +43,7 @@ void throw_standard(const std::exception& error, const std::string& text) {
 }
 }  // namespace
 
-std::string describe(const ActionFailure& failure) {
+std::string to_string(const ActionFailure& failure) {
   std::ostringstream text;
   if (failure.index < 0) {
     text << "step of rank " << failure.rank << ", outside its actions";
@@ -62,7 +62,7 @@ void rethrow(ActionFailure failure) {
   if (failure.index < 0) {
     std::rethrow_exception(std::move(failure.error));
   }
-  const auto where = describe(failure);
+  const auto where = to_string(failure);
   try {
     std::rethrow_exception(std::move(failure.error));
   } catch (c10::Error& error) {
@@ -102,7 +102,7 @@ BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<
   if (facts.limit_bytes) {
     text << ", limit: " << format_bytes(*facts.limit_bytes);
   }
-  text << "): memory ran out in the " << describe(failure) << ".\nTried: ";
+  text << "): memory ran out in the " << to_string(failure) << ".\nTried: ";
   for (size_t i = 0; i < tried.size(); ++i) {
     text << (i == 0 ? "" : "; ") << tried[i].pieces << " of " << tried[i].piece_rows
          << " rows (peak: " << format_peak(tried[i].peak_bytes) << ")";

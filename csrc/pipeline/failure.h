@@ -7,7 +7,7 @@
 
 namespace brimful::pipeline {
 
-/// The error of the action with describe(failure) in its words: see Pipeline::step().
+/// The error of the action with to_string(failure) in its message: see Pipeline::step().
 [[noreturn]] void rethrow(ActionFailure failure);
 
 /// What a step raises that no number of microbatches would save.

@@ -197,7 +197,7 @@ void Pipeline::State::refine(Call& call, const StepResult& result, const PeerVer
   if (result.failure && result.failure->index >= 0) {
     last_failure = result.failure;
     last_failure->error = nullptr;
-    where = " in the " + pipeline::describe(*result.failure);
+    where = " in the " + pipeline::to_string(*result.failure);
   }
   if (result.drew_together) {
     log(LogLevel::info,

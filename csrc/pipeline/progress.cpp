@@ -22,7 +22,7 @@ std::string to_string(const PipelineProgress& progress) {
       text << "done with its " << rank.actions << " actions";
       continue;
     }
-    text << "action " << rank.done + 1 << " of " << rank.actions << ", " << to_text(rank.action)
+    text << "action " << rank.done + 1 << " of " << rank.actions << ", " << to_string(rank.action)
          << " (" << describe(rank.action) << ")" << (rank.waits ? ", waits for its message" : "");
     if (rank.seconds > 0) {
       text << ", for " << std::fixed << std::setprecision(1) << rank.seconds << " s";

@@ -163,7 +163,7 @@ std::string trace_json(const Schedule& schedule, const StepResult& result) {
       const auto thread = static_cast<int>(rank);
       for (const auto& [action, start, end] : timeline.ranks[rank]) {
         if (process == 0 || is_compute(action.kind)) {
-          trace.slice(process, thread, to_text(action), category_of(action.kind), start * 1e3,
+          trace.slice(process, thread, to_string(action), category_of(action.kind), start * 1e3,
                       (end - start) * 1e3);
         }
       }

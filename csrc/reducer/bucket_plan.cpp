@@ -26,12 +26,8 @@ bool same_kind(const BucketPlan::Bucket& bucket, const ParameterInfo& info) {
   return bucket.dtype == info.dtype && bucket.device == info.device;
 }
 
-int64_t bytes_of(const ParameterInfo& info) {
-  return info.numel * static_cast<int64_t>(c10::elementSize(info.dtype));
-}
-
 bool is_direct(const ParameterInfo& info, const PlanOptions& options) {
-  return !info.sparse && info.packed && bytes_of(info) >= options.direct_bytes;
+  return !info.sparse && info.packed && info.bytes() >= options.direct_bytes;
 }
 
 BucketPlan::Bucket bucket_for(const ParameterInfo& info, const PlanOptions& options) {
@@ -146,7 +142,7 @@ BucketPlan plan_buckets(const Infos& parameters, const PlanOptions& options) {
       target = open.insert(open.end(), OpenBucket{std::move(fresh), 0, 0});
     }
     target->bucket.parameters.push_back(i);
-    target->bytes += bytes_of(info);
+    target->bytes += info.bytes();
     target->last = position;
     if (target->bytes >= caps.of(info)) {
       plan.buckets.push_back(std::move(target->bucket));
@@ -220,7 +216,7 @@ std::string to_string(const BucketPlan& plan, const Infos& parameters) {
     const auto& bucket = plan.buckets[i];
     int64_t bytes = 0;
     for (const auto parameter : bucket.parameters) {
-      bytes += bytes_of(parameters[parameter]);
+      bytes += parameters[parameter].bytes();
     }
     out << "bucket " << i << ": " << bucket.parameters.size() << " parameters, "
         << (bucket.sparse   ? "sparse "

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <brimful/memory/stats.h>
+#include <brimful/step/oom.h>
 
 #include <algorithm>
 #include <cstring>
@@ -10,19 +11,6 @@
 #include "reducer/reducer_state.h"
 
 namespace brimful {
-namespace {
-std::string words_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& e) {
-    return e.what_without_backtrace();
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "an exception that is no std::exception";
-  }
-}
-}  // namespace
 
 void Reducer::wait_for_buckets() {
   auto& s = *s_;
@@ -75,7 +63,7 @@ std::vector<ControlRecord> Reducer::finish() {
   }
   end_attempt();
   if (s.broken) {
-    throw_broken(s.step - 1, "a step", words_of(s.broken));
+    throw_broken(s.step - 1, "a step", describe(s.broken));
   }
   s.tail->read();
   std::vector<float> ms_by_rank;

@@ -21,10 +21,6 @@ double median(std::vector<double> values) {
   const auto half = values.size() / 2;
   return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
 }
-
-int64_t bytes_of(const ParameterInfo& info) {
-  return info.numel * static_cast<int64_t>(c10::elementSize(info.dtype));
-}
 }  // namespace
 
 std::optional<WireCost> fit_wire_cost(const std::vector<std::pair<double, double>>& samples) {
@@ -160,7 +156,7 @@ void Planner::make_candidates(const StepTimes& times, const std::vector<int64_t>
       double bytes = 0;
       for (const auto i : bucket.parameters) {
         last = std::max(last, ready[i]);
-        bytes += static_cast<double>(bytes_of(parameters_[i]));
+        bytes += static_cast<double>(parameters_[i].bytes());
       }
       buckets.emplace_back(last, bytes);
     }

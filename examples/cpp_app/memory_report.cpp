@@ -54,7 +54,7 @@ void run_out() {
     const memory::SiteScope site("a batch that is too large");
     torch::zeros({2 * kRoomBytes}, torch::kUInt8);
   } catch (const c10::OutOfMemoryError&) {
-    std::cout << "ran out:" << brimful::probes::short_text(*brimful::probes::last_oom()) << "\n";
+    std::cout << "ran out:" << brimful::probes::to_short_string(*brimful::probes::last_oom()) << "\n";
   }
   memory::set_limit(torch::kCPU, std::nullopt);
 }

@@ -119,7 +119,7 @@ void Executor::Impl::abandon() {
     const auto done = places_[i].done.load(std::memory_order_relaxed);
     if (done < std::ssize(order)) {
       text +=
-          (text.empty() ? "" : ", ") + to_text(order[done]) + " (" + describe(order[done]) + ")";
+          (text.empty() ? "" : ", ") + to_string(order[done]) + " (" + describe(order[done]) + ")";
     }
     for (size_t stage = 0; stage < runs_.size(); ++stage) {
       if (rank_of_stage_[stage] == first_rank() + i) {

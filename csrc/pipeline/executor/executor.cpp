@@ -166,7 +166,7 @@ void Executor::Impl::prepare(const Schedule& schedule, const StepWork& work, Ste
     for (const auto& action : order) {
       TORCH_CHECK_VALUE(action.microbatch >= 0 && action.microbatch < schedule.microbatches,
                         "the schedule has an action of a microbatch that is not there (action: ",
-                        to_text(action), ", microbatches: ", schedule.microbatches, ")");
+                        to_string(action), ", microbatches: ", schedule.microbatches, ")");
     }
   }
   for (auto& run : runs_) {

@@ -14,7 +14,7 @@ using Clock = std::chrono::steady_clock;
 
 void require_turn(bool is_due, const Action& action) {
   TORCH_CHECK_VALUE(is_due,
-                    "the schedule has an action too early, or twice (action: ", to_text(action),
+                    "the schedule has an action too early, or twice (action: ", to_string(action),
                     "); check() says what is wrong with it");
 }
 

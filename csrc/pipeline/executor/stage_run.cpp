@@ -15,7 +15,7 @@ void InFlight::drop_inputs() {
 }
 
 std::string InFlight::input_shapes() const {
-  return (inputs.empty() ? shapes : Shapes(inputs)).to_text();
+  return (inputs.empty() ? shapes : Shapes(inputs)).to_string();
 }
 
 void StageRun::begin(const Schedule& schedule, const std::vector<int>& rank_of_stage) {
@@ -68,11 +68,11 @@ std::string StageRun::left_undone() const {
     const auto microbatch = static_cast<int>(i);
     switch (flights[i].phase) {
       case Phase::due:
-        return to_text({index, ActionKind::forward, microbatch});
+        return to_string({index, ActionKind::forward, microbatch});
       case Phase::forwarded:
-        return to_text({index, ActionKind::backward, microbatch});
+        return to_string({index, ActionKind::backward, microbatch});
       case Phase::inputs_done:
-        return to_text({index, ActionKind::backward_weight, microbatch});
+        return to_string({index, ActionKind::backward_weight, microbatch});
       case Phase::done:
         break;
     }

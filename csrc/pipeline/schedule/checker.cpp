@@ -65,7 +65,7 @@ std::vector<std::string> problems_of(const Schedule& schedule, ChannelKind chann
 }
 }  // namespace
 
-std::string CheckResult::to_text() const {
+std::string CheckResult::to_string() const {
   if (ok()) {
     return "valid";
   }
@@ -104,7 +104,7 @@ CheckResult check(const Schedule& schedule, const CheckOptions& options) {
 void require_valid(const Schedule& schedule, const CheckOptions& options) {
   const auto result = check(schedule, options);
   TORCH_CHECK_VALUE(result.ok(), "the schedule cannot be run (schedule: ", schedule.name,
-                    "): ", result.to_text(), "; correct it, or take a built-in one");
+                    "): ", result.to_string(), "; correct it, or take a built-in one");
 }
 
 }  // namespace brimful::pipeline

@@ -20,16 +20,16 @@ std::string backward_problem(const Places& places, int stage, int microbatch) {
   const bool has_input = places.find(input) >= 0;
   const bool has_weight = places.find(weight) >= 0;
   if (has_whole && (has_input || has_weight)) {
-    return to_text(whole) + " and " + to_text(has_input ? input : weight) + " are both there";
+    return to_string(whole) + " and " + to_string(has_input ? input : weight) + " are both there";
   }
   if (has_whole || (has_input && has_weight)) {
     return "";
   }
   if (!has_input && !has_weight) {
-    return to_text(whole) + " is missing, or " + to_text(input) + " and " + to_text(weight);
+    return to_string(whole) + " is missing, or " + to_string(input) + " and " + to_string(weight);
   }
-  return to_text(has_input ? weight : input) + " is missing beside " +
-         to_text(has_input ? input : weight);
+  return to_string(has_input ? weight : input) + " is missing beside " +
+         to_string(has_input ? input : weight);
 }
 
 /// The send and the receive of what F, B or I at `place` makes.
@@ -44,7 +44,7 @@ void find_missing_message(const Places& places, int place, const std::vector<int
   const auto send = send_of(action);
   for (const auto& end : {send, other_end(send)}) {
     if (places.find(end) < 0) {
-      findings.add(to_text(end) + " is missing: stage " + std::to_string(action.stage) +
+      findings.add(to_string(end) + " is missing: stage " + std::to_string(action.stage) +
                    " is on rank " + std::to_string(places.rank(place)) + ", stage " +
                    std::to_string(stage) + " on rank " + std::to_string(ranks[stage]));
     }
@@ -122,7 +122,7 @@ void find_out_of_range(const Schedule& schedule, Findings& findings) {
       forwards += action.kind == Kind::forward ? 1 : 0;
       if (action.stage < 0 || action.stage >= schedule.stages || action.microbatch < 0 ||
           action.microbatch >= schedule.microbatches) {
-        findings.add(to_text(action) + " (rank " + std::to_string(rank) + ", action " +
+        findings.add(to_string(action) + " (rank " + std::to_string(rank) + ", action " +
                      std::to_string(i) +
                      ") is out of range (stages: " + std::to_string(schedule.stages) +
                      ", microbatches: " + std::to_string(schedule.microbatches) + ")");
@@ -165,7 +165,7 @@ void find_missing(const Places& places, Findings& findings) {
     for (int microbatch = 0; microbatch < schedule.microbatches && !findings.full(); ++microbatch) {
       const Action forward{stage, Kind::forward, microbatch};
       if (places.find(forward) < 0) {
-        findings.add(to_text(forward) + " is missing");
+        findings.add(to_string(forward) + " is missing");
       }
       auto problem = trains ? backward_problem(places, stage, microbatch) : "";
       if (!problem.empty()) {

@@ -215,7 +215,7 @@ class Svg {
     const double y = panel.top + kRow * rank;
     const double width = (end - start) * scale_;
     out_ += rectangle(x, y, width, kCell, hex(colour)) + " stroke=\"#ffffff\"><title>" +
-            to_text(action) + ": " + number_text(start) + " to " + number_text(end) +
+            to_string(action) + ": " + number_text(start) + " to " + number_text(end) +
             "</title></rect>\n";
     const auto label = std::to_string(action.microbatch);
     if (width >= kLetter * static_cast<double>(label.size()) + 3) {

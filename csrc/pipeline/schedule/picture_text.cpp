@@ -15,7 +15,7 @@ constexpr double kMostColumns = 4000;
 
 /// "F0", or "3F0" where a rank has several stages.
 std::string label_of(const Timeline& timeline, const Action& action) {
-  const auto text = to_text(action);
+  const auto text = to_string(action);
   const bool has_several = timeline.stages > static_cast<int>(timeline.ranks.size());
   return has_several ? text : text.substr(std::to_string(action.stage).size());
 }

@@ -37,7 +37,7 @@ int Places::find(const Action& action) const {
 }
 
 std::string Places::text(int place) const {
-  return to_text(action(place));
+  return to_string(action(place));
 }
 
 std::string Places::number(int place) const {

@@ -123,7 +123,7 @@ class CsvReader {
 };
 }  // namespace
 
-std::string to_text(const Action& action) {
+std::string to_string(const Action& action) {
   return std::to_string(action.stage) + std::string(kNames[static_cast<size_t>(action.kind)]) +
          std::to_string(action.microbatch);
 }
@@ -138,7 +138,7 @@ std::string to_csv(const Schedule& schedule) {
   std::string text;
   for (const auto& actions : schedule.ranks) {
     for (size_t i = 0; i < actions.size(); ++i) {
-      text += (i == 0 ? "" : ",") + to_text(actions[i]);
+      text += (i == 0 ? "" : ",") + to_string(actions[i]);
     }
     text += "\n";
   }

@@ -15,7 +15,7 @@ class Shapes {
   explicit Shapes(const std::vector<at::Tensor>& tensors);
   bool empty() const { return shapes_.empty(); }
   /// "[8, 64] Float, [8] Long"
-  std::string to_text() const;
+  std::string to_string() const;
 
  private:
   struct Shape {

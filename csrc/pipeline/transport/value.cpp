@@ -51,7 +51,7 @@ bool has_rows(const at::Tensor& tensor) {
 }  // namespace
 
 std::string shapes_of(const std::vector<at::Tensor>& tensors) {
-  return Shapes(tensors).to_text();
+  return Shapes(tensors).to_string();
 }
 
 Shapes::Shapes(const std::vector<at::Tensor>& tensors) {
@@ -64,7 +64,7 @@ Shapes::Shapes(const std::vector<at::Tensor>& tensors) {
   }
 }
 
-std::string Shapes::to_text() const {
+std::string Shapes::to_string() const {
   std::ostringstream text;
   for (size_t i = 0; i < shapes_.size(); ++i) {
     text << (i == 0 ? "" : ", ");

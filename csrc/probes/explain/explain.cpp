@@ -104,7 +104,7 @@ Explanation explain_error(const ErrorText& given, const ErrorEvidence& evidence)
   return out;
 }
 
-std::string to_text(const Explanation& explanation) {
+std::string to_string(const Explanation& explanation) {
   const auto* memory = !explanation.is_memory   ? " (memory: not known)"
                        : *explanation.is_memory ? " (memory: yes)"
                                                 : " (memory: no)";

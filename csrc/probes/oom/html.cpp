@@ -28,7 +28,7 @@ std::string to_html(const OomFacts& facts) {
                   {"causes", std::move(causes)},
                   {"categories", categories_json(facts.by_category)},
                   {"lines", std::move(lines)},
-                  {"text", full_text(facts)}});
+                  {"text", to_string(facts)}});
 }
 
 }  // namespace brimful::probes

@@ -40,7 +40,7 @@ Ring& ring() {
   return *ours;
 }
 
-std::string words_of(const at::Tensor& tensor) {
+std::string to_string(const at::Tensor& tensor) {
   std::ostringstream out;
   out << c10::toString(tensor.scalar_type()) << "[";
   const auto sizes = tensor.sizes();
@@ -58,7 +58,7 @@ void add_tensors(const c10::IValue& value, std::vector<std::string>& words) {
   }
   if (value.isTensor() && value.toTensor().defined() &&
       !value.toTensor().unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
-    words.push_back(words_of(value.toTensor()));
+    words.push_back(to_string(value.toTensor()));
   } else if (value.isTensorList()) {
     for (const at::Tensor& tensor : value.toTensorVector()) {
       add_tensors(tensor, words);

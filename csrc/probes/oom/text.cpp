@@ -63,7 +63,7 @@ std::string numbered_advice(const std::vector<OomFinding>& causes, size_t count)
 
 }  // namespace
 
-std::string short_text(const OomFacts& facts) {
+std::string to_short_string(const OomFacts& facts) {
   std::ostringstream out;
   const auto causes = findings(facts);
   if (!causes.empty()) {
@@ -76,7 +76,7 @@ std::string short_text(const OomFacts& facts) {
   return out.str();
 }
 
-std::string full_text(const OomFacts& facts) {
+std::string to_string(const OomFacts& facts) {
   std::ostringstream out;
   out << "Out of memory on " << facts.device << ": " << format_bytes(facts.request_bytes)
       << " were asked for, " << format_bytes(facts.used_bytes) << " were in use";

@@ -263,7 +263,8 @@ TEST_CASE("Buckets leave behind a stage's last backward, before the other stages
     bool is_over = false;
     int followed = 0;
     for (const auto& [before, stage, launched, buckets] : own.left) {
-      const auto name = pipeline::to_text(before) + " of " + describe(own.stage_rank, own.replica);
+      const auto name =
+          pipeline::to_string(before) + " of " + describe(own.stage_rank, own.replica);
       if (stage == upper) {
         checks.expect(launched == (is_over ? buckets - 1 : 0), "buckets left before " + name);
         followed += is_over ? 1 : 0;

@@ -27,7 +27,7 @@ struct CheckResult {
 
   bool ok() const { return problems.empty() && cycle.empty(); }
   /// "valid", or all that is wrong, in a line.
-  BRIMFUL_API std::string to_text() const;
+  BRIMFUL_API std::string to_string() const;
 };
 
 /// Whether ranks that do their actions in order, and wait in receives and in sends for which there is no room, come to
@@ -38,7 +38,7 @@ struct CheckResult {
 /// with_communication() completes it.
 BRIMFUL_API CheckResult check(const Schedule& schedule, const CheckOptions& options = {});
 
-/// @throws c10::ValueError with the schedule's name and CheckResult::to_text() unless check() finds it valid
+/// @throws c10::ValueError with the schedule's name and CheckResult::to_string() unless check() finds it valid
 BRIMFUL_API void require_valid(const Schedule& schedule, const CheckOptions& options = {});
 
 }  // namespace brimful::pipeline

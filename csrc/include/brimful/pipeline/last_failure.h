@@ -19,6 +19,6 @@ struct ActionFailure : Failure {
   std::exception_ptr error;  ///< none if out of memory: it would pin the tensors of its frames
 };
 /// "forward of microbatch 3 in stage 1 (decoder; rank 1, action 5, inputs: [8, 64] Float)"
-BRIMFUL_API std::string describe(const ActionFailure& failure);
+BRIMFUL_API std::string to_string(const ActionFailure& failure);
 
 }  // namespace brimful::pipeline

@@ -5,9 +5,9 @@ namespace brimful::pipeline {
 
 /// "0F0", "2SEND_B11": stage, kind, microbatch, in the grammar of torch.distributed.pipelining. Kinds are F, B, I, W,
 /// SEND_F, RECV_F, SEND_B and RECV_B.
-BRIMFUL_API std::string to_text(const Action& action);
+BRIMFUL_API std::string to_string(const Action& action);
 
-/// Reads what to_text() writes; blanks around it are allowed.
+/// Reads what to_string() writes; blanks around it are allowed.
 /// @throws c10::ValueError for anything else, torch's UNSHARD and the like among it
 BRIMFUL_API Action parse_action(std::string_view text);
 

@@ -49,6 +49,6 @@ BRIMFUL_API Explanation explain_error(const ErrorText& error, const ErrorEvidenc
 BRIMFUL_API ErrorEvidence evidence_now();
 
 /// Cause, remedy and evidence for people.
-BRIMFUL_API std::string to_text(const Explanation& explanation);
+BRIMFUL_API std::string to_string(const Explanation& explanation);
 
 }  // namespace brimful::probes

@@ -112,13 +112,13 @@ struct OomFinding {
 /// The most likely first. Pure.
 BRIMFUL_API std::vector<OomFinding> findings(const OomFacts& facts);
 /// At most 12 lines, for an error's message.
-BRIMFUL_API std::string short_text(const OomFacts& facts);
+BRIMFUL_API std::string to_short_string(const OomFacts& facts);
 /// All that is known, as text, and as one HTML page that needs no other file. Pure.
-BRIMFUL_API std::string full_text(const OomFacts& facts);
+BRIMFUL_API std::string to_string(const OomFacts& facts);
 BRIMFUL_API std::string to_html(const OomFacts& facts);
 
 /// Begins to look at refusals, for as long as the process lives: a refusal while tracking is off costs a glance. What is
-/// found is appended to the words of the CPU's error (short_text). CUDA's errors have torch's words: use last_oom().
+/// found is appended to the words of the CPU's error (to_short_string). CUDA's errors have torch's words: use last_oom().
 /// Called by brimful's Python; a C++ program calls it once.
 BRIMFUL_API void watch_ooms();
 /// Of the last refusal that was looked at, in any thread; nothing before the first. Any thread.

@@ -15,6 +15,7 @@ struct ParameterInfo {
   c10::Device device = c10::Device(c10::DeviceType::CPU);
   bool sparse = false;  ///< its gradient is a sparse tensor
   bool packed = true;   ///< non-overlapping and dense, in any order of strides
+  int64_t bytes() const { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
 };
 
 struct PlanOptions {

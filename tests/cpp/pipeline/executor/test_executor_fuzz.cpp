@@ -172,7 +172,7 @@ TEST_CASE("The checker's verdict on mutated schedules is what the executor does"
                                                    : ending != Ending::complete;
     const bool counts = has_tensors && verdict.ok() && has_backward(schedule);
     if (!agrees || (counts && !model.has_all_gradients(schedule.microbatches))) {
-      FAIL("round " << round << ": the checker says '" << verdict.to_text()
+      FAIL("round " << round << ": the checker says '" << verdict.to_string()
                     << "', the executor ends with " << static_cast<int>(ending) << "\n"
                     << schedule.name << ", " << schedule.stages << " stages, "
                     << schedule.microbatches << " microbatches:\n"

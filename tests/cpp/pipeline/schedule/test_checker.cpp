@@ -12,7 +12,7 @@ using Catch::Contains;
 
 namespace {
 std::string verdict(const std::string& csv, const CheckOptions& options = {}) {
-  return check(from_csv(csv), options).to_text();
+  return check(from_csv(csv), options).to_string();
 }
 
 Schedule two_ranks() {
@@ -42,7 +42,7 @@ TEST_CASE("What is missing, doubled or misplaced is named", "[pipeline]") {
 }
 
 TEST_CASE("Sends and receives are checked against the stages' ranks", "[pipeline]") {
-  CHECK(check(two_ranks()).to_text() == "valid");
+  CHECK(check(two_ranks()).to_string() == "valid");
   CHECK(to_csv(two_ranks()) ==
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
         "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n");
@@ -89,7 +89,7 @@ TEST_CASE("A send waits for room in its channel", "[pipeline]") {
   const auto schedule = two_ranks();
   CHECK(check(schedule, {2, ChannelKind::by_rank}).ok());
   CHECK(check(schedule, {1, ChannelKind::by_rank}).ok());
-  CHECK(check(schedule, {0, ChannelKind::by_rank}).to_text() ==
+  CHECK(check(schedule, {0, ChannelKind::by_rank}).to_string() ==
         "it deadlocks: rank 0 waits at 0SEND_F1 (action 3) for 1RECV_F1 of rank 1, which waits at "
         "1SEND_B0 (action 3) for 0RECV_B0 of rank 0");
   const auto compute_only = one_forward_one_backward(2, 2);

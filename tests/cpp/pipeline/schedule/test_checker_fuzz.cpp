@@ -60,7 +60,7 @@ TEST_CASE("The checker's verdict on mutated schedules is what an executor does",
                         : result.problems.empty() ? ending == Ending::stuck
                                                   : ending != Ending::complete;
     if (!agrees) {
-      FAIL("the checker says '" << result.to_text() << "', the executor ends with "
+      FAIL("the checker says '" << result.to_string() << "', the executor ends with "
                                 << static_cast<int>(ending) << "\n"
                                 << describe(schedule, options));
     }

@@ -34,7 +34,7 @@ TEST_CASE("Actions are written and read in torch's grammar", "[pipeline]") {
       {"1SEND_B3", {1, Kind::send_backward, 3}},
       {"0RECV_B3", {0, Kind::receive_backward, 3}}};
   for (const auto& [text, action] : pairs) {
-    CHECK(to_text(action) == text);
+    CHECK(to_string(action) == text);
     CHECK((parse_action(text) == action));
     CHECK((parse_action(" " + text + "\r") == action));
   }

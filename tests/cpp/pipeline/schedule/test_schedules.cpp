@@ -45,7 +45,7 @@ std::string describe(const Schedule& schedule) {
 void require_ok(const Schedule& schedule, const CheckOptions& options = {}) {
   const auto result = check(schedule, options);
   if (!result.ok()) {
-    FAIL(describe(schedule) << ": " << result.to_text());
+    FAIL(describe(schedule) << ": " << result.to_string());
   }
 }
 }  // namespace

@@ -153,7 +153,7 @@ TEST_CASE("Each action has its time", "[pipeline]") {
   const auto check_rank = [](const Timeline& timeline, int rank, const std::string& expected) {
     std::string text;
     for (const auto& [action, start, end] : timeline.ranks[rank]) {
-      text += to_text(action) + "[" + std::to_string(static_cast<int>(start)) + "," +
+      text += to_string(action) + "[" + std::to_string(static_cast<int>(start)) + "," +
               std::to_string(static_cast<int>(end)) + "] ";
     }
     CHECK(text == expected);

@@ -226,7 +226,7 @@ TEST_CASE("Another rank's error, and one that nothing is known of, stay what the
 TEST_CASE("What is measured now can be asked for anywhere", "[probes]") {
   const auto evidence = evidence_now();
   CHECK_FALSE(evidence.refused);
-  CHECK_THAT(to_text(explain("CUDA out of memory. Tried to allocate 2 GiB", evidence)),
+  CHECK_THAT(to_string(explain("CUDA out of memory. Tried to allocate 2 GiB", evidence)),
              Catch::Contains("out_of_memory (memory: yes)\n  cause:  ") &&
                  Catch::Contains("\n  - asked for: 2.0 GiB"));
 }

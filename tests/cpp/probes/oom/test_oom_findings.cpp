@@ -295,7 +295,8 @@ TEST_CASE("fragments are to blame where they add up to the request", "[oom_repor
   CHECK(first(facts).cause == OomCause::fragmentation);
   facts.fragmentation->splitter.emplace();
   facts.fragmentation->splitter->room_bytes = 12 * kMiB;
-  CHECK_THAT(short_text(facts), Catch::Contains("since before tracking was on, split 12.0 MiB"));
+  CHECK_THAT(to_short_string(facts),
+             Catch::Contains("since before tracking was on, split 12.0 MiB"));
 }
 
 TEST_CASE("the block that splits the room is told by its line", "[oom_report]") {
@@ -309,7 +310,7 @@ TEST_CASE("the block that splits the room is told by its line", "[oom_report]") 
   kept.data = &facts;
   kept.site = brimful::memory::site_id({"train.py", 31, "step"});
   read_blocks(facts, {other, kept});
-  CHECK_THAT(short_text(facts),
+  CHECK_THAT(to_short_string(facts),
              Catch::Contains("2.0 MiB alive of train.py:31 (step) split 12.0 MiB"));
 }
 
@@ -326,12 +327,12 @@ TEST_CASE("a report's texts have its numbers", "[oom_report]") {
   facts.others_bytes = 7 * kMiB;
   facts.context_bytes = 5 * kMiB;
   facts.processes = {{"worker", 8, 6 * kMiB}};
-  const auto brief = short_text(facts);
+  const auto brief = to_short_string(facts);
   CHECK_THAT(brief, Catch::Contains("at train.py:7 (forward, step 3, ExpBackward0)"));
   CHECK_THAT(brief, Catch::Contains("that fits: 4.0 MiB, short by 6.0 MiB"));
   CHECK_THAT(brief, Catch::Contains("In use: activations 50.0 MiB, parameters 40.0 MiB;"));
   CHECK_THAT(brief, Catch::Contains("50.0 MiB at net.py:3, forward, 1 tensor\n"));
-  const auto all = full_text(facts);
+  const auto all = to_string(facts);
   CHECK_THAT(all, Catch::Contains("100.0 MiB were in use of 99.0 MiB"));
   CHECK_THAT(all, Catch::Contains("40.0 MiB at init.py:1, other, 2 tensors"));
   CHECK_THAT(all, Catch::Contains("3.0 MiB from before tracking was on"));

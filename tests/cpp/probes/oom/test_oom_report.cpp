@@ -83,7 +83,7 @@ TEST_CASE("the short form has at most twelve lines and the page is safe", "[oom_
   auto facts = facts_of(90, 10);
   facts.sites.assign(12, {"<script>.py:1", memory::Phase::forward, kMiB, 1});
   facts.growing.assign(5, {"train.py:8", 4, 30 * kMiB});
-  const auto text = short_text(facts);
+  const auto text = to_short_string(facts);
   CHECK(std::count(text.begin(), text.end(), '\n') <= 12);
   const auto page = to_html(facts);
   CHECK(page.find("<script>.py") == std::string::npos);
