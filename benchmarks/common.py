@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from benchmarks.intervals import Interval
 
+MAX_REASON = 1000  # characters; some errors print tensors
 IDS_FILE = Path(__file__).parent / "ids.json"
 UNITS = ("ratio", "fraction", "count", "bytes", "MB", "s")
 BETTER = ("lower", "higher")
@@ -92,7 +94,9 @@ def load_ids(path: Path = IDS_FILE) -> dict[str, Id]:
 
 def unmeasured(figure_id: str, reason: str, **known: Any) -> Figure:
     """Returns the figure of something that could not be measured."""
-    return Figure(figure_id, load_ids()[figure_id].unit, reason=reason, **known)
+    return Figure(
+        figure_id, load_ids()[figure_id].unit, reason=textwrap.shorten(reason, MAX_REASON), **known
+    )
 
 
 def check_figure(figure: Figure, ids: dict[str, Id]) -> None:

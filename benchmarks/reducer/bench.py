@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,9 +18,6 @@ from benchmarks.reducer import (
     steps,
     unused,
 )
-
-# Characters; some errors print tensors.
-MAX_REASON = 1000
 
 
 @dataclass(frozen=True)
@@ -78,6 +74,5 @@ def _attempt(
                 wanted.remove(figure.id)
                 yield figure
     except (report.Unmeasured, ranks.RanksFailed) as error:
-        reason = textwrap.shorten(str(error), MAX_REASON)
         for name in wanted:
-            yield common.unmeasured(name, reason, conditions=dict(conditions))
+            yield common.unmeasured(name, str(error), conditions=dict(conditions))
