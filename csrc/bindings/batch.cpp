@@ -252,7 +252,7 @@ Splitter::Splitter(const py::object& batch_dim, std::optional<py::function> size
                     "size_fn and split_fn go together (missing: ",
                     size_fn_ ? "split_fn" : "size_fn", "); pass both");
   TORCH_CHECK_VALUE(!size_fn_ || batch_dim_.equal(py::int_(0)),
-                    "batch_dim says nothing to size_fn and split_fn (batch_dim: ",
+                    "batch_dim has no effect with size_fn and split_fn (batch_dim: ",
                     py::repr(batch_dim_).cast<std::string>(), "); leave it out");
 }
 

@@ -69,9 +69,8 @@ std::vector<py::object> batch_dims_of(const py::object& batch_dim, const py::han
   std::vector<py::object> dims;
   if (PyTuple_Check(batch_dim.ptr())) {
     TORCH_CHECK_VALUE(kind == Kind::list || kind == Kind::tuple,
-                      "batch_dim is a sequence where the "
-                      "batch is none (",
-                      path, ": ", type_name(object), "); give it by key");
+                      "batch_dim is a sequence where the batch is not (", path, ": ",
+                      type_name(object), "); give it by key");
     const auto sequence = batch_dim.cast<py::tuple>();
     TORCH_CHECK_VALUE(sequence.size() == entries.size(),
                       "batch_dim and the batch differ in length (batch_dim: ", sequence.size(),
@@ -87,7 +86,8 @@ std::vector<py::object> batch_dims_of(const py::object& batch_dim, const py::han
   for (const auto& [key, value] : by_key) {
     TORCH_CHECK_VALUE(names_entry(key, names, entries),
                       "batch_dim names an entry that the batch lacks (key: ", shown(key), ", ",
-                      path, " has: ", keys_of(names, entries), "); leave it out or mend the batch");
+                      path, " has: ", keys_of(names, entries),
+                      "); leave it out, or correct the batch");
   }
   for (size_t i = 0; i < entries.size(); ++i) {
     dims.push_back(in_dict(by_key, names, entries[i], i));

@@ -21,7 +21,7 @@ CachingRequest::Kind kind_of(const std::string& word) {
       {"free_requested", Kind::give_back_pending},
       {"free_completed", Kind::complete}};
   const auto found = kinds.find(word);
-  TORCH_CHECK_VALUE(found != kinds.end(), "this is no request of an allocator (action: ", word,
+  TORCH_CHECK_VALUE(found != kinds.end(), "this is no action of an allocator (action: ", word,
                     "); use alloc, free_requested or free_completed");
   return found->second;
 }

@@ -7,7 +7,7 @@ namespace brimful {
 
 void bind_foreign(py::module_& m) {
   py::class_<ForeignReducer, std::shared_ptr<ForeignReducer>>(
-      m, "ForeignReducer", "Somebody else's reducer as a part of a BatchSizer's step.")
+      m, "ForeignReducer", "torch's DistributedDataParallel as a part of a BatchSizer's step.")
       .def(py::init([](std::vector<at::Tensor> parameters,
                        const c10::intrusive_ptr<c10d::ProcessGroup>& side_group,
                        py::function reduce) {

@@ -82,9 +82,8 @@ py::object type_of(const std::string& module, const std::string& name) {
        py::module_::import("builtins")
            .attr("issubclass")(found, py::module_::import("collections.abc").attr("Mapping"))
            .cast<bool>());
-  TORCH_CHECK_TYPE(
-      known, "a structure from another process has a type that this one has not (type: ", module,
-      ".", name, "); import its module on all ranks");
+  TORCH_CHECK_TYPE(known, "this process lacks a type that another process sent (type: ", module,
+                   ".", name, "); import its module on all ranks");
   return found;
 }
 
@@ -153,7 +152,7 @@ void write_form(const py::handle& object, const py::handle& placeholder, FormWri
   kind = kind == Kind::packed ? Kind::tuple : kind;
   TORCH_CHECK_TYPE(
       has_entries(kind),
-      "between processes go tensors, None, numbers, texts, bytes, dtypes, devices, and "
+      "messages between processes hold tensors, None, numbers, texts, bytes, dtypes, devices, and "
       "tuples, lists, mappings and dataclasses of them (found: ",
       type_name(object), "); return those");
   const WalkDepth depth;

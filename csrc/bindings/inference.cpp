@@ -34,7 +34,7 @@ std::string take_tensors(const py::handle& result, std::vector<at::Tensor>& tens
       form += py::repr(key).cast<std::string>() + ": " + take_tensors(value, tensors) + ", ";
     }
   } else {
-    TORCH_CHECK_TYPE(is_sequence(result), "fn returned what is no tensor (type: ", name,
+    TORCH_CHECK_TYPE(is_sequence(result), "fn returned no tensor (type: ", name,
                      "); return a tensor, or a tuple, list, dict or namedtuple of tensors");
     for (const auto& value : py::reinterpret_borrow<py::sequence>(result)) {
       form += take_tensors(value, tensors) + ", ";

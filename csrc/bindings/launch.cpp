@@ -63,15 +63,15 @@ void bind_launch(py::module_& m) {
   m.def(
       "_share_attempt",
       [](const Group& group, const std::string& what, bool out_of_memory, bool failed,
-         const std::string& words) {
+         const std::string& text) {
         const auto end = failed          ? Status::error
                          : out_of_memory ? Status::out_of_memory
                                          : Status::ok;
         const py::gil_scoped_release no_gil;
-        return launch::share_attempt(group, what, end, words);
+        return launch::share_attempt(group, what, end, text);
       },
       py::arg("group").none(true), py::arg("what"), py::arg("out_of_memory"), py::arg("failed"),
-      py::arg("words"));
+      py::arg("text"));
   m.def(
       "_empty_engine_queue",
       [](const std::string& device) {

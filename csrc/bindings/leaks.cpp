@@ -247,7 +247,7 @@ void bind_leaks(py::module_& m) {
         return find_holders(storages);
       },
       "data"_a);
-  py::class_<Holder>(m, "Holder", "Who keeps memory alive, in the words of the program.")
+  py::class_<Holder>(m, "Holder", "What keeps memory alive, by the names of the program.")
       .def_property_readonly("kind", [](const Holder& holder) { return name_of(holder.kind); })
       .def_readonly("path", &Holder::path)
       .def_readonly("container", &Holder::container)

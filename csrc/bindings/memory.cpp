@@ -113,7 +113,7 @@ void bind_stats(py::module_& m) {
   m.def(
       "memory_set_limit",
       [](py::handle device, const std::string& word) {
-        TORCH_CHECK_VALUE(word == "auto", "this word is no limit (bytes: ", word,
+        TORCH_CHECK_VALUE(word == "auto", "bytes is not a limit (bytes: ", word,
                           "); pass a number of bytes, 'auto' or None");
         set_limit_auto(as_device(device));
       },

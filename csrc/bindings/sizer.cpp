@@ -367,11 +367,11 @@ void bind_sizer(py::module_& m) {
           py::arg("out_of_memory"), py::arg("text"))
       .def(
           "fail_optimizer",
-          [](PythonSizer& self, const std::string& words) {
+          [](PythonSizer& self, const std::string& text) {
             const py::gil_scoped_release no_gil;
-            self.sizer().fail_optimizer(words);
+            self.sizer().fail_optimizer(text);
           },
-          py::arg("words"))
+          py::arg("text"))
       .def_property_readonly("expects_step",
                              [](PythonSizer& self) { return self.sizer().expects_step(); })
       .def_property_readonly("steps", [](PythonSizer& self) { return self.sizer().steps(); })

@@ -119,7 +119,7 @@ std::optional<std::string> cuda_refusal() {
   if (is_refused.load(std::memory_order_relaxed)) {
     std::call_once(once, [&] {
       words =
-          "this CUDA allocator tells nothing of its blocks, so only the CPU's are tracked "
+          "this CUDA allocator does not report its blocks, so only the CPU's are tracked "
           "(allocator: " +
           caching::get()->name() +
           "); leave torch's caching allocator in place to track them (no "

@@ -118,8 +118,7 @@ void start_recording(int64_t ring_bytes) {
                     ", least: ", kLeastRingBytes, ", most: ", kMostRingBytes, ")");
   auto& self = recorder();
   const std::lock_guard lock(self.mutex);
-  TORCH_CHECK(!recording(),
-              "memory is recorded already; end that recording, or use what it will have");
+  TORCH_CHECK(!recording(), "memory is recorded already; stop that recording first");
   self.owns_tracking = !tracking();
   if (self.owns_tracking) {
     start_tracking();

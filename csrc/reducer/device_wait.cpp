@@ -112,7 +112,7 @@ void wait_on_device(const Group& group, c10::Device device, c10d::Work& work,
     require_no_error(*backend);
     const auto now = Clock::now();
     if (patience && now - since > *patience) {
-      throw std::runtime_error("the other ranks did not come in " +
+      throw std::runtime_error("the other ranks did not reach the collective in " +
                                std::to_string(patience->count()) + " ms");
     }
     if (now > listen_at) {

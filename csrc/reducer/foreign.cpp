@@ -206,7 +206,7 @@ void ForeignReducer::publish_failure(FailureKind kind, const std::string& text) 
     s_->board->post({s_->rank, 0, s_->step, kind, text});
   } catch (const std::exception& e) {
     log(LogLevel::warning,
-        std::string("could not leave word of a failure for the other ranks: ") + e.what());
+        std::string("could not post this rank's failure for the other ranks: ") + e.what());
   }
 }
 

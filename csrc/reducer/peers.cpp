@@ -81,7 +81,7 @@ void Reducer::leave_word(const Failure& failure) {
     }
   } catch (const std::exception& e) {
     log(LogLevel::warning,
-        std::string("could not leave word of a failure for the other ranks: ") + e.what());
+        std::string("could not post this rank's failure for the other ranks: ") + e.what());
   }
 }
 

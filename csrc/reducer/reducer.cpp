@@ -67,7 +67,7 @@ void require_options(const ReducerOptions& options) {
 
 /// Options that all ranks must share, for the message if they do not.
 std::string describe(const ReducerOptions& options) {
-  return "plan: " + options.plan + ", wire: " +
+  return "plan: " + options.plan + ", reduction dtype: " +
          (options.wire_dtype ? c10::toString(*options.wire_dtype) : "as the gradients") +
          (options.error_feedback ? " with error feedback" : "") +
          ", buffers agree: " + (options.broadcast_buffers ? "yes" : "no") + ", predivided by: " +
@@ -341,10 +341,10 @@ void Reducer::on_late_gradient(int64_t parameter) {
   auto& s = *s_;
   s.late = true;
   s.launch_late = true;
-  TORCH_CHECK(false, "a parameter got a second gradient after its bucket had left (parameter: ",
+  TORCH_CHECK(false, "a parameter got a second gradient after its bucket was launched (parameter: ",
               s.name_of(parameter),
               "); a module used several times under reentrant checkpointing does that. From now on "
-              "buckets leave after backward: "
+              "buckets are launched after backward: "
               "repeat the step (a BatchSizer does so by itself), or pass use_reentrant=False to "
               "checkpoint");
 }

@@ -195,10 +195,10 @@ bool BatchSizer::State::settle_attempt(const AttemptResult& result, const StepIn
 
 void BatchSizer::State::refine(const AttemptResult& result, int64_t rows, Outcome& outcome) {
   if (result.same_split) {
-    log(LogLevel::warning,
-        "rank " + std::to_string(group_.rank()) + " ran out of memory in step " +
-            std::to_string(steps_) +
-            ", but not of capacity: torch's cache is released and the step repeated as it was");
+    log(LogLevel::warning, "rank " + std::to_string(group_.rank()) + " ran out of memory in step " +
+                               std::to_string(steps_) +
+                               ", but within the device's capacity: torch's cache is released and "
+                               "the step repeated as it was");
     return;
   }
   const auto before = std::ssize(outcome.split);

@@ -68,7 +68,7 @@ void BatchSizer::tell_failure(FailureKind kind, const std::string& text) {
     announce_failure(kind, text);
   } catch (...) {
     log(LogLevel::warning,
-        "nobody heard of this rank's failure: " + describe(std::current_exception()));
+        "could not announce this rank's failure: " + describe(std::current_exception()));
   }
 }
 

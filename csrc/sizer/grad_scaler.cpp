@@ -164,9 +164,7 @@ void GradScaler::update(std::optional<double> new_scale) {
         found = found.defined() ? found + here : here;
       }
     }
-    TORCH_CHECK(
-        found.defined(),
-        "update() came before any unscale() or step(); nothing tells how to adapt the scale");
+    TORCH_CHECK(found.defined(), "update() came before any unscale() or step(); call step() first");
     at::_amp_update_scale_(scale_, growth_tracker_, found, options_.growth_factor,
                            options_.backoff_factor, options_.growth_interval);
   }

@@ -91,7 +91,7 @@ void check_rows(const std::vector<at::Tensor>& results, int64_t rows) {
   for (size_t i = 0; i < results.size(); ++i) {
     const auto& result = results[i];
     TORCH_CHECK_TYPE(result.defined() && result.layout() == at::kStrided,
-                     "fn returned what is no dense tensor (tensor of the result: ", i,
+                     "fn returned no dense tensor (tensor of the result: ", i,
                      "); return tensors with strides");
     TORCH_CHECK_VALUE(result.dim() > 0 && result.size(0) == rows,
                       "fn returned a wrong number of rows (tensor of the result: ", i,

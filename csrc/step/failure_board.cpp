@@ -29,7 +29,7 @@ auto ask(std::chrono::milliseconds patience, Work work) {
 
 Failure read(c10d::Store& store, const std::string& key) {
   Failure unreadable;
-  unreadable.text = "(its words cannot be read; see that rank's own output)";
+  unreadable.text = "(its message cannot be read; see that rank's own output)";
   return decode_failure(store.get(key)).value_or(unreadable);
 }
 }  // namespace
@@ -78,7 +78,7 @@ std::optional<Failure> FailureBoard::find_other(int64_t step, int own_rank, int 
 Failure FailureBoard::await(const std::string& place, Patience patience) const {
   Failure missing;
   if (!store_) {
-    missing.text = "(its process group has no store to read its words from)";
+    missing.text = "(its process group has no store to read its message from)";
     return missing;
   }
   try {
@@ -87,7 +87,7 @@ Failure FailureBoard::await(const std::string& place, Patience patience) const {
       return read(*store, key);
     });
   } catch (const std::exception&) {
-    missing.text = "(its words did not arrive; see that rank's own output)";
+    missing.text = "(its message did not arrive; see that rank's own output)";
     return missing;
   }
 }

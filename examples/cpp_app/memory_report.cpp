@@ -54,7 +54,8 @@ void run_out() {
     const memory::SiteScope site("a batch that is too large");
     torch::zeros({2 * kRoomBytes}, torch::kUInt8);
   } catch (const c10::OutOfMemoryError&) {
-    std::cout << "ran out:" << brimful::probes::to_short_string(*brimful::probes::last_oom()) << "\n";
+    const auto facts = *brimful::probes::last_oom();
+    std::cout << "ran out:" << brimful::probes::to_short_string(facts) << "\n";
   }
   memory::set_limit(torch::kCPU, std::nullopt);
 }

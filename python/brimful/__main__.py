@@ -11,9 +11,9 @@ import brimful
 
 # Each is brimful.cli.<name>.main(arguments) -> exit status.
 _COMMANDS = {
-    "top": "a live table of the host's memory, the GPUs and who is on them",
+    "top": "a live table of the host's memory, the GPUs and their processes",
     "doctor": "is this machine fit for training?",
-    "report": "a page of what recordings of memory have",
+    "report": "a page that shows recordings of memory",
     "run": "a program as it is, its memory watched and its errors explained",
 }
 

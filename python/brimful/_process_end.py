@@ -38,23 +38,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
-def mark_told(error: BaseException) -> None:
-    """The other ranks know this error: nobody is to announce it again."""
+def mark_reported(error: BaseException) -> None:
+    """The other ranks know this error, and it is not announced again."""
     with suppress(AttributeError):
-        error._brimful_told = True  # type: ignore[attr-defined]
+        error._brimful_reported = True  # type: ignore[attr-defined]
 
 
-def _was_told(error: BaseException) -> bool:
-    return isinstance(error, _C.RankFailed) or getattr(error, "_brimful_told", False)
+def _was_reported(error: BaseException) -> bool:
+    return isinstance(error, _C.RankFailed) or getattr(error, "_brimful_reported", False)
 
 
-def words_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def _announce(error: BaseException | None) -> None:
     """The process ends: whatever it owes is sent now, with the error's text."""
-    if error is not None and _was_told(error):
+    if error is not None and _was_reported(error):
         return
     for model in list(_live):
         reducer = model._reducer
@@ -62,14 +62,12 @@ def _announce(error: BaseException | None) -> None:
             continue
         try:
             if error is None and not reducer.owes:
-                if model.in_loop():  # they find the group broken, and these words
+                if model.in_loop():  # they find the group broken, and read this text
                     reducer.publish_failure(False, "its process ended between two steps")
                 continue
             memory = error is not None and is_out_of_memory(error)
             text = (
-                words_of(error)
-                if error is not None
-                else "its process ended in the middle of a step"
+                text_of(error) if error is not None else "its process ended in the middle of a step"
             )
             if model.buckets_expected():
                 reducer.announce_failure(memory, text, _EXIT_PATIENCE_MS)
@@ -84,9 +82,9 @@ def announce_owed(error: BaseException) -> None:
     for model in list(_live):
         if model._owes():
             try:
-                model.reducer.announce_failure(is_out_of_memory(error), words_of(error), 0)
+                model.reducer.announce_failure(is_out_of_memory(error), text_of(error), 0)
             except Exception as unheard:
-                _log.warning("nobody heard of this rank's failure: %s", unheard)
+                _log.warning("could not announce this rank's failure: %s", unheard)
 
 
 def _end() -> None:

@@ -97,8 +97,8 @@ class PerRank:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._key not in state:
             raise ValueError(
-                f"nothing was saved of this rank (rank: {self._key[4:]}, saved: {', '.join(state) or 'nothing'}); load "
-                "with as many ranks as saved, or leave this entry out"
+                f"nothing was saved for this rank (rank: {self._key[4:]}, saved: {', '.join(state) or 'nothing'}); "
+                "load with as many ranks as saved, or leave this entry out"
             )
         self._stateful.load_state_dict(state[self._key])
 

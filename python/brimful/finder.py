@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from brimful import _C, memory
-from brimful._process_end import announce_owed, is_out_of_memory, words_of
+from brimful._process_end import announce_owed, is_out_of_memory, text_of
 from brimful.checkpoint import _group
 
 __all__ = ["find_executable_batch_size"]
@@ -97,9 +97,9 @@ def _try(attempt: Callable[[], Any]) -> Any:
     except BaseException as error:
         announce_owed(error)
         if not _ran_out(error):
-            _C._share_attempt(_group(None), _TO_DO, False, True, words_of(error))
+            _C._share_attempt(_group(None), _TO_DO, False, True, text_of(error))
             raise
-        return _RanOut(words_of(error))
+        return _RanOut(text_of(error))
 
 
 def _share(ended: Any) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from brimful import memory
-from brimful._process_end import is_out_of_memory, words_of
+from brimful._process_end import is_out_of_memory, text_of
 from brimful.errors import explain
 from brimful.finder import _clean
 from brimful.memory._summary import summary
@@ -168,7 +168,8 @@ def fraction(peak_bytes: int, total_bytes: int, headroom: float = 1.15) -> float
         raise ValueError(f"headroom is a factor of 1 and more (headroom: {headroom})")
     if total_bytes <= 0 or peak_bytes < 0:
         raise ValueError(
-            f"a trial takes a part of a device (peak_bytes: {peak_bytes}, total_bytes: {total_bytes})"
+            f"a trial's bytes must not be negative, nor a device's be 0 (peak_bytes: {peak_bytes}, "
+            f"total_bytes: {total_bytes})"
         )
     return min(1.0, math.ceil(peak_bytes * headroom * 10_000 / total_bytes) / 10_000)
 
@@ -282,7 +283,7 @@ def _run(
             seen.ran_out(error)
             if options.on_oom == "raise":
                 raise
-            words = words_of(error).splitlines()[0]
+            words = text_of(error).splitlines()[0]
         finally:
             found = seen.facts()
             if not of_ray:
@@ -424,7 +425,7 @@ def _free_and_total(device: torch.device) -> tuple[int, int]:
 def _smallest_gpu_bytes() -> int:
     found = [gpu["total_bytes"] for gpu in gpus()["gpus"] if gpu["total_bytes"]]
     if not found:
-        raise ValueError("no GPU is there to take a fraction of (GPUs: 0); name its total_bytes")
+        raise ValueError("there is no GPU to take a fraction of (GPUs: 0); pass total_bytes")
     return int(min(found))
 
 
@@ -432,4 +433,6 @@ def _imported(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} is not there; pip install 'brimful[{extra}]'") from error
+        raise ImportError(
+            f"{module} is not installed; run: pip install 'brimful[{extra}]'"
+        ) from error

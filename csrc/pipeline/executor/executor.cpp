@@ -184,8 +184,8 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
   TORCH_CHECK(!abandoned_, "the pipeline was abandoned (under way: ", abandoned_text_,
               "); make a new one");
   TORCH_CHECK_VALUE(!is_forked(),
-                    "a pipeline does not go along into a forked process (made in process: ",
-                    process_, "); make it there");
+                    "a pipeline cannot be used in a forked process (made in process: ", process_,
+                    "); make it there");
   place_stages(schedule);
   Job job{schedule, work};
   job.caller.emplace();

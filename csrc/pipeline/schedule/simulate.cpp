@@ -15,11 +15,11 @@ using Kind = ActionKind;
 
 std::vector<double> by_stage(const std::vector<double>& values, int stages, const char* name) {
   TORCH_CHECK_VALUE(values.size() == 1 || values.size() == static_cast<size_t>(stages),
-                    "costs are one value, or one a stage (", name, ": ", values.size(),
+                    "costs are one value, or one for each stage (", name, ": ", values.size(),
                     " values, stages: ", stages, ")");
   for (const double value : values) {
-    TORCH_CHECK_VALUE(std::isfinite(value) && value >= 0, "a cost is a number from 0 on (", name,
-                      ": ", value, ")");
+    TORCH_CHECK_VALUE(std::isfinite(value) && value >= 0,
+                      "a cost must be finite and not negative (", name, ": ", value, ")");
   }
   return values.size() == 1 ? std::vector<double>(stages, values[0]) : values;
 }
@@ -37,9 +37,9 @@ struct StageCosts {
       whole = by_stage(costs.backward, stages, "backward");
     }
     TORCH_CHECK_VALUE(std::isfinite(costs.hop) && costs.hop >= 0,
-                      "a hop takes a time from 0 on (hop: ", costs.hop, ")");
+                      "hop must be finite and not negative (hop: ", costs.hop, ")");
     TORCH_CHECK_VALUE(costs.input_share >= 0 && costs.input_share <= 1,
-                      "I frees a share from 0 to 1 (input_share: ", costs.input_share, ")");
+                      "input_share must be between 0 and 1 (input_share: ", costs.input_share, ")");
   }
 
   double of(const Action& action) const {

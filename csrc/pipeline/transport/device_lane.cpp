@@ -119,7 +119,7 @@ std::shared_ptr<c10::Event> DeviceLane::move(const Message& message, const Move&
   }
   if (backend == nullptr) {
     brimful::detail::throw_rank_failed(-1, -1, Status::error,
-                                       "the way between the devices of two ranks is gone");
+                                       "the connection between the devices of two ranks is lost");
   }
   const c10::StreamGuard guard(stream_);
   try {

@@ -69,7 +69,7 @@ std::shared_ptr<const Form> make_form(FormReader& reader) {
 
 void Form::write(FormWriter& /*writer*/) const {
   TORCH_CHECK_TYPE(false,
-                   "a structure of this kind does not go to another process (form: ", describe(),
+                   "a structure of this kind cannot be sent to another process (form: ", describe(),
                    "); return tensors, or tuples, lists and dicts of them");
 }
 

@@ -65,10 +65,11 @@ void write(FormWriter& writer, const c10::IValue& part) {
       write(writer, entry.value());
     }
   } else {
-    TORCH_CHECK_TYPE(false,
-                     "between processes go tensors, numbers, texts, and tuples, lists and "
-                     "dicts of them (found: ",
-                     part.tagKind(), "); return those");
+    TORCH_CHECK_TYPE(
+        false,
+        "messages between processes hold tensors, numbers, texts, and tuples, lists and "
+        "dicts of them (found: ",
+        part.tagKind(), "); return those");
   }
 }
 

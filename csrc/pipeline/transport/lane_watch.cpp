@@ -47,7 +47,7 @@ void LaneWatch::look_here() {
   if (!given_up_.empty()) {
     tell();
   } else if (is_told()) {
-    given_up_ = "another rank has given up the ways between their devices";
+    given_up_ = "another rank has given up the connections between their devices";
   }
   if (!given_up_.empty()) {
     log(LogLevel::warning, "messages between the devices of a pipeline are given up: " + given_up_);

@@ -136,7 +136,7 @@ void LocalSocket::await(bool readable) {
     ready = ::poll(&event, 1, static_cast<int>(timeout_.count()));
   } while (ready < 0 && errno == EINTR);
   TORCH_CHECK(ready > 0,
-              "another rank on this host was not heard of in time (timeout_ms: ", timeout_.count(),
+              "another rank on this host did not answer in time (timeout_ms: ", timeout_.count(),
               ")");
   if ((event.revents & POLLOUT) != 0) {
     push();
@@ -156,9 +156,9 @@ void LocalSocket::fill() {
       return;
     }
     TORCH_CHECK(count < 0, "another rank on this host has closed its connection");
-    TORCH_CHECK(
-        errno != EAGAIN || !kept_.empty(),
-        "another rank on this host was not heard of in time (timeout_ms: ", timeout_.count(), ")");
+    TORCH_CHECK(errno != EAGAIN || !kept_.empty(),
+                "another rank on this host did not answer in time (timeout_ms: ", timeout_.count(),
+                ")");
     TORCH_CHECK(errno == EAGAIN || errno == EINTR,
                 "the connection to another rank on this host broke (error: ", std::strerror(errno),
                 ")");

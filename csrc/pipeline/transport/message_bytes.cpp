@@ -146,7 +146,8 @@ void require_plain(const Message& message, c10::Device device) {
     TORCH_CHECK_TYPE(
         !tensor.defined() || ((tensor.is_cpu() || tensor.device() == device) &&
                               tensor.layout() == at::kStrided && !tensor.is_quantized()),
-        "between processes tensors are dense, and on the CPU or their stage's device (device: ",
+        "tensors in messages between processes are dense, and on the CPU or their stage's device "
+        "(device: ",
         tensor.device(), ", stage: ", device, ", layout: ", tensor.layout(),
         ", dtype: ", tensor.scalar_type(), "); convert them in the stage");
   }

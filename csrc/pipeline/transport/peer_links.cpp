@@ -29,12 +29,13 @@ bool serves(const c10d::ProcessGroup& group, c10::DeviceType type) {
 }  // namespace
 
 void Peers::use(c10::Device device) {
-  TORCH_CHECK_VALUE(serves(*group_, c10::DeviceType::CPU),
-                    "the ranks of a pipeline talk over the CPU, for which their group has no "
-                    "backend (group: ",
-                    group_->getBackendName(),
-                    "); make it with gloo: init_process_group(\"gloo\"), or "
-                    "\"cpu:gloo,cuda:nccl\" for stages on CUDA devices");
+  TORCH_CHECK_VALUE(
+      serves(*group_, c10::DeviceType::CPU),
+      "the ranks of a pipeline exchange messages over the CPU, for which their group has no "
+      "backend (group: ",
+      group_->getBackendName(),
+      "); make it with gloo: init_process_group(\"gloo\"), or "
+      "\"cpu:gloo,cuda:nccl\" for stages on CUDA devices");
   if (device.is_cpu() || make_pair_) {
     device_ = device;
     return;

@@ -176,7 +176,7 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
   }
   if (verdict.kind == Status::ok && !late.empty()) {  // the next step's says so to all
     throw_broken(mine.kind,
-                 "the step is not this rank's, though the others found it good: " + late);
+                 "the step failed on this rank, after all ranks had found it good: " + late);
   }
   return verdict;
 }

@@ -92,7 +92,7 @@ Finding port_finding(const LimitFacts& facts) {
   if (facts.port_is_free) {
     return {name, Health::ok, "free", ""};
   }
-  return {name, Health::warn, "taken, or not ours to open",
+  return {name, Health::warn, "in use, or this process may not open it",
           "another job may be running here: use torchrun --standalone, or another --master-port"};
 }
 
@@ -155,7 +155,7 @@ std::vector<Finding> check_gpus(const GpuReport& report, bool wanted) {
   std::vector<Finding> findings{
       {"NVML", report.problem.empty() ? Health::ok : Health::warn,
        "driver " + report.driver + (report.problem.empty() ? "" : "; " + report.problem),
-       report.problem.empty() ? "" : "mend CUDA_VISIBLE_DEVICES"}};
+       report.problem.empty() ? "" : "correct CUDA_VISIBLE_DEVICES"}};
   for (const auto& gpu : report.gpus) {
     Finding finding;
     finding.name = "GPU " + std::to_string(gpu.index) +
@@ -163,7 +163,7 @@ std::vector<Finding> check_gpus(const GpuReport& report, bool wanted) {
     if (!gpu.problem.empty()) {
       finding.health = Health::fail;
       finding.found = gpu.problem;
-      finding.remedy = "keep it out of CUDA_VISIBLE_DEVICES until it is well";
+      finding.remedy = "keep it out of CUDA_VISIBLE_DEVICES until it works again";
     } else {
       finding.found = gpu.name + ", " +
                       (gpu.free_bytes ? format_bytes(*gpu.free_bytes) : "an unknown part") +

@@ -102,7 +102,8 @@ constexpr std::array kRules{
         "threads (OpenCV, say) may not survive a fork: try multiprocessing_context='spawn'"},
     ErrorRule{
         "DataLoader worker", "exited unexpectedly", "worker_failed", std::nullopt,
-        "a DataLoader worker ended without a word: it was killed, or a library in it ended the "
+        "a DataLoader worker ended without an error message: it was killed, or a library in it "
+        "ended the "
         "process",
         "run with num_workers=0 to see an error of the dataset; dmesg says whether the kernel "
         "killed it for want of memory"},

@@ -16,7 +16,7 @@ void apply(const ErrorRule& rule, const ErrorEvidence& evidence, Explanation& ou
     add_bytes(out, "free in /dev/shm now", evidence.shm_free_bytes);
   }
   if (!rule.is_memory && evidence.oom_kills) {
-    out.evidence.push_back("kills by the kernel for want of memory in this cgroup: " +
+    out.evidence.push_back("kills by the kernel because memory ran out in this cgroup: " +
                            std::to_string(*evidence.oom_kills));
     if (*evidence.oom_kills > 0) {
       out.is_memory = true;
@@ -37,7 +37,7 @@ void explain_other(const ErrorText& error, const ErrorEvidence& evidence, Explan
   if (index || is_mistake(error.text) || is_mistake_by_type(error)) {
     out.is_memory = false;
     out.cause = "no shortage of memory: " + said_by(error.text);
-    out.remedy = "mend what the error says; nothing about memory will help";
+    out.remedy = "fix what the error says; nothing about memory will help";
     return;
   }
   out.cause = "an error that brimful does not know: " + said_by(error.text);

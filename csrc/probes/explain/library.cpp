@@ -57,8 +57,7 @@ void explain_library(const ErrorText& error, const ErrorEvidence& evidence, bool
   const bool is_short = evidence.free_bytes && *evidence.free_bytes < need.bytes;
   add_bytes(out, "free on the device before the call", evidence.free_bytes);
   if (evidence.free_bytes) {
-    out.evidence.push_back("held against what the call needs: " + format_bytes(need.bytes) + " (" +
-                           need.words + ")");
+    out.evidence.push_back("the call needs: " + format_bytes(need.bytes) + " (" + need.words + ")");
   }
   if (evidence.refused) {
     out.evidence.emplace_back("torch's allocator refused a request in the same step");

@@ -65,10 +65,10 @@ LibraryNeed need_of(const std::string& error, const ErrorEvidence& evidence) {
     parts.push_back(*dnn);
   }
   if (contains(error, "NOT_INITIALIZED")) {
-    parts.push_back({kHandleBytes, "first handle and its kernels, as a rule"});
+    parts.push_back({kHandleBytes, "usual for the first handle and its kernels"});
   }
   if (parts.empty()) {
-    return {kHandleBytes, "as a rule: what this call needs is not known"};
+    return {kHandleBytes, "a usual amount: what this call needs is not known"};
   }
   LibraryNeed need;
   for (const auto& part : parts) {

@@ -128,10 +128,11 @@ bool explain_others(const std::string& text, const std::optional<int64_t>& asked
   out.cause = (one ? "process " + use.others.front().pid + " holds "
                    : std::to_string(use.others.size()) + " other processes hold ") +
               format_bytes(use.other_bytes) + " of this device, and this process " +
-              format_bytes(use.own_bytes) + ": what is left has no room for this allocation";
-  out.remedy = std::string(one ? "end that process" : "end those processes") +
-               " (`brimful top` lists them), or use another device: a smaller batch leaves what "
-               "others hold";
+              format_bytes(use.own_bytes) + ": the rest has no room for this allocation";
+  out.remedy =
+      std::string(one ? "end that process" : "end those processes") +
+      " (`brimful top` lists them), or use another device: a smaller batch does not free what "
+      "others hold";
   return true;
 }
 

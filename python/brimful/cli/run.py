@@ -62,13 +62,13 @@ def main(arguments: Sequence[str]) -> int:
             _tracking.add_oom_note(error)
             sys.excepthook(type(error), BaseException.with_traceback(error, own), own)
             with unheard("the explanation of the error"):
-                _tell(str(explain(error)))
+                _say(str(explain(error)))
             return 1
         except BaseException as error:  # Ctrl-C, sys.exit: Python ends by them
             raise BaseException.with_traceback(error, _own_part(error, code)) from error.__cause__
         finally:
             with unheard("the report of the memory"):
-                _tell(_report(finder))
+                _say(_report(finder))
             recording.end()
             page.settle()
             memory.stop_tracking()
@@ -106,7 +106,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--record",
         metavar="FILE",
-        help="keep what memory does, for `brimful report`; each rank has its file",
+        help="record memory over time, for `brimful report`; each rank has its file",
     )
     parser.add_argument("program", help="a file, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
@@ -139,7 +139,7 @@ class _OomPage:
 
     def end(self) -> None:
         if self._written() != self._before:
-            _tell(f"what filled the memory where it ran out: {self.path}")
+            _say(f"what filled the memory where it ran out: {self.path}")
 
     def _written(self) -> int | None:
         try:
@@ -163,7 +163,7 @@ class _Recording:
     def end(self) -> None:
         if self._is_on and self._path and memory.recording():  # not in a forked child
             written = _C._save_recording_anywhere(memory.stop_recording(), os.fsencode(self._path))
-            _tell(f"what memory did: brimful report {shlex.quote(written)}")
+            _say(f"memory over time: brimful report {shlex.quote(written)}")
         self._is_on = False
 
 
@@ -252,7 +252,7 @@ def _marked(text: str) -> str:
     return "\n".join(mark + line for line in text.splitlines())
 
 
-def _tell(text: str) -> None:
+def _say(text: str) -> None:
     with suppress(Exception):  # what the program has made of stderr
         sys.stderr.write(_marked(text) + "\n")  # at once: other ranks write there too
         sys.stderr.flush()

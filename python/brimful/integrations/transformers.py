@@ -38,8 +38,9 @@ class BrimfulCallback(TrainerCallback):
             return
         if trainer.args.auto_find_batch_size:
             raise ValueError(
-                "two would look for a batch that fits (auto_find_batch_size: True); leave it out of "
-                "TrainingArguments: BrimfulCallback keeps the batch size and fits the pieces"
+                "the Trainer and BrimfulCallback would both search for a batch that fits "
+                "(auto_find_batch_size: True); leave it out of TrainingArguments: BrimfulCallback "
+                "keeps the batch size and fits the pieces"
             )
         self._trainer = trainer
         self._compute_loss = trainer.compute_loss

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from brimful import _C
 from brimful._compat import optimizers_in_backward, skipped_by_dynamo
-from brimful._process_end import is_out_of_memory, register, words_of
+from brimful._process_end import is_out_of_memory, register, text_of
 from brimful.reducer._comm_hook import builtin_hook, check_comm_hook
 from brimful.reducer._join import InTorchsJoin, joining, not_joined
 from brimful.reducer._mixed_precision import MixedPrecision, check_mixed_precision, wire_dtype_of
@@ -295,7 +295,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         try:
             yield
         except BaseException as error:
-            self.reducer.end_scope_failed(is_out_of_memory(error), words_of(error))
+            self.reducer.end_scope_failed(is_out_of_memory(error), text_of(error))
             raise
         self.reducer.end_scope_ok()
 
@@ -427,7 +427,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._compare(Contents(self.module))
         except Exception as error:
             if self.reducer.owes:  # in a plain loop: the other ranks are in this step
-                self.reducer.publish_failure(False, words_of(error))
+                self.reducer.publish_failure(False, text_of(error))
             raise
         self._suspect = False
         self._in_backward = optimizers_in_backward()

@@ -193,7 +193,7 @@ class _Hook:
     def __init__(self, mixed: MixedPrecision | None, name: str) -> None:
         self.low = False  # casts are in place
         self.name = name
-        self.mixed = mixed  # None: of a copy of the module, which is nobody's
+        self.mixed = mixed  # None: of a copy of the module, which has no owner
         self._swapped: _Swapped | None = None
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[None, str]]:

@@ -44,12 +44,12 @@ def group_of(group: dist.ProcessGroup | None, device_mesh: Any = None) -> dist.P
     if device_mesh is not None:
         if group is not None:
             raise ValueError(
-                "a process group and a device mesh are one too many "
+                "a process group and a device mesh exclude each other "
                 f"(process_group: {group}, device_mesh: {device_mesh}); pass one of them"
             )
         if device_mesh.ndim != 1:
             raise ValueError(
-                f"ranks are reduced over one dimension (device_mesh: {device_mesh}); pass a mesh of "
+                f"gradients are reduced over one dimension (device_mesh: {device_mesh}); pass a mesh of "
                 "one dimension, or the process group of the one that holds replicas"
             )
         return device_mesh.get_group(mesh_dim=0)  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from brimful import _C
 from brimful._modules import batch_norms
-from brimful._process_end import is_out_of_memory, mark_told, words_of
+from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
 from brimful.sizer import _trial
 from brimful.sizer._optimizer_room import OptimizerRoom
@@ -327,9 +327,9 @@ class BatchSizer:
                 if sizer is None:
                     raise
                 try:
-                    sizer._core.fail_optimizer(words_of(error))
+                    sizer._core.fail_optimizer(text_of(error))
                 except _C.HalfStepError as half_done:
-                    mark_told(half_done)
+                    mark_reported(half_done)
                     raise half_done from error
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -382,8 +382,8 @@ class BatchSizer:
             outcome = self._core.step(
                 data, self._local(loss_fn), self._model, sizes, error, bool(accumulate)
             )
-        except BaseException as told:
-            mark_told(told)
+        except BaseException as reported:
+            mark_reported(reported)
             raise
         self._consumed += data is not None
         if trial is not None:
@@ -452,8 +452,8 @@ class BatchSizer:
 
     def _fail(self, error: BaseException) -> None:
         """Inform the other ranks, which wait in their next step; nobody does after the last one."""
-        self._core.tell_failure(is_out_of_memory(error), words_of(error))
-        mark_told(error)
+        self._core.tell_failure(is_out_of_memory(error), text_of(error))
+        mark_reported(error)
         raise error
 
     def _optimizer_states(self) -> list[torch.Tensor]:

@@ -114,9 +114,9 @@ TEST_CASE("Ranks read on the board what others have left there first", "[step][f
   CHECK_FALSE(there.find_other(8, 0, 2));
   check_equal(there.await(FailureBoard::place_of(7, 1), milliseconds(0)), first);
   CHECK(there.await(FailureBoard::place_of(8, 1), milliseconds(1)).text ==
-        "(its words did not arrive; see that rank's own output)");
+        "(its message did not arrive; see that rank's own output)");
   store->set("brimful/1/garbled", std::vector<uint8_t>{1, 2, 3});
-  CHECK(there.find("garbled")->text == "(its words cannot be read; see that rank's own output)");
+  CHECK(there.find("garbled")->text == "(its message cannot be read; see that rank's own output)");
 }
 
 TEST_CASE("All hear of a rank that has given up", "[step][failure]") {

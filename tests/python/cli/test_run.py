@@ -256,7 +256,7 @@ def test_what_memory_did_is_recorded_where_it_is_asked_for(folder, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     watched = brimful_run(folder, "--record", "run.brimful", "train.py")
     path = folder / "run.rank1.brimful"
-    assert f"what memory did: brimful report {path}\n" in watched.stderr
+    assert f"memory over time: brimful report {path}\n" in watched.stderr
     (cpu,) = memory.load_recording(path).devices
     assert cpu.steps == 12
     assert any("train.py:11 " in line for line, *_ in cpu.peak_by_line)
@@ -292,7 +292,7 @@ def test_a_program_may_end_the_recording(folder):
     )
     watched = brimful_run(folder, "--record", "run.brimful", "ends.py")
     assert watched.returncode == 0, watched.stderr
-    assert "what memory did" not in watched.stderr
+    assert "memory over time" not in watched.stderr
 
 
 def test_a_program_that_is_not_there(folder):

@@ -11,6 +11,7 @@ PAGES = sorted(
     [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("README.md")]
 )
 HEADERS = sorted((ROOT / "csrc" / "include").rglob("*.h"))
+SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h"))
 MODULES = sorted((ROOT / "python").rglob("*.py"))
 #: What the glossary replaces; code in backticks may have any name.
 REPLACED = {
@@ -22,6 +23,12 @@ REPLACED = {
     r"\bmend(s|ed|ing)?\b": "fix",
     r"\bwire (format|type)\b": "reduction dtype",
 }
+#: In messages no word of the sources' private names either.
+IN_MESSAGES = REPLACED | {
+    r"\bwords\b": "message, text",
+    r"\b(nobody|somebody)\b": "no rank, another rank",
+    r"\b(wire|foreign)\b": "reduction dtype, torch's DistributedDataParallel",
+}
 
 
 def prose_of(page: Path) -> str:
@@ -29,10 +36,10 @@ def prose_of(page: Path) -> str:
     return re.sub(r"`[^`]*`", "", text)
 
 
-def replaced_in(prose: str) -> dict[str, str]:
+def replaced_in(prose: str, words: dict[str, str] = REPLACED) -> dict[str, str]:
     return {
         prose[max(0, hit.start() - 30) : hit.end() + 20].replace("\n", " "): instead
-        for pattern, instead in REPLACED.items()
+        for pattern, instead in words.items()
         for hit in re.finditer(pattern, prose, flags=re.IGNORECASE)
     }
 
@@ -57,3 +64,27 @@ def test_docstrings_use_the_words_of_the_glossary(module: Path) -> None:
 def test_public_headers_use_the_words_of_the_glossary(header: Path) -> None:
     comments = re.findall(r"//+ ?<? ?(.*)", header.read_text())
     assert replaced_in(re.sub(r"`[^`]*`", "", " ".join(comments))) == {}
+
+
+def texts_of(source: Path) -> list[str]:
+    """Literals of more than one word, those that stand behind each other as one."""
+    code = re.sub(r"^\s*(#include|//).*$", "", source.read_text(), flags=re.MULTILINE)
+    literals = re.findall(r'"(?:[^"\\\n]|\\.|"\s*")*"', code)
+    return [literal for literal in literals if " " in literal]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))
+def test_messages_of_sources_use_the_words_of_the_glossary(source: Path) -> None:
+    assert replaced_in("\n".join(texts_of(source)), IN_MESSAGES) == {}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.relative_to(ROOT)))
+def test_messages_of_modules_use_the_words_of_the_glossary(module: Path) -> None:
+    tree = ast.parse(module.read_text())
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
+    ]
+    assert replaced_in("\n".join(text for text in texts if " " in text), IN_MESSAGES) == {}

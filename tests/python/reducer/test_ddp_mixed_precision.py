@@ -727,4 +727,4 @@ def mismatch_job(rank):
 def test_ranks_that_differ_are_told(ranks):
     for error in ranks(mismatch_job):
         assert type(error) is brimful.PlanMismatch, error
-        assert "wire: BFloat16" in str(error)
+        assert "reduction dtype: BFloat16" in str(error)

@@ -212,7 +212,7 @@ def bad_options_job(rank):
             wrap(net(), **options)
     with pytest.raises(TypeError, match="wire_dtype"):
         wrap(net(), wire_dtype="bfloat16")
-    with pytest.raises(brimful.PlanMismatch, match=r"wire: (BFloat16|as the gradients)"):
+    with pytest.raises(brimful.PlanMismatch, match=r"reduction dtype: (BFloat16|as the gradients)"):
         wrap(net(), wire_dtype=torch.bfloat16 if rank.index == 0 else None)
 
 

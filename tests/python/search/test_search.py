@@ -375,7 +375,7 @@ def test_waiting_has_an_end():
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.tune", None)
     with pytest.raises(
-        ImportError, match=r"^ray\.tune is not there; pip install 'brimful\[ray\]'$"
+        ImportError, match=r"^ray\.tune is not installed; run: pip install 'brimful\[ray\]'$"
     ):
         search.resources({1: 1}, total_bytes=1)
 
@@ -415,7 +415,7 @@ def test_a_search_space_without_the_key_is_named(ray_tune):
 
 def test_without_a_gpu_its_size_is_asked_for(ray_tune, monkeypatch):
     monkeypatch.setattr(search, "gpus", lambda: {"gpus": []})
-    with pytest.raises(ValueError, match="name its total_bytes"):
+    with pytest.raises(ValueError, match="pass total_bytes"):
         search.resources({1: 1})
 
 

@@ -309,15 +309,15 @@ BAD = {
         ValueError,
         "wrong number of rows (tensor of the result: 0, shape: []",
     ),
-    "number": (lambda x: 1.5, TypeError, "fn returned what is no tensor (type: float)"),
+    "number": (lambda x: 1.5, TypeError, "fn returned no tensor (type: float)"),
     "inside": (
         lambda x: {"a": x, "b": "text"},
         TypeError,
-        "fn returned what is no tensor (type: str)",
+        "fn returned no tensor (type: str)",
     ),
     "nothing": (lambda x: None, TypeError, "fn returned no tensor"),
     "empty": (lambda x: (), TypeError, "fn returned no tensor"),
-    "sparse": (lambda x: x.to_sparse(), TypeError, "fn returned what is no dense tensor"),
+    "sparse": (lambda x: x.to_sparse(), TypeError, "fn returned no dense tensor"),
     "structure": (
         lambda x: [x] if x[0, 0] > 0 else (x,),
         ValueError,

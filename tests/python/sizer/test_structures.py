@@ -884,7 +884,7 @@ ARGUMENTS = {
     "both ways": (
         {"size_fn": len, "split_fn": flat_piece, "batch_dim": 1},
         ValueError,
-        r"says nothing to size_fn and split_fn \(batch_dim: 1\); leave it out",
+        r"has no effect with size_fn and split_fn \(batch_dim: 1\); leave it out",
     ),
     "size_fn of text": ({"size_fn": "len", "split_fn": len}, TypeError, r"\(size_fn: 'len'\)"),
     "split_fn of text": ({"size_fn": len, "split_fn": "x"}, TypeError, r"\(split_fn: 'x'\)"),

@@ -224,13 +224,13 @@ TEST_CASE("Costs that make no sense are refused", "[pipeline]") {
   CHECK_THROWS_WITH(simulated([](Costs& costs) {
                       costs.forward = {1, 2};
                     }),
-                    Contains("one value, or one a stage (forward: 2 values, stages: 3)"));
+                    Contains("one value, or one for each stage (forward: 2 values, stages: 3)"));
   CHECK_THROWS_WITH(simulated([](Costs& costs) { costs.backward_input = {}; }),
                     Contains("(backward_input: 0 values, stages: 3)"));
   CHECK_THROWS_WITH(simulated([](Costs& costs) {
                       costs.backward = {1, -2, 3};
                     }),
-                    Contains("a number from 0 on (backward: -2)"));
+                    Contains("a cost must be finite and not negative (backward: -2)"));
   CHECK_THROWS_WITH(
       simulated([](Costs& c) { c.activation = {std::numeric_limits<double>::infinity()}; }),
       Contains("(activation: inf)"));
