@@ -10,7 +10,7 @@ using ByteSink = std::function<size_t(const void* bytes, size_t count)>;
 
 enum class Durable : bool { no, yes };
 
-/// Writes a new file beside `path`, of a name that nobody can foresee, and renames it to `path`, which holds either the
+/// Writes a new file beside `path`, of a name that cannot be foreseen, and renames it to `path`, which holds either the
 /// old file or the whole new one at any time; what the old one allows to whom the new one does as well. With
 /// `Durable::yes` both the file and its name are on the disk when this returns. `write` gives it bytes; an error of the
 /// file system is raised when it has returned.

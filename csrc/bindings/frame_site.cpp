@@ -1,5 +1,5 @@
 // The line of the innermost frame outside torch and brimful, read without the GIL. torch gives the GIL up around its
-// operators, so an allocation does not hold it; but nobody else changes the frames of a thread that is inside a C call, and
+// operators, so an allocation does not hold it; but no other changes the frames of a thread that is inside a C call, and
 // what is read here (a code object's file name, its line table) never changes while a frame runs it.
 #include <algorithm>
 #include <array>
@@ -251,7 +251,7 @@ PyObject* after_optimizer(PyObject* /*self*/, PyObject* const* /*given*/, Py_ssi
 
 void add_hook(py::module_& m, PyMethodDef& method, const char* name, _PyCFunctionFast hook) {
   const auto any =
-      reinterpret_cast<void (*)()>(hook);  // what METH_FASTCALL means, compilers are told so
+      reinterpret_cast<void (*)()>(hook);  // what METH_FASTCALL means; keeps compilers quiet
   method = {name, reinterpret_cast<PyCFunction>(any), METH_FASTCALL, nullptr};
   m.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
 }

@@ -16,7 +16,7 @@ struct HolderChain {
 std::vector<HolderChain> find_chains(const PythonHeap& heap, const PythonRoots& roots,
                                      const std::vector<PyObject*>& targets);
 
-/// Path, container, root, kind, length and bounds of a chain, in the program's words.
+/// Path, container, root, kind, length and bounds of a chain, by the program's names.
 probes::Holder describe_chain(const HolderChain& chain);
 
 }  // namespace brimful

@@ -145,7 +145,7 @@ std::vector<Holder> search(const std::vector<const void*>& data) {
   return holders;
 }
 
-// What goes wrong in a search is not the program's to hear of.
+// The program does not see what goes wrong in a search.
 template <typename Fn>
 auto or_nothing(const char* what, const Fn& fn) -> decltype(fn()) {
   try {

@@ -10,7 +10,7 @@
 namespace brimful {
 
 /// The rows of a tensor, array or PackedSequence along `dim`, if it has any.
-/// @throws c10::ValueError if it lacks `dim`, c10::TypeError for an object that may have rows, but nobody said how
+/// @throws c10::ValueError if it lacks `dim`, c10::TypeError for an object that may have rows where it is not said how
 std::optional<int64_t> rows_of_leaf(const py::handle& leaf, Kind kind, int64_t dim,
                                     const std::string& path);
 

@@ -57,7 +57,7 @@ class WalkDepth {
 
 std::string type_name(const py::handle& object);
 
-/// Looks up the types that part_kind() tells apart; once, when the module is imported.
+/// Looks up the types that part_kind() distinguishes; once, when the module is imported.
 void load_structure_types();
 
 }  // namespace brimful

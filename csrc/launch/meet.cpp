@@ -1,4 +1,4 @@
-// Ranks meet through the store, not by a collective: that can tell who is missing, needs no device, and an error on one
+// Ranks meet through the store, not by a collective: that can say who is missing, needs no device, and an error on one
 // rank leaves no collective half done.
 #include "launch/meet.h"
 
@@ -29,7 +29,7 @@ milliseconds timeout_of(const Group& group) {
   }
 }
 
-/// One meeting. Every rank counts its own, so that they agree on the number without a word.
+/// One meeting. Every rank counts its own, so that they agree on the number without a message.
 class Meeting {
  public:
   /// Meetings of different `purpose` are counted apart. `what`: is to be done.
@@ -93,7 +93,7 @@ class Meeting {
     if (rank_ == 0) {
       try {
         store_->wait(keys("read/"), kReadPatience);
-      } catch (const std::exception&) {  // a rank died after it had come: the next collective tells
+      } catch (const std::exception&) {  // a rank died after it had come: the next collective fails
       }
     }
   }
@@ -188,7 +188,7 @@ void meet(const Group& group, const std::string& what, const std::exception_ptr&
 }
 
 bool share_attempt(const Group& group, const std::string& what, Status end,
-                   const std::string& words) {
+                   const std::string& text) {
   if (!group || group->getSize() == 1) {
     return end == Status::out_of_memory;
   }
@@ -196,7 +196,7 @@ bool share_attempt(const Group& group, const std::string& what, Status end,
   std::vector<Failure> failures;
   try {
     Meeting meeting(group, "attempt", what);
-    meeting.come(end_of(end, words));
+    meeting.come(end_of(end, text));
     if (end == Status::error) {
       meeting.leave_early();
       return false;

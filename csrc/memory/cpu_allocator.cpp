@@ -15,7 +15,7 @@
 namespace brimful::memory {
 namespace {
 
-// The fields come last: the 16 bytes in front of a foreign block are malloc's own, so looking for a seal there is safe.
+// The fields come last: the 16 bytes in front of another's block are malloc's own, so looking for a seal there is safe.
 struct alignas(64) Header {
   char unused[40];
   Ticket ticket;

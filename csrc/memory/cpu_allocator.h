@@ -31,7 +31,7 @@ class BudgetAllocator final : public c10::Allocator {
   int64_t allocations() const { return allocations_.load(std::memory_order_relaxed); }
   int64_t ooms() const { return ooms_.load(std::memory_order_relaxed); }
   int64_t limit_bytes() const { return limit_bytes_.load(std::memory_order_relaxed); }
-  /// The limit holds for nobody until this has been undone as often.
+  /// The limit holds for no thread until this has been undone as often.
   void lift_limit(bool lift) { lifted_.fetch_add(lift ? 1 : -1, std::memory_order_relaxed); }
   void set_limit_bytes(int64_t bytes) { limit_bytes_.store(bytes, std::memory_order_relaxed); }
 

@@ -53,7 +53,7 @@ std::optional<int64_t> of_device(MaybeDevice device, const Ask& ask) noexcept {
   }
 }
 
-/// The driver's word takes a call of it, and does not change.
+/// The driver's answer takes a call of it, and does not change.
 double total_bytes_of(c10::DeviceIndex index) {
   static std::array<std::atomic<int64_t>, kIndices> known{};
   auto& total = known[static_cast<unsigned char>(index)];
@@ -154,7 +154,7 @@ std::optional<int64_t> cuda_recent_free_bytes() noexcept {
   struct Known {
     int64_t reserved_bytes = -1;
     int64_t free_bytes = 0;
-    int left = 0;  // times that it is told without a call
+    int left = 0;  // times that it is returned without a call
   };
   static std::array<Known, kIndices> all;
   static std::mutex mutex;

@@ -29,7 +29,7 @@ struct CudaLimit {
   double fraction;
   double before;
 };
-/// Nothing: the fraction that torch's allocator had before `limit`, if nobody has set another since.
+/// Nothing: the fraction that torch's allocator had before `limit`, if no other has been set since.
 /// @throws c10::NotImplementedError for a limit of an allocator that keeps no statistics
 void cuda_set_limit(c10::DeviceIndex index, std::optional<int64_t> bytes,
                     std::optional<CudaLimit>& limit);
@@ -65,7 +65,7 @@ struct CudaSegment {
   std::vector<CudaBlock> blocks;
   bool expandable;
 };
-/// Takes the allocator's lock for a while. None where the allocator does not tell of them.
+/// Takes the allocator's lock for a while. None where the allocator does not report them.
 std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index);
 
 /// Fills the live tables of all CUDA devices from now on; false, and nothing, while torch's allocator is not in use. One
@@ -73,7 +73,7 @@ std::vector<CudaSegment> cuda_segments(c10::DeviceIndex index);
 bool cuda_follow(uint32_t session);
 /// What they add up to with what was there before, as asked for (torch's requested_bytes). Needs the table's lock.
 int64_t cuda_followed_bytes(c10::DeviceIndex index);
-/// Once, where that allocator has no hook: what to tell the user.
+/// Once, where that allocator has no hook: a message for the user.
 std::optional<std::string> cuda_refusal();
 
 /// What torch keeps for a handle of cuBLAS or cuBLASLt and a stream, from call to call. None while torch changes them.

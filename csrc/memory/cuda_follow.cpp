@@ -1,5 +1,5 @@
-// torch's CUDA allocator tells of each block under its lock: no GIL, no Python and no tensor may be touched there. It can be
-// told once to begin and never to end, so a flag ends it.
+// torch's CUDA allocator reports each block under its lock: no GIL, no Python and no tensor may be touched there. It can be
+// asked once to begin and never to end, so a flag ends it.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <array>

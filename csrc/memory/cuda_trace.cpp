@@ -1,4 +1,4 @@
-// torch's CUDA allocator tells of each request under its lock: nothing may be asked of it under a lock that is taken here.
+// torch's CUDA allocator reports each request under its lock: nothing may be asked of it under a lock that is taken here.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <algorithm>
 #include <atomic>
@@ -54,7 +54,7 @@ void on_request(const Entry& entry) noexcept {
 }  // namespace
 
 CudaTraceScope::CudaTraceScope(c10::Device device) : index_(checked_cuda_index(device)) {
-  static const bool attached = [] {  // can be told to begin, and never to end
+  static const bool attached = [] {  // can be asked to begin, and never to end
     caching::attachAllocatorTraceTracker(&on_request);
     return true;
   }();

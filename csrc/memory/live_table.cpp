@@ -31,7 +31,7 @@ struct Tracker {
   std::mutex mutex;  // of starts and stops; taken before those of the tables
   std::atomic<uint32_t> session{0};
   std::array<BlockTable, kTables> tables;
-  std::atomic<size_t> asked_for{1};  // the tables before this one; nobody locks another
+  std::atomic<size_t> asked_for{1};  // the tables before this one; no thread locks another
   size_t locked_over_fork = 0;
 };
 

@@ -38,7 +38,7 @@ std::string observe_oom(c10::Device device, int64_t request_bytes) noexcept {
   try {
     const Observing scope;
     return observer(device, request_bytes, attempts.load(std::memory_order_relaxed) > 0);
-  } catch (...) {  // words about an error must not bring another one
+  } catch (...) {  // a message about an error must not cause another one
     return {};
   }
 }

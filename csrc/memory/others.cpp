@@ -57,7 +57,7 @@ HeldByOthers held_by_others_under(const std::string& root, int64_t tensor_bytes)
 HeldByOthers held_by_others(c10::Device device) noexcept {
   try {
     return device.is_cpu() ? held_by_others_under("", stats(device).used_bytes) : on_cuda(device);
-  } catch (...) {  // words about an error must not bring another one
+  } catch (...) {  // a message about an error must not cause another one
     return {};
   }
 }

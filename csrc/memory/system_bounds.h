@@ -12,7 +12,7 @@ struct Bound {
   LimitSource source = LimitSource::available;
   std::string where;
   int64_t bytes = 0;
-  int64_t free_bytes = 0;  ///< of `bytes`, what nobody uses; never negative
+  int64_t free_bytes = 0;  ///< of `bytes`, what is not in use; never negative
 };
 
 /// This process, from /proc/self/status; 0 where the text lacks a line.
@@ -38,7 +38,7 @@ std::vector<std::string> cgroup_folders(std::string_view cgroups, std::string_vi
 /// The bounds that the cgroups state, with `root` in front of every path; cgroups without one are left out.
 std::vector<Bound> cgroup_bounds(const std::string& root, const ProcessMemory& process);
 
-/// What is given: everything that `root` and the other arguments tell.
+/// What is given: everything that `root` and the other arguments state.
 struct SystemFacts {
   std::string root;  ///< in front of every path; empty: the system's own
   std::optional<int64_t> address_limit;

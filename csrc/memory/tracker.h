@@ -4,7 +4,7 @@
 #include <vector>
 #include "memory/block_table.h"
 
-/// What allocators tell the live table.
+/// What allocators report to the live table.
 namespace brimful::memory {
 
 BlockTable& cpu_blocks();

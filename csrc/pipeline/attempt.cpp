@@ -1,5 +1,5 @@
 // One attempt of a step: the actions, then the reducers' verdict over the replicas, then that of the pipeline's ranks.
-// Each rank tells its pipeline the worst of what it and its replicas say, and so all ranks of all replicas end alike.
+// Each rank sends its pipeline the worst of what it and its replicas say, and so all ranks of all replicas end alike.
 #include <ATen/ATen.h>
 #include <brimful/error.h>
 #include <brimful/memory/stats.h>

@@ -32,7 +32,7 @@ void throw_as_first_of(const std::exception& error, const std::string& text) {
   (throw_as<Errors>(error, text), ...);
 }
 
-/// Within the handler of `error`, if it is one of the standard library's types, or derived from one that has words.
+/// Within the handler of `error`, if it is one of the standard library's types, or derived from one that has a message.
 void throw_standard(const std::exception& error, const std::string& text) {
   if (const auto* system = dynamic_cast<const std::system_error*>(&error)) {
     std::throw_with_nested(std::system_error(system->code(), text));

@@ -131,7 +131,7 @@ void Pipeline::State::keep(const PipelineWork& work) {
 
 void Pipeline::State::undo(Call& call) {
   tied.drop_room();
-  try {  // what failed the call is told first
+  try {  // what failed the call is reported first
     call.group.discard();
     if (call.captured) {
       transaction.restore();

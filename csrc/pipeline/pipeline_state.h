@@ -82,7 +82,7 @@ struct Pipeline::State {
   void settle(Call& call, const PeerVerdict& verdict, const StepResult& result);
   /// To the caller's tensors that need them.
   void return_gradients(const StepResult& result, double scale) const;
-  /// Where ranks have more to exchange than a verdict they hear what failed in it. Gradients that have overflowed on one
+  /// Where ranks have more to exchange than a verdict they learn what failed in it. Gradients that have overflowed on one
   /// rank make another rank's not finite: the scalers of all skip the step.
   void tell_settled(const Call& call, const PeerVerdict& verdict, std::exception_ptr failed);
 
@@ -92,7 +92,7 @@ struct Pipeline::State {
   StepResult run_until_it_stands(Call& call, PeerVerdict& verdict);
   void stand(const Call& call, StepResult result, const PeerVerdict& verdict,
              PipelineOutcome& outcome);
-  /// Undoes the call; other ranks do not hear of it from this one.
+  /// Undoes the call; other ranks do not learn of it from this one.
   [[noreturn]] void give_up(Call& call, const StepResult& result);
   void require_usable() const;
   [[noreturn]] void raise(Call& call, StepResult& result, const PeerVerdict& verdict);

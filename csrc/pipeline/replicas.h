@@ -9,10 +9,9 @@
 
 namespace brimful::pipeline {
 
-/// The reducers of this process's stages in the actions of a step: the buckets of each may leave in the last action that
-/// gives its parameters gradients, and those that this action does not fill leave right after it, so that all but the last
-/// bucket travel while the other stages still work. They leave in the same order on all replicas: those of the last stage
-/// first.
+/// The reducers of this process's stages in the actions of a step: the buckets of each may be launched in the last
+/// action that gives its parameters gradients, and those that it does not fill right after it, so that all but the last bucket
+/// travel while the other stages still work. The order is the same on all replicas: buckets of the last stage first.
 class Replicas {
  public:
   /// `numbers`: of the stages in the whole pipeline.
@@ -37,12 +36,12 @@ class Replicas {
     std::shared_ptr<Participant> participant;
     std::vector<int> stages;  ///< whose parameters it has, in order
     Action
-        last;  ///< stage -1: those stages have several threads, and buckets leave at the step's end
+        last;  ///< stage -1: those stages have several threads, and buckets are launched at the step's end
     bool has(int stage) const;
   };
   std::vector<Reducer> reducers_;
   std::mutex mutex_;
-  size_t left_ = 0;            ///< reducers whose early buckets have all left
+  size_t left_ = 0;            ///< reducers whose early buckets are all launched
   std::vector<char> is_over_;  ///< by reducer: its last action has ended
 };
 

@@ -1,4 +1,4 @@
-// What follows a verdict that lets a step stand. Other ranks wait for this one here too: what fails is told in place of what
+// What follows a verdict that lets a step stand. Other ranks wait for this one here too: what fails is sent in place of what
 // they wait for.
 #include <ATen/ATen.h>
 #include <brimful/error.h>

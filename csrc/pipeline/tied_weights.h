@@ -30,7 +30,7 @@ class TiedWeights {
   /// @throws c10::ValueError on every rank, for a name that one rank alone has, or of different shapes or dtypes
   void meet();
   /// Called by every rank that has some, after a step that stands and make_room(). Sums are made in the order of the ranks
-  /// and copies, and so are equal. `failed`: this rank has no gradients to give; the others are told.
+  /// and copies, and so are equal. `failed`: this rank has no gradients to give; the others are informed.
   /// @throws what failed here; RankFailed if the group broke, or another rank had none to give
   void sum_gradients(std::exception_ptr failed);
 

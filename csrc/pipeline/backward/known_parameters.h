@@ -9,8 +9,8 @@ namespace brimful::pipeline {
 std::vector<at::Tensor> unknown_leaves(const std::vector<at::Tensor>& outputs,
                                        const std::vector<const std::vector<at::Tensor>*>& known);
 
-/// Whether a stage was told of all the parameters that it uses: a step that is undone empties the gradients of no others.
-/// A leaf that a stage has made itself is none: it is another one in every microbatch, and so it is the second that tells.
+/// Whether a stage knows of all the parameters that it uses: a step that is undone empties the gradients of no others.
+/// A leaf that a stage has made itself is none: it is another one in every microbatch, and so the second one shows it.
 class KnownParameters {
  public:
   /// After each forward; walks the graphs of the first two.

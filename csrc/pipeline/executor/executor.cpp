@@ -66,7 +66,7 @@ Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
   try {
     for (int rank = 0; rank < ranks(); ++rank) {
       threads_.emplace_back([this, rank, callers_threads] {
-        at::get_num_threads();  // a thread's first look would else undo what it is told here
+        at::get_num_threads();  // a thread's first look would else undo what is set here
         const int share = std::max(1, callers_threads / ranks());
         at::set_num_threads(options.threads_per_rank > 0 ? options.threads_per_rank : share);
         thread_main(rank);

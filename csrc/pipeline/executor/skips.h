@@ -23,14 +23,14 @@ class SkipBoard {
   void put(const std::string& name, int microbatch, Parcel parcel);
   /// @throws c10::ValueError if there is none
   Parcel take(const std::string& name, int microbatch);
-  /// All that nobody has popped, by name.
+  /// All that has not been popped, by name.
   std::vector<std::pair<std::string, Parcel>> take_all(int microbatch);
   /// Behind the forward of a stage: whoever changes what it has stashed from here on is another stage.
   void end_forward(int microbatch);
-  /// @throws c10::ValueError if something is left that nobody has popped
+  /// @throws c10::ValueError if something remains that has not been popped
   void require_empty(int microbatch);
   void put_gradient(const std::string& name, int microbatch, at::Tensor gradient);
-  /// On `device`; undefined if nobody has popped it.
+  /// On `device`; undefined if it has not been popped.
   at::Tensor take_gradient(const std::string& name, int microbatch, c10::Device device);
   CopyLanes& lanes() { return lanes_; }
   void clear();

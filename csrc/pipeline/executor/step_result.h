@@ -30,7 +30,7 @@ struct StepResult {
   std::optional<ActionFailure> failure;
   std::vector<PieceLoss> losses;               ///< by microbatch, without a graph
   std::vector<Value> outputs;                  ///< by microbatch, of inference
-  bool peer_failed = false;                    ///< another process's step has; it tells what
+  bool peer_failed = false;                    ///< another process's step has; it reports what
   std::vector<std::vector<ActionTime>> times;  ///< by rank
   bool cancelled = false;                      ///< by cancel()
   std::exception_ptr interrupted;              ///< what ExecutorOptions::interrupt threw

@@ -18,7 +18,7 @@ enum class DrawPart : uint8_t { forward, backward, weight };
 /// take turns with it, each from a seed of its own: of the caller's generator, stage, microbatch and part. So what they draw
 /// does not depend on the threads, and a checkpoint in one stage may put the generator back without disturbing another.
 ///
-/// Who draws is found out. While nobody has, a run is compared as a whole, which costs nothing; where a generator has moved,
+/// Who draws is found out. While none has, a run is compared as a whole, which costs nothing; where a generator has moved,
 /// the step is run again with turns for all, and each is compared. After that those take turns that have drawn, or have
 /// computed activations anew in a backward; the others are watched, and one that begins to draw has the step run again.
 class Turns {
@@ -46,7 +46,7 @@ class Turns {
     std::mutex turn;
     RandomState callers;
     uint64_t seed = 0;
-    bool draws = false;              ///< an action has, in a step that told
+    bool draws = false;              ///< an action has, in a step that showed it
     std::atomic<bool> drew = false;  ///< in this run
   };
   using Generators = std::vector<Generator*>;

@@ -5,7 +5,7 @@
 
 namespace brimful::pipeline {
 
-/// What a rank's thread waits at: it looks again whenever somebody has rung. It spins for a while and then sleeps, so that
+/// What a rank's thread waits at: it looks again whenever it has been rung. It spins for a while and then sleeps, so that
 /// a message between two short actions costs no wake-up, and a long wait costs no processor.
 class Bell {
  public:

@@ -58,7 +58,7 @@ void Outbox::push(const void* data, int64_t bytes) {
   }
 }
 
-// A lane's payload first: what fails there has told the other end of nothing.
+// A lane's payload first: what fails there has not yet reached the other end.
 void Outbox::send(int64_t place, Message message, int64_t rows) {
   require_plain(message, device_);
   make_dense(message);

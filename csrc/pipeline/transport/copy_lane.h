@@ -12,7 +12,7 @@ namespace brimful::pipeline {
 
 /// The way of messages from one device to another, on streams of its own: neither device's computing waits for a copy but
 /// where it uses what is copied, and a copy waits for what it reads alone. Memory that another stream than its own reads
-/// is not used again before that has: both ends tell the allocator. No host waits, but where it reads a copy itself.
+/// is not used again before that has: both ends inform the allocator. No host waits, but where it reads a copy itself.
 ///
 /// depart() belongs to the sender's thread, arrive() to the receiver's; current streams are those they compute on.
 class CopyLane {

@@ -68,7 +68,7 @@ void LaneWatch::tell() {
   why.text = given_up_;
   try {
     board_->give_up(why, FailureBoard::Patience(0));
-  } catch (const std::exception&) {  // the store is gone: there is nobody to be told
+  } catch (const std::exception&) {  // the store is gone: there is no rank to inform
   }
 }
 

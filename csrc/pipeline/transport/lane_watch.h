@@ -14,9 +14,9 @@
 namespace brimful::pipeline {
 
 /// Looks after the lanes of a rank while a call is under way. Its hosts wait for its device in many places (a stage that
-/// copies, the loss, what is undone) and for other ranks' verdicts, and there hear of nobody who died or hangs. So a thread
-/// asks the lanes. Where one will not deliver it gives up all of them: the device waits no more, what it computes may have
-/// any values, and the ranks' verdict says so. Other ranks, whose devices wait for this one, hear of it through the store.
+/// copies, the loss, what is undone) and for other ranks' verdicts, which do not learn there that a rank died
+/// or hangs. So a thread asks the lanes. Where one will not deliver it gives up all of them: the device waits no more, what it computes may have
+/// any values, and the ranks' verdict says so. Other ranks, whose devices wait for this one, learn of it through the store.
 class LaneWatch {
  public:
   explicit LaneWatch(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}

@@ -56,7 +56,7 @@ LocalSocket::Door::Door() : name_(random_socket_name()), fd_(new_socket()) {
   if (fd_ >= 0 &&
       (::bind(fd_, reinterpret_cast<sockaddr*>(&address), bytes) != 0 || ::listen(fd_, 1) != 0)) {
     ::close(fd_);
-    fd_ = -1;  // nobody will find it
+    fd_ = -1;  // no other rank finds it
   }
 }
 

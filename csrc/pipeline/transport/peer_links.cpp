@@ -102,7 +102,7 @@ void Peers::connect(const std::string& prefix, int low, int high) {
   inbox->set({socket, std::move(peer == high ? down : up)});
 }
 
-// The lower rank opens a door, tells the other one over gloo, and is told whether it came through.
+// The lower rank opens a door, informs the other one over gloo, and receives whether it came through.
 std::shared_ptr<LocalSocket> Peers::open_socket(int peer) {
   const auto timeout = timeout_of(*group_->getBackend(c10::DeviceType::CPU));
   auto name = at::zeros({kDoorBytes}, at::kByte);

@@ -139,7 +139,7 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
   auto verdict = with_lanes(own);
   const auto mine = verdict;
   std::string broke;
-  // A neighbour that is gone: the other one is told, for it waits.
+  // A neighbour that is gone: the other one is informed, for it waits.
   const auto talk = [&](const auto& exchange) {
     try {
       exchange();

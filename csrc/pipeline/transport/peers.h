@@ -27,7 +27,7 @@ struct PeerFacts {
   double weight = 0;
 };
 
-/// How an attempt has ended on the rank that it ended worst on; rank -1: the ranks were told to do different things.
+/// How an attempt has ended on the rank that it ended worst on; rank -1: the ranks were given different things to do.
 struct PeerVerdict : Failure, PeerFacts {
   PeerVerdict() {
     rank = 0;
@@ -69,7 +69,7 @@ class Peers {
 
   /// Passes the worst verdict along the ranks, and the final one back: 2 * (ranks - 1) small messages in all. Called by
   /// every rank after its last action of an attempt. Where lanes were given up this rank's own is an error.
-  /// @throws RankFailed if the group broke, or lanes were given up when the others had been told of none
+  /// @throws RankFailed if the group broke, or lanes were given up when the others knew of none
   PeerVerdict agree(const PeerVerdict& own);
   /// Every rank's text, by rank; called by all.
   std::vector<std::string> exchange(const std::string& own);

@@ -10,7 +10,7 @@ namespace brimful::pipeline {
 
 /// The current one of this thread.
 c10::Stream computing_stream(c10::Device device);
-/// One that nobody computes on.
+/// One that runs no kernels.
 c10::Stream stream_apart(c10::Device device);
 /// The stream reads or writes what belongs to another one: until it has, freed memory is not given out again.
 void keep_for(const at::Tensor& tensor, const c10::Stream& stream);

@@ -4,7 +4,7 @@
 
 namespace brimful::probes {
 
-/// What an error's words tell beyond shortage_in(), where words alone decide.
+/// What an error's message shows beyond shortage_in(), where the message alone decides.
 struct ErrorRule {
   std::string_view words;
   std::string_view more;  ///< must be there too; may be empty
@@ -17,7 +17,7 @@ struct ErrorRule {
 /// The first that fits; nullptr if none does.
 const ErrorRule* rule_for(std::string_view text);
 
-/// Torch's words for a mistake of the program, in which memory has no part.
+/// Torch's messages for a mistake of the program, in which memory has no part.
 bool is_mistake(std::string_view text);
 
 /// A kernel's assertion, which says what was wrong with which input.

@@ -11,7 +11,7 @@ struct LibraryNeed {
   std::string words;  ///< what it is made of, or that it is not known
 };
 
-/// By the error's words and the evidence alone.
+/// By the error's message and the evidence alone.
 LibraryNeed need_of(const std::string& error, const ErrorEvidence& evidence);
 
 }  // namespace brimful::probes

@@ -15,7 +15,7 @@ inline bool contains(std::string_view text, std::string_view words) {
 
 /// The error's own line: the first, or the one behind the last traceback in a log.
 std::string said_by(const std::string& text);
-/// Names of classes that a log has before an error's words, of those that decide what an error is.
+/// Names of classes that a log has before an error's message, of those that decide what an error is.
 std::vector<std::string> types_in(const std::string& text);
 /// What `begin` begins, up to the end of the line; nothing if it is not there.
 std::optional<std::string> line_behind(const std::string& text, std::string_view begin);
@@ -30,14 +30,14 @@ void add_bytes(Explanation& out, const char* what, const std::optional<int64_t>&
 bool is_mistake_by_type(const ErrorText& error);
 /// The line in which a BatchTooLarge says what does not fit; nothing if there is none.
 std::optional<std::string> too_large_in(const std::string& text);
-/// Whether the words are an allocator's of the host, with no type: numpy's, the operating system's.
+/// Whether the message is an allocator's of the host, with no type: numpy's, the operating system's.
 bool is_refusal_of_host(std::string_view text);
 /// A library's status that stands for anything: a broken context, a shape, or a shortage.
 bool is_vague_status(std::string_view text);
 
 /// BatchTooLarge: nothing that was tried fits.
 void explain_too_large(const ErrorText& error, Explanation& out);
-/// An allocator's refusal, by the numbers in its words.
+/// An allocator's refusal, by the numbers in its message.
 void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out);
 /// A kernel that found its input wrong.
 void explain_assertion(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out);

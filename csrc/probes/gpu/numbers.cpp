@@ -85,7 +85,7 @@ int read_memory(Asker& asker, Gpu& gpu) {
   return status == kOk ? kNotSupported : status;
 }
 
-/// GPUs that share the host's memory have none of their own to tell.
+/// GPUs that share the host's memory have none of their own to report.
 void take_host_memory(const std::string& root, Gpu& gpu) {
   const auto meminfo = memory::read_or_empty(root + "/proc/meminfo");
   const auto total = memory::number_after(meminfo, "MemTotal:");

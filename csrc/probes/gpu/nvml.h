@@ -25,7 +25,7 @@ enum Status : int {
   kVersionMismatch = 18,
   kUnknown = 999,
 };
-/// In words; "NVML error 42" for others.
+/// As text; "NVML error 42" for others.
 std::string words_of(int status);
 
 struct Memory {
@@ -55,7 +55,7 @@ constexpr uint32_t kTextSize = 96;
 /// An open libnvidia-ml.so.1. A name that a driver lacks is a status, not a crash.
 class Library {
  public:
-  /// @throws std::runtime_error in words if there is no such library
+  /// @throws std::runtime_error with the reason if there is no such library
   explicit Library(const std::string& path);
   ~Library();
   Library(const Library&) = delete;

@@ -17,7 +17,7 @@ namespace {
 
 using memory::LiveBlock;
 
-/// So many times GrowthOptions::steps fill no cache that is meant to stop: longer ones are told as leaks.
+/// So many times GrowthOptions::steps fill no cache that is meant to stop: longer ones are reported as leaks.
 constexpr int64_t kSure = 5;
 
 // Of each step the largest block of the site: what holds it most likely holds the others.

@@ -81,7 +81,7 @@ void add_fields(Json& json, const GpuReport& report) {
   }
 }
 
-/// The sum over the processes that tell it.
+/// The sum over the processes that report it.
 std::optional<int64_t> sum_of(const std::vector<Process>& processes,
                               std::optional<int64_t> Process::*member) {
   std::optional<int64_t> sum;

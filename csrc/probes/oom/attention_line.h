@@ -4,7 +4,7 @@
 
 namespace brimful::probes {
 
-/// Whether a line of the program, by its words and its function's name, computes attention scores. Reads its file; false
+/// Whether a line of the program, by its text and its function's name, computes attention scores. Reads its file; false
 /// where there is none. Never throws.
 BRIMFUL_API bool is_attention(const memory::Site& site) noexcept;
 

@@ -228,7 +228,7 @@ std::vector<IndexFinding> op_ring_index_findings() {
       }
       IndexFinding finding{record.name,    record.where,  range->lowest,
                            range->highest, index.first(), index.last()};
-      // An operator that calls another one of the list is one finding, told by the outer one.
+      // An operator that calls another one of the list is one finding, reported by the outer one.
       if (!findings.empty() && findings.back().where == finding.where &&
           findings.back().highest == finding.highest && findings.back().lowest == finding.lowest) {
         findings.back() = finding;

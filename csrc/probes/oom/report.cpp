@@ -112,7 +112,7 @@ void read_beside(OomFacts& facts, c10::Device device) {
 void write_report(const std::string& path, const OomFacts& facts) {
   try {
     write_file(path, to_html(facts));
-  } catch (const std::exception& error) {  // the program has another error to tell of
+  } catch (const std::exception& error) {  // the program has another error to report
     static std::once_flag once;
     std::call_once(once, [&] {
       log(LogLevel::warning, std::string("the out-of-memory report cannot be written: ") +

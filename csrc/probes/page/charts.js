@@ -331,7 +331,7 @@ class Chart {
     this.draw();
   }
 
-  /// What is under the pointer, in words.
+  /// What is under the pointer, as text.
   point(pixel) {
     this.cursor.setAttribute("x1", pixel);
     this.cursor.setAttribute("x2", pixel);

@@ -25,7 +25,7 @@ struct Change {
   int64_t more() const { return after - before; }
 };
 
-/// Keyed by what both runs have in common: the words of a line, not its number.
+/// Keyed by what both runs have in common: the text of a line, not its number.
 class Changes {
  public:
   void add(const std::string& line, Category category, int64_t bytes, bool is_after) {

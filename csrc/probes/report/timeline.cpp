@@ -36,7 +36,7 @@ class State {
     }
   }
 
-  /// `moved(block, bytes)` is told what the event added or took.
+  /// `moved(block, bytes)` gets what the event added or took.
   template <typename Moved>
   void apply(const RecordedEvent& event, const Moved& moved) {
     set_untracked(event.untracked_bytes);

@@ -21,7 +21,7 @@ class OptimizerRoom:
             optimizer: {} for optimizer in optimizers
         }
         self._stepped = dict.fromkeys(optimizers, False)
-        self._told: dict[torch.optim.Optimizer, tuple[tuple[int, int], NextStep]] = {}
+        self._found: dict[torch.optim.Optimizer, tuple[tuple[int, int], NextStep]] = {}
 
     def keep(self) -> None:
         """Allocate what the state will take, where a limit holds for sizes that are chosen from now on."""
@@ -59,7 +59,7 @@ class OptimizerRoom:
 
     def _next(self, optimizer: torch.optim.Optimizer) -> NextStep:
         made = len(optimizer.state), sum(len(g["params"]) for g in optimizer.param_groups)
-        known = self._told.get(optimizer)
+        known = self._found.get(optimizer)
         if known is None or known[0] != made:
-            known = self._told[optimizer] = made, next_step(optimizer)
+            known = self._found[optimizer] = made, next_step(optimizer)
         return known[1]

@@ -26,7 +26,7 @@ struct SplittingBlock {
   ArenaBlock block;
   int64_t room_bytes = 0;  ///< what would lie free in one piece: the block and its free neighbours
   std::string
-      place;  ///< "train.py:31 (step)": whose block it is; empty where nobody has looked, or it is not tracked
+      place;  ///< "train.py:31 (step)": whose block it is; empty where it was not looked for, or it is not tracked
 };
 
 struct Fragmentation {

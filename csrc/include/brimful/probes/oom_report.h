@@ -118,7 +118,7 @@ BRIMFUL_API std::string to_string(const OomFacts& facts);
 BRIMFUL_API std::string to_html(const OomFacts& facts);
 
 /// Begins to look at refusals, for as long as the process lives: a refusal while tracking is off costs a glance. What is
-/// found is appended to the words of the CPU's error (to_short_string). CUDA's errors have torch's words: use last_oom().
+/// found is appended to the message of the CPU's error (to_short_string). CUDA's errors have torch's text: use last_oom().
 /// Called by brimful's Python; a C++ program calls it once.
 BRIMFUL_API void watch_ooms();
 /// Of the last refusal that was looked at, in any thread; nothing before the first. Any thread.
