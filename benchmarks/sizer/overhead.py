@@ -27,7 +27,7 @@ PARTS = {
     "accept": ("brimful::StepGroup::accept(",),
     "splitting": ("brimful::slice_rows(", "brimful::split_rows(", "brimful::rows_of("),
     "history": ("brimful::PieceHistory::",),
-    "records": ("brimful::StepGroup::set_record(", "brimful::StepGroup::finish("),
+    "records": ("brimful::StepGroup::launch(", "brimful::StepGroup::finish("),
 }
 
 

@@ -343,8 +343,7 @@ PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
         options.peers->await_messages();
       }
       const auto loss_sum = weigh(result.losses, record);
-      call.group.announce(record, loss_sum);
-      call.group.complete();
+      call.group.complete({record, loss_sum});
     });
   }
   auto own = own_verdict(call, result);

@@ -13,6 +13,7 @@
 #include "pipeline/failure.h"
 #include "pipeline/pipeline_state.h"
 #include "pipeline/report.h"
+#include "step/kept_gradients.h"
 #include "step/no_capture.h"
 
 namespace brimful::pipeline {
@@ -177,9 +178,7 @@ void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& v
 }
 
 void Pipeline::State::give_up(Call& call, const StepResult& result) {
-  for (const auto& participant : replicas->participants()) {
-    participant->abandon(Status::error, result.failure->text);
-  }
+  StepGroup(replicas->participants(), {}).abandon(Status::error, result.failure->text);
   undo(call);
   std::rethrow_exception(result.failure->error);
 }

@@ -97,7 +97,7 @@ void Replicas::begin(const Schedule& schedule) {
 void Replicas::before(const Action& action) {
   for (const auto& reducer : reducers_) {
     if (reducer.has(action.stage)) {
-      reducer.participant->begin_piece(action == reducer.last);
+      reducer.participant->attempt().begin_piece(action == reducer.last, {});
     }
   }
 }
@@ -108,7 +108,7 @@ void Replicas::after(const Action& action) {
     is_over_[i] |= action == reducers_[i].last ? 1 : 0;
   }
   while (left_ < reducers_.size() && is_over_[left_] != 0) {
-    reducers_[left_++].participant->complete(Part::early);
+    reducers_[left_++].participant->attempt().launch_early(Fill::gradients);
   }
 }
 

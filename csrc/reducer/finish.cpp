@@ -48,14 +48,14 @@ void Reducer::end_attempt() {
   s.launching = false;
   s.completing = false;
   s.opened = s.closed = s.ended = false;
-  s.loss_sum.reset();
+  s.outgoing.loss_sum.reset();
   s.before = nullptr;
   s.after = nullptr;
   ++s.step;
   ++s.counters.steps;
 }
 
-std::vector<ControlRecord> Reducer::finish() {
+Ending Reducer::finish() {
   auto& s = *s_;
   wait_for_buckets();
   if (s.ended && !s.broken) {
@@ -75,11 +75,7 @@ std::vector<ControlRecord> Reducer::finish() {
   if (s.updates && !s.joining && worst(records) < Status::retry) {
     s.updates->settle(records, [&](const ControlRecord& own) { return exchange(own); });
   }
-  return records;
-}
-
-std::string Reducer::divergence() const {
-  return s_->updates && !s_->joining ? s_->updates->divergence() : std::string();
+  return {records, s.updates && !s.joining ? s.updates->divergence() : std::string()};
 }
 
 void Reducer::accept(double scale, bool keep_unused) {

@@ -26,7 +26,28 @@ std::string prefix_for(c10d::ProcessGroup& group) {
 }
 }  // namespace
 
-struct ForeignReducer::State {
+/// Nothing leaves before finish(), which exchanges the records and reduces if it is due.
+struct ForeignReducer::State final : ParticipantAttempt {
+  void begin(int source) override { buffer_source = source; }
+  void set_order(ParticipantAttempt* /*before*/, ParticipantAttempt* /*after*/) override {}
+  void begin_piece(bool /*last*/, const at::Tensor& /*loss*/) override {}
+  void advance() override {}
+  bool early_left() const override { return true; }
+  /// Never complete: who runs out behind the last gradient repeats, which costs no other rank anything.
+  Progress progress() const override { return {}; }
+  void launch_early(Fill /*fill*/) override {}
+  void launch_last(Fill /*fill*/, const Announcement& announcement) override {
+    said = announcement;
+  }
+  /// @throws RankFailed if either fails; the ranks that are in it then wait until their group's timeout
+  Ending finish() override;
+  void abandon() override;
+  void accept(double scale, bool keep_unused) override;
+  void discard() override;
+
+  std::vector<ControlRecord> exchange_all(const ControlRecord& record, const std::string& what);
+  void reduce_gradients();
+
   std::vector<at::Tensor> parameters;
   Group group;
   Reduce reduce;
@@ -34,8 +55,7 @@ struct ForeignReducer::State {
   int world_size = 1;
   int64_t step = 0;
   int buffer_source = 0;
-  ControlRecord record;
-  at::Tensor loss_sum;
+  Announcement said;
   std::optional<FailureBoard> board;  ///< of the group's store
   std::vector<uint8_t> used_by_rank;  ///< by parameter: a rank had a gradient
   std::optional<Updates> updates;
@@ -86,108 +106,105 @@ const std::vector<at::Tensor>& ForeignReducer::parameters() const {
   return s_->parameters;
 }
 
-void ForeignReducer::begin_attempt(int buffer_source) {
-  s_->buffer_source = buffer_source;
+const FailureBoard& ForeignReducer::board() const {
+  return *s_->board;
 }
 
-void ForeignReducer::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {
-  s_->record = record;
-  s_->loss_sum = loss_sum;
+ParticipantAttempt& ForeignReducer::attempt() {
+  return *s_;
+}
+
+std::vector<ControlRecord> ForeignReducer::exchange(const ControlRecord& record) {
+  return s_->exchange_all(record, "their first batches");
 }
 
 // A rank's record, and a byte for each parameter: has it a gradient?
-std::vector<ControlRecord> ForeignReducer::exchange_all(const ControlRecord& record,
-                                                        const std::string& what) {
-  auto& s = *s_;
+std::vector<ControlRecord> ForeignReducer::State::exchange_all(const ControlRecord& record,
+                                                               const std::string& what) {
   const memory::Unlimited unlimited;
-  std::vector<uint8_t> own(kRecordBytes + s.parameters.size());
+  std::vector<uint8_t> own(kRecordBytes + parameters.size());
   const auto encoded = encode(record);
   std::copy(encoded.begin(), encoded.end(), own.begin());
-  for (size_t i = 0; i < s.parameters.size(); ++i) {
-    own[kRecordBytes + i] = s.parameters[i].grad().defined() ? 1 : 0;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    own[kRecordBytes + i] = parameters[i].grad().defined() ? 1 : 0;
   }
   std::vector<std::vector<uint8_t>> all;
   try {
-    TORCH_CHECK(s.group, "the process groups have been released: the interpreter is ending");
-    all = exchange_bytes(s.group, c10::Device(c10::DeviceType::CPU), own);
+    TORCH_CHECK(group, "the process groups have been released: the interpreter is ending");
+    all = exchange_bytes(group, c10::Device(c10::DeviceType::CPU), own);
   } catch (...) {
     detail::throw_rank_failed(
-        -1, s.step, Status::error,
-        "the ranks could not agree on " + what + " (rank " + std::to_string(s.rank) +
+        -1, step, Status::error,
+        "the ranks could not agree on " + what + " (rank " + std::to_string(rank) +
             "); a rank left its loop, died or hangs: look at the others' output, and start the "
             "job again. The group said: " +
             describe(std::current_exception()));
   }
   std::vector<ControlRecord> records;
-  s.used_by_rank.assign(s.parameters.size(), 0);
+  used_by_rank.assign(parameters.size(), 0);
   for (const auto& bytes : all) {
     RecordBytes theirs{};
     std::memcpy(theirs.data(), bytes.data(), theirs.size());
     records.push_back(decode(theirs));
-    for (size_t i = 0; i < s.parameters.size(); ++i) {
-      s.used_by_rank[i] |= bytes[kRecordBytes + i];
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      used_by_rank[i] |= bytes[kRecordBytes + i];
     }
   }
   return records;
 }
 
-std::vector<ControlRecord> ForeignReducer::exchange(const ControlRecord& record) {
-  return exchange_all(record, "their first batches");
-}
-
-std::vector<ControlRecord> ForeignReducer::finish() {
-  auto& s = *s_;
-  auto record = s.record;
-  if (const auto loss_sum = std::exchange(s.loss_sum, {}); loss_sum.defined()) {
+Ending ForeignReducer::State::finish() {
+  auto [record, loss_sum] = std::exchange(said, {});
+  if (loss_sum.defined()) {
     record.loss_sum = loss_sum.item<double>();
   }
-  if (s.updates && record.verdict < Status::retry) {
-    if (const auto updated = s.updates->look(); updated.defined()) {
+  if (updates && record.verdict < Status::retry) {
+    if (const auto updated = updates->look(); updated.defined()) {
       const auto on_host = updated.cpu();
       std::copy_n(on_host.const_data_ptr<bool>(), on_host.numel(), record.updated.begin());
     }
   }
-  const auto records = exchange_all(record, "step " + std::to_string(s.step));
-  ++s.step;
-  if (worst(records) >= Status::retry) {
-    return records;
-  }
-  if (s.updates) {
-    s.updates->settle(
-        records, [&](const ControlRecord& own) { return exchange_all(own, "their parameters"); });
-    if (!s.updates->divergence().empty()) {
-      return records;  // on all ranks: nothing is reduced
+  Ending ending{exchange_all(record, "step " + std::to_string(step)), {}};
+  ++step;
+  const bool stands = worst(ending.records) < Status::retry;
+  if (updates) {
+    if (stands) {
+      updates->settle(ending.records, [&](const ControlRecord& own) {
+        return exchange_all(own, "their parameters");
+      });
     }
+    ending.divergence = updates->divergence();
   }
+  if (stands && ending.divergence.empty()) {  // else, on all ranks, nothing is reduced
+    reduce_gradients();
+  }
+  return ending;
+}
+
+void ForeignReducer::State::reduce_gradients() {
   const memory::Unlimited unlimited;  // no way back from here
   const memory::UnlimitedEverywhere in_the_groups_threads;
   try {
-    s.reduce(s.buffer_source);
+    reduce(buffer_source);
   } catch (...) {
     const auto failure = failure_of(std::current_exception());
     detail::throw_rank_failed(
-        -1, s.step - 1, failure.kind,
-        "the gradients of step " + std::to_string(s.step - 1) +
+        -1, step - 1, failure.kind,
+        "the gradients of step " + std::to_string(step - 1) +
             " could not be reduced by the module's own DistributedDataParallel (rank " +
-            std::to_string(s.rank) +
+            std::to_string(rank) +
             "), which cannot be repeated: the other ranks wait in it until its group's timeout. "
             "Start the job again, or wrap the module in brimful.DistributedDataParallel. The "
             "error was: " +
             failure.text);
   }
-  return records;
 }
 
-std::string ForeignReducer::divergence() const {
-  return s_->updates ? s_->updates->divergence() : std::string();
-}
-
-void ForeignReducer::accept(double scale, bool keep_unused) {
-  auto& s = *s_;
-  const double factor = scale * s.world_size;  // it made the mean of what must be the sum
-  for (size_t i = 0; i < s.parameters.size(); ++i) {
-    auto& gradient = s.parameters[i].mutable_grad();
-    if (keep_unused && s.used_by_rank[i] == 0) {
+void ForeignReducer::State::accept(double scale, bool keep_unused) {
+  const double factor = scale * world_size;  // it made the mean of what must be the sum
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    auto& gradient = parameters[i].mutable_grad();
+    if (keep_unused && used_by_rank[i] == 0) {
       gradient.reset();
     } else if (gradient.defined() && factor != 1) {
       (gradient.is_sparse() ? gradient._values() : gradient).mul_(factor);
@@ -195,34 +212,15 @@ void ForeignReducer::accept(double scale, bool keep_unused) {
   }
 }
 
-void ForeignReducer::discard() {
-  for (const auto& parameter : s_->parameters) {
+void ForeignReducer::State::discard() {
+  for (const auto& parameter : parameters) {
     parameter.mutable_grad().reset();
   }
 }
 
-void ForeignReducer::publish_failure(FailureKind kind, const std::string& text) {
+void ForeignReducer::State::abandon() {
   try {
-    s_->board->post({s_->rank, 0, s_->step, kind, text});
-  } catch (const std::exception& e) {
-    log(LogLevel::warning,
-        std::string("could not post this rank's failure for the other ranks: ") + e.what());
-  }
-}
-
-Failure ForeignReducer::read_failure(int rank, int64_t patience_ms) {
-  return s_->board->await(FailureBoard::place_of(s_->step - 1, rank),
-                          FailureBoard::Patience(patience_ms));
-}
-
-std::optional<Failure> ForeignReducer::failed_peer() {
-  return s_->board->find_other(s_->step, s_->rank, s_->world_size);
-}
-
-void ForeignReducer::abandon(FailureKind kind, const std::string& text) {
-  publish_failure(kind, text);
-  try {
-    s_->group->abort();
+    group->abort();
   } catch (const std::exception& e) {
     log(LogLevel::warning, std::string("could not abort the side group: ") + e.what());
   }

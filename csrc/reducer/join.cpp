@@ -129,18 +129,18 @@ bool Reducer::join_step(bool keep_gradients) {
 
 void Reducer::join_without_gradients() {
   auto& s = *s_;
-  drain(Part::early);
+  launch_early(Fill::zeros);
   if (close_turn()) {
-    drain(Part::last);
+    launch_last(Fill::zeros, s.said);
   }
-  const auto records = finish();
-  require_success(records);
+  const auto ending = finish();
+  require_success(ending);
   exchange_rows();  // the others wait for this rank, which has none
   discard();
   if (!std::exchange(s.keep_buffers, false)) {
     s.tail->write_back_buffers();
   }
-  s.hear_of_plan(records[0].plan);
+  s.hear_of_plan(ending.records[0].plan);
   s.propose_plan();
 }
 

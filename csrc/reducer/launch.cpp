@@ -1,8 +1,9 @@
-// Buckets leave in order: during backward as they fill (advance_early), the last one only when the step knows its verdict
-// (complete), and zeroed if this rank cannot do its part (drain).
+// Buckets leave in order: during backward as they fill (advance_early), the last one only when the step knows its verdict,
+// and zeroed if this rank cannot do its part.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <brimful/memory/stats.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <optional>
@@ -20,10 +21,11 @@ void Reducer::launch(int64_t index) {
   auto& bucket = s.buckets[index];
   bucket.join_current_stream();
   if (index == s.last()) {
-    s.record.plan = s.proposal ? s.proposals : 0;
-    const bool looks = s.updates && !s.joining && s.record.verdict < Status::retry;
+    auto& record = s.outgoing.record;
+    record.plan = s.proposal ? s.proposals : 0;
+    const bool looks = s.updates && !s.joining && record.verdict < Status::retry;
     const auto updated = looks ? s.updates->look() : at::Tensor();
-    s.tail->write(s.used, s.record, s.loss_sum, updated, s.buffer_source, s.own_rows());
+    s.tail->write(s.used, record, s.outgoing.loss_sum, updated, s.buffer_source, s.own_rows());
   }
   if (bucket.direct && !bucket.own.defined()) {
     const auto& owner = s.parameters[bucket.parameters[0]];
@@ -42,7 +44,7 @@ void Reducer::launch(int64_t index) {
   }
 }
 
-void Reducer::launch_drained(int64_t index) {
+void Reducer::launch_drained(int64_t index, Fill fill) {
   auto& s = *s_;
   auto& bucket = s.buckets[index];
   if (index == s.last()) {
@@ -55,8 +57,7 @@ void Reducer::launch_drained(int64_t index) {
   } else if (bucket.wire) {
     bucket.wire->clear();
   } else if (bucket.direct) {
-    // A failed step's sum is of no use to anybody; that of a step without data is.
-    bucket.own = s.record.verdict == Status::no_data ? at::zeros_like(bucket.drain) : bucket.drain;
+    bucket.own = fill == Fill::zeros ? at::zeros_like(bucket.drain) : bucket.drain;
   } else {
     let_go_of_earlier(index);
     bucket.gradients.zero_();
@@ -158,7 +159,7 @@ bool Reducer::early_left() const {
   return s_->next >= s_->last() && s_->hook_done();
 }
 
-void Reducer::begin_attempt(int buffer_source) {
+void Reducer::begin(int buffer_source) {
   auto& s = *s_;
   require_not_taken();
   settle();
@@ -180,18 +181,16 @@ void Reducer::begin_attempt(int buffer_source) {
   start_backward(false);
 }
 
-void Reducer::begin_piece(bool last) {
+void Reducer::begin_piece(bool last, const at::Tensor& loss) {
   const std::lock_guard<std::mutex> lock(s_->mutex);
   start_backward(last);
-}
-
-void Reducer::backward_began(int graph_task) {
-  s_->graph_task = graph_task;
-}
-
-void Reducer::set_record(const ControlRecord& record, const at::Tensor& loss_sum) {
-  s_->record = record;
-  s_->loss_sum = loss_sum;
+  if (loss.defined()) {
+    loss.register_hook([weak = weak_from_this()](const at::Tensor&) {
+      if (const auto reducer = weak.lock()) {
+        reducer->s_->graph_task = torch::autograd::get_current_graph_task_id();
+      }
+    });
+  }
 }
 
 void Reducer::collect_hook_results() {
@@ -273,13 +272,23 @@ void Reducer::wait_for_last_hook() {
   }
 }
 
-bool Reducer::gradients_complete() const {
+Progress Reducer::progress() const {
+  const auto& s = *s_;
   const auto done = [](const auto& bucket) { return bucket.pending == 0; };
-  return s_->launching && !s_->reentrant &&
-         std::all_of(s_->buckets.begin(), s_->buckets.end(), done);
+  return {s.next, s.last() + 1,
+          s.launching && !s.reentrant && std::all_of(s.buckets.begin(), s.buckets.end(), done),
+          s.late};
 }
 
-void Reducer::complete(Part part) {
+void Reducer::launch_early(Fill fill) {
+  launch_until(s_->last(), fill, nullptr);
+}
+
+void Reducer::launch_last(Fill fill, const Announcement& said) {
+  launch_until(s_->last() + 1, fill, &said);
+}
+
+void Reducer::launch_until(int64_t end, Fill with, const Announcement* said) {
   auto& s = *s_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   const memory::Unlimited unlimited;
@@ -287,44 +296,34 @@ void Reducer::complete(Part part) {
   if (s.hook) {  // its later collectives allocate there, where a refusal could only break the group
     also_the_groups_threads.emplace();
   }
-  const int64_t end = part == Part::early ? s.last() : s.last() + 1;
-  if (part == Part::last) {
-    s.record.work_ms = static_cast<float>(s.watch.end_work(s.agreeing_ms()));
+  const bool own = with == Fill::gradients;
+  const at::AutoGradMode no_grad_to_drain(own && at::GradMode::is_enabled());
+  if (said != nullptr) {
+    s.outgoing = *said;
+  }
+  if (own && said != nullptr) {
+    s.outgoing.record.work_ms = static_cast<float>(s.watch.end_work(s.agreeing_ms()));
     collect_hook_results();
-  }
-  s.completing = true;
-  open_turn();
-  while (s.next < end) {
-    fill(s.next);
-    wait_for_last_hook();
-    check_last_hook(/*throws=*/true);
-    launch(s.next);
-  }
-  wait_for_last_hook();  // of the early part: other modules' buckets may follow
-}
-
-void Reducer::drain(Part part) {
-  auto& s = *s_;
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  const memory::Unlimited unlimited;
-  std::optional<memory::UnlimitedEverywhere> also_the_groups_threads;
-  if (s.hook) {
-    also_the_groups_threads.emplace();
-  }
-  const at::NoGradGuard no_grad;
-  const int64_t end = part == Part::early ? s.last() : s.last() + 1;
-  if (part == Part::last && s.next <= s.last()) {
+  } else if (said != nullptr && s.next <= s.last()) {
     s.buckets.back().join_current_stream();
     let_go_of_earlier(s.last());
     s.buckets.back().gradients.zero_();
   }
+  s.completing = s.completing || own;
   open_turn();
   while (s.next < end) {
+    if (own) {
+      fill(s.next);
+    }
     wait_for_last_hook();
-    check_last_hook(/*throws=*/false);
-    launch_drained(s.next);
+    check_last_hook(/*throws=*/own);
+    if (own) {
+      launch(s.next);
+    } else {
+      launch_drained(s.next, with);
+    }
   }
-  wait_for_last_hook();
+  wait_for_last_hook();  // of the early part: other modules' buckets may follow
 }
 
 }  // namespace brimful

@@ -73,27 +73,15 @@ void Reducer::publish_failure(FailureKind kind, const std::string& text) {
 
 void Reducer::leave_word(const Failure& failure) {
   auto& s = *s_;
-  try {
-    if (s.parting) {
-      s.board_of(s.parting_number).post(State::turn_place(s.turn, s.rank), failure);
-    } else {
-      s.board->post(failure);
-    }
-  } catch (const std::exception& e) {
-    log(LogLevel::warning,
-        std::string("could not post this rank's failure for the other ranks: ") + e.what());
+  if (s.parting) {
+    s.board_of(s.parting_number).try_post(State::turn_place(s.turn, s.rank), failure);
+  } else {
+    s.board->try_post(failure);
   }
 }
 
-Failure Reducer::read_failure(int rank, int64_t patience_ms) {
-  return s_->board->await(FailureBoard::place_of(s_->step - 1, rank),
-                          FailureBoard::Patience(patience_ms));
-}
-
-void Reducer::abandon(FailureKind kind, const std::string& text) {
-  auto& s = *s_;
-  publish_failure(kind, text);
-  s.broken = std::make_exception_ptr(
+void Reducer::abandon() {
+  s_->broken = std::make_exception_ptr(
       std::runtime_error("this rank left a step whose collectives it could not match"));
   abort_group();
   wait_for_buckets();
@@ -190,10 +178,6 @@ void Reducer::abort_group() {
   } catch (const std::exception& e) {
     log(LogLevel::warning, std::string("could not abort the process group: ") + e.what());
   }
-}
-
-std::optional<Failure> Reducer::failed_peer() {
-  return s_->board->find_other(s_->step, s_->rank, s_->world_size);
 }
 
 namespace {

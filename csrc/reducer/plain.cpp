@@ -18,7 +18,7 @@
 
 namespace brimful {
 namespace {
-constexpr int64_t kTextPatience = 1000;       // ms
+constexpr FailureBoard::Patience kTextPatience{1000};
 constexpr int64_t kUnwindingPatience = 2000;  // ms
 constexpr const char* kUnwinding = "an exception ended its loop (see that rank's own output)";
 constexpr const char* kUnknown = "unknown (see that rank's own output)";
@@ -148,12 +148,11 @@ void Reducer::begin_plain_step(Status verdict) {
       s.world_size / s.predivide;  // it returns the mean, and all is scaled back at the end
   s.buffer_source = s.active.empty() ? 0 : s.active.front();
   s.late = false;
-  s.loss_sum.reset();
-  s.record = {};
-  s.record.verdict = verdict;
-  s.record.weight = verdict == Status::ok ? 1 : 0;
+  s.said = {};
+  s.said.record.verdict = verdict;
+  s.said.record.weight = verdict == Status::ok ? 1 : 0;
   if (s.untold) {
-    s.record.verdict = s.untold->kind;
+    s.said.record.verdict = s.untold->kind;
     publish_failure(s.untold->kind, s.untold->text);
     s.untold.reset();
   }
@@ -162,12 +161,13 @@ void Reducer::begin_plain_step(Status verdict) {
 }
 
 /// Throws on every rank if a rank failed the step, or the ranks' parameters differ; else notes who had data.
-void Reducer::require_success(const std::vector<ControlRecord>& records) {
+void Reducer::require_success(const Ending& ending) {
   auto& s = *s_;
+  const auto& records = ending.records;
   if (worst(records) < Status::retry) {
-    if (const auto words = divergence(); !words.empty()) {
+    if (!ending.divergence.empty()) {
       discard();
-      detail::throw_plan_mismatch(words);
+      detail::throw_plan_mismatch(ending.divergence);
     }
     note_data(records);
     return;
@@ -180,7 +180,7 @@ void Reducer::require_success(const std::vector<ControlRecord>& records) {
     if (records[rank].verdict < Status::retry) {
       continue;
     }
-    const auto failure = read_failure(rank, kTextPatience);
+    const auto failure = s.board->await(FailureBoard::place_of(s.step - 1, rank), kTextPatience);
     if (first < 0) {
       first = rank;
       memory =
@@ -244,9 +244,8 @@ void Reducer::abort_step(FailureKind kind, const std::string& text) {
   }
   {
     const std::lock_guard<std::mutex> lock(s.mutex);
-    s.record = {};
-    s.record.verdict = kind;
-    s.loss_sum.reset();
+    s.said = {};
+    s.said.record.verdict = kind;
     s.forward_open = false;
     s.backward_due = false;
     s.aborted = true;
@@ -259,8 +258,8 @@ void Reducer::abort_step(FailureKind kind, const std::string& text) {
     }
   }
   try {
-    drain(Part::early);
-    drain(Part::last);
+    launch_early(Fill::anything);
+    launch_last(Fill::anything, s.said);
   } catch (...) {  // what the others wait for does not come: better they hear so
     s.broken = std::current_exception();
     abort_group();

@@ -349,7 +349,7 @@ void Reducer::on_late_gradient(int64_t parameter) {
               "checkpoint");
 }
 
-void Reducer::set_order(Participant* before, Participant* after) {
+void Reducer::set_order(ParticipantAttempt* before, ParticipantAttempt* after) {
   s_->before = before;
   s_->after = after;
 }
@@ -372,8 +372,8 @@ int64_t Reducer::launched() const {
 int64_t Reducer::buckets() const {
   return s_->last() + 1;
 }
-bool Reducer::late_gradient() const {
-  return s_->late;
+const FailureBoard& Reducer::board() const {
+  return *s_->board;
 }
 Reducer::Counters Reducer::counters() const {
   return s_->counters;

@@ -86,8 +86,7 @@ struct Reducer::State {
   std::map<int64_t, uint64_t> collectives_of_hook;    ///< by bucket: as many as its hook last made
   std::optional<std::chrono::steady_clock::time_point> hook_deadline;  ///< of a process that ends
   c10::intrusive_ptr<c10d::Work> met;  ///< all ranks are behind their forward
-  ControlRecord record;
-  at::Tensor loss_sum;
+  Announcement outgoing;               ///< with the last bucket
   int buffer_source = 0;
   std::string taken;          ///< a parameter that a later reducer has taken over
   std::exception_ptr broken;  ///< the first error of the process group
@@ -97,11 +96,12 @@ struct Reducer::State {
   int graph_task = -1;       ///< of the backward that a step runs
   bool reentrant = false;    ///< a gradient came in another graph task: it may come again
   bool launch_late = false;  ///< learned from that: all buckets leave after backward
-  Participant* before = nullptr;
-  Participant* after = nullptr;
+  ParticipantAttempt* before = nullptr;
+  ParticipantAttempt* after = nullptr;
   Stopwatch watch;
 
   // Of a plain loop.
+  Announcement said;  ///< of its step
   bool sync = true;
   bool forward_open = false;
   bool backward_due = false;  ///< a forward has ended and no backward of the module has begun

@@ -243,7 +243,7 @@ void Reducer::end_plain_backward() {
   const auto all = together();
   try {
     for (const auto& each : all) {
-      each->complete(Part::early);
+      each->launch_early(Fill::gradients);
       for (const auto& other : all) {
         other->hear_from(*each);
       }
@@ -255,7 +255,7 @@ void Reducer::end_plain_backward() {
     }
     for (const auto& each : all) {
       if (!s.ended) {
-        each->complete(Part::last);
+        each->launch_last(Fill::gradients, each->s_->said);
       }
     }
   } catch (...) {
@@ -280,9 +280,9 @@ void Reducer::end_plain_backward() {
 
 void Reducer::take_sums() {
   auto& s = *s_;
-  const auto records = finish();
-  s.stands = worst(records) < Status::retry && divergence().empty();
-  require_success(records);
+  const auto ending = finish();
+  s.stands = worst(ending.records) < Status::retry && ending.divergence.empty();
+  require_success(ending);
   const bool fewer = s.mean_of_active && !s.active.empty();
   accept(s.predivide / (fewer ? static_cast<double>(s.active.size()) : s.world_size), true);
 }
@@ -298,9 +298,8 @@ void Reducer::abort_turn(FailureKind kind, const std::string& text) {
   for (const auto& each : all) {
     const std::lock_guard<std::mutex> lock(each->s_->mutex);
     auto& o = *each->s_;
-    o.record = {};
-    o.record.verdict = kind;
-    o.loss_sum.reset();
+    o.said = {};
+    o.said.record.verdict = kind;
     o.forward_open = o.backward_due = o.died = false;
     o.own_error = nullptr;
     o.untold.reset();
@@ -312,13 +311,13 @@ void Reducer::abort_turn(FailureKind kind, const std::string& text) {
   try {
     for (const auto& each : all) {
       if (each->s_->opened && !s.closed) {
-        each->drain(Part::early);
+        each->launch_early(Fill::anything);
       }
     }
     if (s.closed) {
       for (const auto& each : all) {
         each->publish_failure(kind, text.empty() ? "unknown (see that rank's own output)" : text);
-        each->drain(Part::last);
+        each->launch_last(Fill::anything, each->s_->said);
       }
     } else if (!s.ended && !s.broken) {
       const memory::UnlimitedEverywhere unlimited;

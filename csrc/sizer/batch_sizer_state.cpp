@@ -12,6 +12,7 @@
 #include "sizer/loss_scale.h"
 #include "sizer/one_call.h"
 #include "step/behind_error.h"
+#include "step/kept_gradients.h"
 #include "step/no_capture.h"
 
 namespace brimful {

@@ -11,6 +11,7 @@
 #include "sizer/loss_scale.h"
 #include "sizer/one_call.h"
 #include "sizer/step_trace.h"
+#include "step/kept_gradients.h"
 
 namespace brimful {
 namespace {

@@ -1,5 +1,7 @@
 #include "step/failure_board.h"
 
+#include <brimful/log.h>
+
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -60,6 +62,15 @@ std::optional<Failure> FailureBoard::find(const std::string& place, Patience pat
     }
     return read(*store, key);
   });
+}
+
+void FailureBoard::try_post(const std::string& place, const Failure& failure) const {
+  try {
+    post(place, failure);
+  } catch (const std::exception& e) {
+    log(LogLevel::warning,
+        std::string("could not post this rank's failure for the other ranks: ") + e.what());
+  }
 }
 
 std::optional<Failure> FailureBoard::find_other(int64_t step, int own_rank, int world_size) const {

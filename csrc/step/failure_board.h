@@ -29,6 +29,11 @@ class FailureBoard {
   void post(const std::string& place, const Failure& failure,
             Patience patience = kAnswerPatience) const;
   void post(const Failure& failure) const { post(place_of(failure.step, failure.rank), failure); }
+  /// As post(); if that fails, only the log says so.
+  void try_post(const std::string& place, const Failure& failure) const;
+  void try_post(const Failure& failure) const {
+    try_post(place_of(failure.step, failure.rank), failure);
+  }
   /// What lies there now.
   /// @throws std::exception if the store is gone or does not answer
   std::optional<Failure> find(const std::string& place, Patience patience = kAnswerPatience) const;

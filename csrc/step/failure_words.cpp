@@ -1,15 +1,21 @@
 // What ranks say of their failures, and hear of those of others.
 #include <brimful/step/step.h>
 
+#include "step/failure_board.h"
+
 namespace brimful {
 namespace {
-constexpr int64_t kTextPatience =
-    1000;  // how long the others wait for the words of a rank that failed, in ms
+/// How long the others wait for the words of a rank that failed.
+constexpr FailureBoard::Patience kTextPatience{1000};
 }  // namespace
 
 std::string StepGroup::failure_text(int rank) {
-  return participants_.empty() ? ""
-                               : to_string(participants_[0]->read_failure(rank, kTextPatience));
+  if (participants_.empty()) {
+    return {};
+  }
+  const auto& first = *participants_[0];
+  return to_string(
+      first.board().await(FailureBoard::place_of(first.step() - 1, rank), kTextPatience));
 }
 
 std::string StepGroup::failure_texts(const std::vector<ControlRecord>& records) {
@@ -26,7 +32,7 @@ std::string StepGroup::failure_texts(const std::vector<ControlRecord>& records) 
 
 void StepGroup::publish_failure(FailureKind kind, const std::string& text) {
   for (const auto& participant : participants_) {
-    participant->publish_failure(kind, text);
+    participant->board().try_post({rank(), 0, participant->step(), kind, text});
   }
 }
 

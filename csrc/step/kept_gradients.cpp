@@ -1,8 +1,9 @@
+#include "step/kept_gradients.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <brimful/error.h>
 #include <brimful/memory/stats.h>
-#include <brimful/step/kept_gradients.h>
 #include <brimful/step/oom.h>
 
 #include <optional>

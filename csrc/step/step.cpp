@@ -3,16 +3,18 @@
 #include <brimful/memory/stats.h>
 #include <brimful/step/oom.h>
 #include <brimful/step/step.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <chrono>
 #include <optional>
+#include <utility>
 
 #include "memory/oom_observer.h"
 #include "step/behind_error.h"
 #include "step/each_parameter.h"
 #include "step/engine_queue.h"
+#include "step/failure_board.h"
+#include "step/kept_gradients.h"
 
 namespace brimful {
 namespace {
@@ -38,7 +40,9 @@ at::Tensor with_loss(const at::Tensor& loss_sum, const PieceLoss& piece) {
 
 StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants,
                      std::vector<at::Tensor> outside)
-    : participants_(std::move(participants)), outside_(std::move(outside)) {
+    : participants_(std::move(participants)),
+      outside_(std::move(outside)),
+      kept_(std::make_shared<KeptGradients>()) {
   for (size_t i = 0; i < participants_.size(); ++i) {
     const auto& participant = participants_[i];
     TORCH_CHECK_VALUE(
@@ -52,9 +56,9 @@ StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants,
 // Anew for every attempt: a module may also be in another group, or in a plain loop in between.
 void StepGroup::set_order() {
   for (size_t i = 0; i < participants_.size(); ++i) {
-    participants_[i]->set_order(
-        i == 0 ? nullptr : participants_[i - 1].get(),
-        i + 1 == participants_.size() ? nullptr : participants_[i + 1].get());
+    participants_[i]->attempt().set_order(
+        i == 0 ? nullptr : &participants_[i - 1]->attempt(),
+        i + 1 == participants_.size() ? nullptr : &participants_[i + 1]->attempt());
   }
 }
 
@@ -79,26 +83,13 @@ void StepGroup::keep_gradients() {
   std::vector<at::Tensor> all;
   for_each_parameter(participants_, outside_,
                      [&](const at::Tensor& parameter) { all.push_back(parameter); });
-  kept_.take(all);
-}
-
-void StepGroup::announce(const ControlRecord& record, const at::Tensor& loss_sum) {
-  own_ = record;
-  own_loss_sum_ = loss_sum;
-  for (const auto& participant : participants_) {
-    participant->set_record(record, loss_sum);
-  }
+  kept_->take(all);
 }
 
 void StepGroup::run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last) {
   for (const auto& participant : participants_) {
-    participant->begin_piece(last);
+    participant->attempt().begin_piece(last, piece.loss);
   }
-  piece.loss.register_hook([this](const at::Tensor&) {
-    for (const auto& participant : participants_) {
-      participant->backward_began(torch::autograd::get_current_graph_task_id());
-    }
-  });
   const auto seed =
       at::full_like(piece.loss, piece.weight / ref, at::TensorOptions().requires_grad(false));
   const auto device = device_of(participants_, outside_).value_or(piece.loss.device());
@@ -108,7 +99,7 @@ void StepGroup::run_backward(const PieceLoss& piece, const PieceWork& work, doub
 void StepGroup::rehearse(int64_t rows, const PieceWork& work,
                          const std::function<void()>& between) {
   for (const auto& participant : participants_) {
-    participant->begin_attempt(0);
+    participant->attempt().begin(0);
   }
   try {
     at::Tensor loss_sum;
@@ -133,12 +124,10 @@ void StepGroup::rehearse(int64_t rows, const PieceWork& work,
   discard();
 }
 
-void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
+void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work, Announcement& said) {
   const auto started = std::chrono::steady_clock::now();
-  auto record = attempt.record;
+  auto& record = said.record;
   record.ref = fingerprint(attempt.ref);
-  announce(record, {});
-  at::Tensor loss_sum;
   int64_t begin = 0;
   for (size_t i = 0; i < attempt.split.size(); ++i) {
     const bool last = i + 1 == attempt.split.size();
@@ -149,9 +138,8 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
       require_no_backward();
     }
     if (piece.weight > 0) {
+      said.loss_sum = with_loss(said.loss_sum, piece);
       record.weight += piece.weight;
-      loss_sum = with_loss(loss_sum, piece);
-      announce(record, loss_sum);
     }
     if (piece.weight > 0 || attempt.lockstep) {
       run_backward(piece, work, attempt.ref, last);
@@ -160,46 +148,47 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work) {
   record.work_ms =
       std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - started).count();
   record.ref = attempt.mark ? attempt.mark() : record.ref;
-  announce(record, loss_sum);
-  complete(attempt);
+  complete(attempt, said);
 }
 
-void StepGroup::complete(const Attempt& attempt) {
+void StepGroup::complete(const Attempt& attempt, const Announcement& said) {
   if (attempt.finish_buffers) {
     attempt.finish_buffers();
   }
-  complete();
+  complete(said);
 }
 
 void StepGroup::begin_attempt(int buffer_source) {
   for (const auto& participant : participants_) {
-    participant->begin_attempt(buffer_source);
+    participant->attempt().begin(buffer_source);
   }
   set_order();
 }
 
 bool StepGroup::late_gradient() const {
-  return std::any_of(participants_.begin(), participants_.end(),
-                     [](const auto& participant) { return participant->late_gradient(); });
+  return std::any_of(participants_.begin(), participants_.end(), [](const auto& participant) {
+    return participant->attempt().progress().late;
+  });
 }
 
-void StepGroup::complete() {
-  for (const auto part : {Part::early, Part::last}) {
-    for (const auto& participant : participants_) {
-      participant->complete(part);
-    }
+void StepGroup::launch(Fill fill, const Announcement& said) {
+  own_ = said;
+  for (const auto& participant : participants_) {
+    participant->attempt().launch_early(fill);
   }
+  for (const auto& participant : participants_) {
+    participant->attempt().launch_last(fill, said);
+  }
+}
+
+void StepGroup::complete(const Announcement& said) {
+  launch(Fill::gradients, said);
 }
 
 void StepGroup::drain(ControlRecord record, Status verdict) {
   record.verdict = verdict;
   record.weight = 0;
-  announce(record, {});
-  for (const auto part : {Part::early, Part::last}) {
-    for (const auto& participant : participants_) {
-      participant->drain(part);
-    }
-  }
+  launch(Fill::anything, {record, {}});
 }
 
 AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
@@ -207,8 +196,9 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   const EvidenceScope evidence(device_of(participants_, outside_));
   const memory::RetryScope retries;
   begin_attempt(attempt.buffer_source);
+  Announcement said{attempt.record, {}};
   try {
-    run_pieces(attempt, work);
+    run_pieces(attempt, work, said);
   } catch (...) {
     result.error = std::current_exception();
   }
@@ -228,7 +218,7 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   if (result.own == Status::out_of_memory && outside_.empty() && gradients_complete()) {
     // Memory ran out behind the last gradient: nothing of the step is missing, so it stands.
     try {
-      complete(attempt);
+      complete(attempt, said);
       result.own = Status::ok;
     } catch (...) {  // a sparse gradient could not be made ready, or a hook failed: drain instead
       result.error = std::current_exception();
@@ -280,13 +270,14 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
 }
 
 void StepGroup::abandon(FailureKind kind, const std::string& text) {
+  publish_failure(kind, text);
   for (const auto& participant : participants_) {
-    behind_error([&] { participant->abandon(kind, text); });
+    behind_error([&] { participant->attempt().abandon(); });
   }
 }
 
 void StepGroup::leave_lockstep(const AttemptResult& result) {
-  const auto peer = participants_[0]->failed_peer();
+  const auto peer = participants_[0]->board().find_other(step(), rank(), world_size());
   abandon(result.own == Status::out_of_memory ? Status::out_of_memory : Status::error, result.text);
   if (peer) {
     detail::throw_rank_failed(peer->rank, step() - 1, peer->kind,
@@ -306,15 +297,17 @@ std::vector<ControlRecord> StepGroup::run_failed(FailureKind kind, const std::st
 
 std::vector<ControlRecord> StepGroup::finish() {
   if (participants_.empty()) {
-    if (own_loss_sum_.defined()) {
-      own_.loss_sum = own_loss_sum_.item<double>();
-      own_loss_sum_.reset();
+    if (const auto loss_sum = std::exchange(own_.loss_sum, {}); loss_sum.defined()) {
+      own_.record.loss_sum = loss_sum.item<double>();
     }
-    return {own_};
+    return {own_.record};
   }
   std::vector<ControlRecord> records;
+  own_ = {};
+  divergence_.clear();
   for (const auto& participant : participants_) {
-    auto theirs = participant->finish();
+    auto [theirs, divergence] = participant->attempt().finish();
+    divergence_ = divergence_.empty() ? std::move(divergence) : divergence_;
     if (records.empty()) {
       records = std::move(theirs);
       continue;
@@ -323,24 +316,14 @@ std::vector<ControlRecord> StepGroup::finish() {
       records[rank].verdict = std::max(records[rank].verdict, theirs[rank].verdict);
     }
   }
-  own_loss_sum_.reset();
   return records;
-}
-
-std::string StepGroup::divergence() const {
-  for (const auto& participant : participants_) {
-    if (auto words = participant->divergence(); !words.empty()) {
-      return words;
-    }
-  }
-  return {};
 }
 
 void StepGroup::accept(double scale, bool keep_unused) {
   const at::NoGradGuard no_grad;
   const memory::Unlimited unlimited;  // all ranks have accepted: no way back
   for (const auto& participant : participants_) {
-    participant->accept(scale, keep_unused);
+    participant->attempt().accept(scale, keep_unused);
   }
   for (const auto& parameter : outside_) {
     auto& gradient = parameter.mutable_grad();
@@ -350,12 +333,12 @@ void StepGroup::accept(double scale, bool keep_unused) {
       gradient.mul_(scale);
     }
   }
-  kept_.add();
+  kept_->add();
 }
 
 void StepGroup::discard() {
   for (const auto& participant : participants_) {
-    participant->discard();
+    participant->attempt().discard();
   }
   for (const auto& parameter : outside_) {
     parameter.mutable_grad().reset();
@@ -365,7 +348,7 @@ void StepGroup::discard() {
 int64_t StepGroup::launched() const {
   int64_t sum = 0;
   for (const auto& participant : participants_) {
-    sum += participant->launched();
+    sum += participant->attempt().progress().launched;
   }
   return sum;
 }
@@ -373,7 +356,7 @@ int64_t StepGroup::launched() const {
 bool StepGroup::gradients_complete() const {
   return !participants_.empty() &&
          std::all_of(participants_.begin(), participants_.end(),
-                     [](const auto& p) { return p->gradients_complete(); });
+                     [](const auto& p) { return p->attempt().progress().complete; });
 }
 
 }  // namespace brimful

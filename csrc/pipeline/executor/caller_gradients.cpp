@@ -2,12 +2,12 @@
 
 #include <ATen/ATen.h>
 #include <brimful/memory/stats.h>
-#include <brimful/step/kept_gradients.h>
 
 #include <algorithm>
 
 #include "pipeline/backward/known_parameters.h"
 #include "pipeline/backward/run_engine.h"
+#include "step/kept_gradients.h"
 
 namespace brimful::pipeline {
 

@@ -523,7 +523,7 @@ TEST_CASE("A later reducer takes over, and the earlier one says so", "[reducer]"
     }
     for (const auto& use : std::vector<std::function<void()>>{
              [&] { first(batch.data); }, [&] { early.backward(); },
-             [&] { first.reducer()->begin_attempt(0); }, [&] { first.reducer()->join_step(); }}) {
+             [&] { first.reducer()->begin(0); }, [&] { first.reducer()->join_step(); }}) {
       const auto caught = catching(use);
       checks.expect(caught.type == Type::other &&
                         caught.text.find("(parameter: first.weight)") != std::string::npos,

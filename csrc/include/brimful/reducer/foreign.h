@@ -5,8 +5,6 @@
 
 #include <functional>
 #include <memory>
-#include <optional>
-#include <string>
 #include <vector>
 
 namespace c10d {
@@ -38,35 +36,12 @@ class BRIMFUL_API ForeignReducer final : public Participant {
   int64_t step() const override;
   const std::vector<at::Tensor>& parameters() const override;
   std::vector<ControlRecord> exchange(const ControlRecord& record) override;
-  void begin_attempt(int buffer_source) override;
-  void begin_piece(bool /*last*/) override {}
-  void backward_began(int /*graph_task*/) override {}
-  void set_record(const ControlRecord& record, const at::Tensor& loss_sum) override;
-  /// Never: who runs out behind the last gradient repeats, which costs no other rank anything.
-  bool gradients_complete() const override { return false; }
-  void complete(Part /*part*/) override {}
-  void drain(Part /*part*/) override {}
-  /// The exchange, and the reduction if it is due.
-  /// @throws RankFailed if either fails; the ranks that are in it then wait until their group's timeout
-  std::vector<ControlRecord> finish() override;
-  std::string divergence() const override;
-  void accept(double scale, bool keep_unused) override;
-  void discard() override;
-  int64_t launched() const override { return 0; }
-  int64_t buckets() const override { return 0; }
-  bool late_gradient() const override { return false; }
-  void set_order(Participant* /*before*/, Participant* /*after*/) override {}
-  bool early_left() const override { return true; }
-  void advance() override {}
-  void publish_failure(FailureKind kind, const std::string& text) override;
-  Failure read_failure(int rank, int64_t patience_ms) override;
-  void abandon(FailureKind kind, const std::string& text) override;
-  std::optional<Failure> failed_peer() override;
+  const FailureBoard& board() const override;
+  ParticipantAttempt& attempt() override;
 
  private:
   struct State;
   explicit ForeignReducer(std::unique_ptr<State> state);
-  std::vector<ControlRecord> exchange_all(const ControlRecord& record, const std::string& what);
 
   std::unique_ptr<State> s_;
 };

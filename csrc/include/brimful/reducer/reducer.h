@@ -56,7 +56,9 @@ struct ReducerOptions {
 /// none beside: verdicts, losses, weights and buffers ride in the last bucket. Driven by a step (the Participant
 /// interface), or by itself in a plain loop: then gradients become the mean over ranks, as with torch's DDP, and a
 /// failure of another rank is raised from backward(). Not thread-safe, but hooks may run on any autograd thread.
-class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_from_this<Reducer> {
+class BRIMFUL_API Reducer final : public Participant,
+                                  public ParticipantAttempt,
+                                  public std::enable_shared_from_this<Reducer> {
  public:
   /// A collective: all ranks construct at the same time. Of a parameter that an earlier reducer has, the new one takes
   /// over; the earlier one throws c10::Error wherever it would begin a step.
@@ -145,33 +147,32 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   /// Of the last steps, oldest first (at most 64); does not synchronise.
   std::vector<StepTimes> times() const;
 
+  int64_t launched() const;
+  int64_t buckets() const;
+  void publish_failure(FailureKind kind, const std::string& text);
+
   // Participant.
   int rank() const override;
   int world_size() const override;
   int64_t step() const override;
   const std::vector<at::Tensor>& parameters() const override;
+  const FailureBoard& board() const override;
   std::vector<ControlRecord> exchange(const ControlRecord& record) override;
-  void begin_attempt(int buffer_source) override;
-  void begin_piece(bool last) override;
-  void backward_began(int graph_task) override;
-  void set_record(const ControlRecord& record, const at::Tensor& loss_sum) override;
-  bool gradients_complete() const override;
-  void complete(Part part) override;
-  void drain(Part part) override;
-  std::vector<ControlRecord> finish() override;
-  std::string divergence() const override;
+  ParticipantAttempt& attempt() override { return *this; }
+
+  // ParticipantAttempt.
+  void begin(int buffer_source) override;
+  void set_order(ParticipantAttempt* before, ParticipantAttempt* after) override;
+  void begin_piece(bool last, const at::Tensor& loss) override;
+  void advance() override;
+  bool early_left() const override;
+  Progress progress() const override;
+  void launch_early(Fill fill) override;
+  void launch_last(Fill fill, const Announcement& said) override;
+  Ending finish() override;
+  void abandon() override;
   void accept(double scale, bool keep_unused) override;
   void discard() override;
-  int64_t launched() const override;
-  int64_t buckets() const override;
-  bool late_gradient() const override;
-  void set_order(Participant* before, Participant* after) override;
-  bool early_left() const override;
-  void advance() override;
-  void publish_failure(FailureKind kind, const std::string& text) override;
-  Failure read_failure(int rank, int64_t patience_ms) override;
-  void abandon(FailureKind kind, const std::string& text) override;
-  std::optional<Failure> failed_peer() override;
 
  private:
   struct State;
@@ -196,7 +197,8 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void leave_word(const Failure& failure);
   void let_go_of_earlier(int64_t bucket);
   void launch(int64_t bucket);
-  void launch_drained(int64_t bucket);
+  void launch_drained(int64_t bucket, Fill fill);
+  void launch_until(int64_t end, Fill fill, const Announcement* said);
   void forget_attempt();
   void advance_early();
   void wait_for_buckets();
@@ -223,7 +225,7 @@ class BRIMFUL_API Reducer final : public Participant, public std::enable_shared_
   void announce_unwinding() noexcept;
   void abort_step(FailureKind kind, const std::string& text);
   void settle();
-  void require_success(const std::vector<ControlRecord>& records);
+  void require_success(const Ending& ending);
   std::optional<int64_t> shared_with(const std::vector<at::Tensor>& others) const;
   void take_sums();
   std::vector<std::shared_ptr<Reducer>> together();

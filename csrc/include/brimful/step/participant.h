@@ -4,20 +4,71 @@
 #include <brimful/step/control_record.h>
 #include <brimful/step/failure.h>
 
-#include <memory>
-#include <optional>
+#include <cstdint>
 #include <string>
 #include <vector>
 
 namespace brimful {
+class FailureBoard;
 
-/// The last bucket carries the control record. It never leaves during backward, only when a step knows its own verdict.
-enum class Part : uint8_t { early, last };
+/// What a rank says of its step in its last bucket. `loss_sum` (0-dim, float64), where defined, is for record.loss_sum.
+struct Announcement {
+  ControlRecord record;
+  at::Tensor loss_sum;
+};
 
-/// Something that owes collectives to other ranks in every step: a reducer. A step drives its participants, so that a
-/// rank which fails still makes every call that the others wait for. Calls come from one thread, in the order below;
-/// begin_piece(true) lets early buckets be launched during the backward that follows. Over several participants all early
-/// buckets are launched before the first last one, each in the order of the participants.
+/// What a bucket carries: this rank's gradients, and zeros where there are none; zeros; or whatever needs no memory, where
+/// the sum is of no use.
+enum class Fill : uint8_t { gradients, zeros, anything };
+
+/// What a participant's attempt has come to.
+struct Progress {
+  int64_t launched = 0;  ///< buckets, of `buckets`
+  int64_t buckets = 0;
+  bool complete = false;  ///< every parameter got its gradient, and none can come again
+  bool late = false;      ///< a gradient came after its bucket was launched: the step repeats
+};
+
+/// How all ranks ended an attempt.
+struct Ending {
+  std::vector<ControlRecord> records;  ///< by rank
+  /// How the ranks' parameters differ, because not all of them were updated; empty where they agree. Alike on all ranks.
+  /// An attempt that ends with a text must not be accepted.
+  std::string divergence;
+};
+
+/// A participant's part of an attempt, driven by one thread in the order of these calls. Whatever happens between begin()
+/// and finish(), both launches are made, so that a rank which fails still sends all that the others wait for.
+class BRIMFUL_API ParticipantAttempt {
+ public:
+  virtual ~ParticipantAttempt() = default;
+  /// From here until finish() the step owns the reducer. `buffer_source`: whose buffers win.
+  virtual void begin(int buffer_source) = 0;
+  /// Launch order: no bucket is launched before the early ones of `before` were; `after` is advanced then. Until finish().
+  virtual void set_order(ParticipantAttempt* before, ParticipantAttempt* after) = 0;
+  /// Early buckets may be launched during the backward of the last piece. `loss`, if defined, is where that backward begins.
+  virtual void begin_piece(bool last, const at::Tensor& loss) = 0;
+  /// Launches the early buckets whose turn it is.
+  virtual void advance() = 0;
+  virtual bool early_left() const = 0;
+  virtual Progress progress() const = 0;
+  /// Launches what has not left, up to the last bucket. Over several participants, all of this comes before the first last
+  /// bucket, in their order.
+  virtual void launch_early(Fill fill) = 0;
+  /// The last bucket, with what all ranks are to know of this one.
+  virtual void launch_last(Fill fill, const Announcement& said) = 0;
+  /// Waits for every bucket: the one host wait of a step. Ends the attempt whatever happens.
+  /// @throws RankFailed if the process group broke
+  virtual Ending finish() = 0;
+  /// In place of all that is left: aborts the group, whose collectives this rank cannot match.
+  virtual void abandon() = 0;
+  /// Makes the sums in the buckets the step's gradients, times `scale`; `keep_unused`: leave None where no rank used it.
+  virtual void accept(double scale, bool keep_unused) = 0;
+  /// Empties the gradients: the buckets hold a useless sum.
+  virtual void discard() = 0;
+};
+
+/// Something that owes collectives to other ranks in every step: a reducer. A step drives its participants.
 class BRIMFUL_API Participant {
  public:
   virtual ~Participant() = default;
@@ -25,53 +76,12 @@ class BRIMFUL_API Participant {
   virtual int world_size() const = 0;
   virtual int64_t step() const = 0;
   virtual const std::vector<at::Tensor>& parameters() const = 0;
-
+  /// Where a rank posts its failure, and reads those of others.
+  virtual const FailureBoard& board() const = 0;
   /// A collective of its own: every rank's record. Used once per loop, never per step.
   virtual std::vector<ControlRecord> exchange(const ControlRecord& record) = 0;
-
-  /// Starts an attempt: from here until finish() the step owns the reducer. `buffer_source`: whose buffers win.
-  virtual void begin_attempt(int buffer_source) = 0;
-  virtual void begin_piece(bool last) = 0;
-  /// The piece's backward runs as this graph task of the engine; gradients of another one are reentrant.
-  virtual void backward_began(int graph_task) = 0;
-  /// What the last bucket will carry. `loss_sum` (0-dim, float64) stands in for record.loss_sum where it is defined.
-  virtual void set_record(const ControlRecord& record, const at::Tensor& loss_sum) = 0;
-  /// True if every parameter got its gradient, and none can come again: nothing of backward is missing.
-  virtual bool gradients_complete() const = 0;
-  /// Launches what has not left, filled from the gradients where there are any and with zeros elsewhere.
-  virtual void complete(Part part) = 0;
-  /// Launches what has not left, zeroed, without allocating; set_record() gave the verdict.
-  virtual void drain(Part part) = 0;
-  /// Waits for every bucket: the one host wait of a step. Ends the attempt whatever happens.
-  /// @throws RankFailed if the process group broke
-  virtual std::vector<ControlRecord> finish() = 0;
-  /// Of the step that finish() ended: how the ranks' parameters differ, because not all of them were updated; empty where
-  /// they agree. Alike on all ranks. A step that returns a text must not be accepted.
-  virtual std::string divergence() const { return {}; }
-  /// Makes the sums in the buckets the step's gradients, times `scale`; `keep_unused`: leave None where no rank used it.
-  virtual void accept(double scale, bool keep_unused) = 0;
-  /// Empties the gradients: the buckets hold a useless sum.
-  virtual void discard() = 0;
-
-  /// Buckets that have left in this step, of buckets().
-  virtual int64_t launched() const = 0;
-  virtual int64_t buckets() const = 0;
-  /// True once a gradient came after its bucket was launched; such a step repeats with launches at the end of backward.
-  virtual bool late_gradient() const = 0;
-
-  /// Launch order within a step: no bucket is launched before the early ones of `before` were; `after` is nudged then.
-  virtual void set_order(Participant* before, Participant* after) = 0;
-  virtual bool early_left() const = 0;
-  /// Launches the early buckets whose turn it is.
-  virtual void advance() = 0;
-
-  /// Posts this rank's failure for the others, and reads theirs (waits at most `patience_ms`).
-  virtual void publish_failure(FailureKind kind, const std::string& text) = 0;
-  virtual Failure read_failure(int rank, int64_t patience_ms) = 0;
-  /// Ends the attempt of a rank that cannot match the collectives inside the model: posts its failure and aborts the group.
-  virtual void abandon(FailureKind kind, const std::string& text) = 0;
-  /// Another rank that has posted a failure in this step, if any; does not wait.
-  virtual std::optional<Failure> failed_peer() = 0;
+  /// Lives as long as the participant.
+  virtual ParticipantAttempt& attempt() = 0;
 };
 
 }  // namespace brimful

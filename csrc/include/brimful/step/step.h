@@ -3,7 +3,6 @@
 #include <brimful/export.h>
 #include <brimful/step/control_record.h>
 #include <brimful/step/kept_batch.h>
-#include <brimful/step/kept_gradients.h>
 #include <brimful/step/participant.h>
 
 #include <exception>
@@ -13,6 +12,7 @@
 #include <vector>
 
 namespace brimful {
+class KeptGradients;
 
 /// The loss of one piece: its mean over `weight`.
 struct PieceLoss {
@@ -92,24 +92,26 @@ class BRIMFUL_API StepGroup {
   std::vector<ControlRecord> run_failed(FailureKind kind, const std::string& text,
                                         const ControlRecord& record);
 
-  /// Sets gradients of earlier steps aside, for accept() to add to the new ones; as KeptGradients::take().
+  /// Sets gradients of earlier steps aside, for accept() to add to the new ones.
   void keep_gradients();
-  KeptGradients& kept() { return kept_; }
+  KeptGradients& kept() { return *kept_; }
 
   // An attempt whose work somebody else runs (a pipeline), in parts: begin_attempt(), then the work, in which
-  // begin_piece() is the caller's to call, then announce() and complete(), or drain() where any of it failed, and always
-  // finish(), which has the records of all ranks.
+  // begin_piece() is the caller's to call, then complete(), or drain() where any of it failed, and always finish(), which
+  // has the records of all ranks.
   void begin_attempt(int buffer_source);
-  void announce(const ControlRecord& record, const at::Tensor& loss_sum);
-  void complete();
+  void complete(const Announcement& said);
   void drain(ControlRecord record, Status verdict);
   /// @throws RankFailed if the process group broke
   std::vector<ControlRecord> finish();
+  /// In place of complete() and finish(), where this rank cannot match the others' collectives: posts its failure and aborts
+  /// the groups.
+  void abandon(FailureKind kind, const std::string& text);
   /// A gradient of this attempt came after its bucket was launched.
   bool late_gradient() const;
 
-  /// As Participant::divergence(), of the first participant that returns a text.
-  std::string divergence() const;
+  /// Of the attempt that finish() ended, as Ending::divergence: of the first participant that returns a text.
+  const std::string& divergence() const { return divergence_; }
   /// Parameters are trained whose gradients stay on this rank.
   bool has_outside() const { return !outside_.empty(); }
   void accept(double scale, bool keep_unused);
@@ -124,18 +126,18 @@ class BRIMFUL_API StepGroup {
   void require_no_backward() const;
   void set_order();
   void leave_lockstep(const AttemptResult& result);
-  void abandon(FailureKind kind, const std::string& text);
   void run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last);
-  void run_pieces(const Attempt& attempt, const PieceWork& work);
-  void complete(const Attempt& attempt);
+  void run_pieces(const Attempt& attempt, const PieceWork& work, Announcement& said);
+  void complete(const Attempt& attempt, const Announcement& said);
+  void launch(Fill fill, const Announcement& said);
   int64_t launched() const;
   bool gradients_complete() const;
 
   std::vector<std::shared_ptr<Participant>> participants_;
   std::vector<at::Tensor> outside_;
-  KeptGradients kept_;
-  ControlRecord own_;  ///< the record of a group without participants
-  at::Tensor own_loss_sum_;
+  std::shared_ptr<KeptGradients> kept_;
+  Announcement own_;  ///< of a group without participants
+  std::string divergence_;
 };
 
 }  // namespace brimful
