@@ -2,7 +2,7 @@
 
 A program may state how many ``# steps: N`` it has. One under ``planted`` marks the line of its leak with
 ``# holder: NAME``, and states each clause of the remedy as ``# advice: WORDS``; one under ``clean`` has none. A cache
-that ``# fills: NAME`` and then stops may be told as such meanwhile, and no more when it has stopped.
+that ``# fills: NAME`` and then stops may be reported as such meanwhile, and no more when it has stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent
 PLANTED = sorted((FOLDER / "planted").glob("*.py"))
 CLEAN = sorted((FOLDER / "clean").glob("*.py"))
 
-PLANTED_STEPS = 10  # within which a leak is to be told
+PLANTED_STEPS = 10  # within which a leak is to be reported
 CLEAN_STEPS = 16
 
 _running: list[tuple[brimful.LeakFinder, int]] = []

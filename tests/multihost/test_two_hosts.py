@@ -154,7 +154,7 @@ except brimful.RankFailed as error:
 """
 
 
-def test_ranks_of_the_other_host_hear_of_a_host_that_goes_away(hosts, tmp_path):
+def test_ranks_of_the_other_host_learn_that_a_host_went_away(hosts, tmp_path):
     script = tmp_path / "job.py"
     script.write_text(HOST_LOST)
     steps = [tmp_path / f"steps-{rank}" for rank in range(4)]

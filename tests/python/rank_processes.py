@@ -127,7 +127,7 @@ def _wait(pipes, watchdog_s, lost=()):
                 answers[rank] = (False, "the process died")
             if (
                 not answers[rank][0] and rank not in lost
-            ):  # the others may wait for it: their stacks tell
+            ):  # the others may wait for it: their stacks show it
                 deadline = min(deadline, time.monotonic() + PATIENCE_S)
     return answers
 

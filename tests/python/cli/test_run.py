@@ -41,7 +41,7 @@ def brimful_run(folder, *arguments):
     return python(folder, "-m", "brimful", "run", *arguments)
 
 
-def test_a_program_prints_what_it_prints_alone_and_its_memory_is_told(folder):
+def test_a_program_prints_what_it_prints_alone_and_its_memory_is_reported(folder):
     alone = python(folder, "train.py", "--epochs", "3")
     watched = brimful_run(folder, "train.py", "--epochs", "3")
     assert watched.stdout == alone.stdout == "arguments ['--epochs', '3'] __main__\n"
@@ -139,7 +139,7 @@ sys.exit(5 * rank)
 """
 
 
-def test_each_rank_of_torchrun_tells_of_itself(folder):
+def test_each_rank_of_torchrun_reports_itself(folder):
     (folder / "ranks.py").write_text(RANKS)
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = python(folder, "-m", *torchrun, "-m", "brimful", "run", "ranks.py")
@@ -177,7 +177,7 @@ print([module for module in model.modules() if module._forward_pre_hooks or modu
 @pytest.mark.parametrize(
     "forward", ["model", "torch.compile(model, backend='eager', fullgraph=True)"]
 )
-def test_the_peak_is_told_by_module_and_models_stay_as_they_are(folder, forward):
+def test_the_peak_is_reported_by_module_and_models_stay_as_they_are(folder, forward):
     (folder / "net.py").write_text(NET.format(forward=forward))
     watched = brimful_run(folder, "net.py")
     assert (watched.stdout, watched.returncode) == ("[]\n", 0), watched.stderr
@@ -244,7 +244,7 @@ def test_where_the_page_of_an_error_goes_can_be_said(folder, monkeypatch):
     assert lost.returncode == 1 and "cannot be written" in lost.stderr
 
 
-def test_an_error_that_a_sizer_mended_leaves_no_page(folder):
+def test_an_error_that_a_sizer_repaired_leaves_no_page(folder):
     (folder / "mends.py").write_text(FILLS.format(call=MENDS))
     watched = brimful_run(folder, "mends.py")
     assert watched.returncode == 0, watched.stderr
@@ -281,7 +281,7 @@ def test_a_program_that_records_by_itself_takes_over(folder):
     assert brimful_run(folder, "records.py").returncode == 0
 
 
-def test_a_recording_is_told_as_a_shell_takes_it(folder):
+def test_a_recording_is_named_as_a_shell_takes_it(folder):
     watched = brimful_run(folder, "--record", "my run.brimful", "train.py")
     assert f"brimful report '{folder / 'my run.brimful'}'" in watched.stderr
 
@@ -378,7 +378,7 @@ def test_a_hostile_program_ends_as_it_does_alone(folder, end, status):
     assert ("peak " in watched.stderr) == (end != "stderr")
 
 
-def test_a_line_is_told_with_all_that_it_holds(folder):
+def test_a_line_is_reported_with_all_that_it_holds(folder):
     (folder / "lines.py").write_text(
         "import torch\n"
         "class Block(torch.nn.Module):\n"

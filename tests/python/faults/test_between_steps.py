@@ -123,7 +123,7 @@ except Exception as error:
 
 @pytest.mark.parametrize("way", ["sizer", "plain"])
 @pytest.mark.parametrize("place", ["loader", "optimizer", "body"])
-def test_an_uncaught_error_between_steps_is_heard_with_its_words(way, place):
+def test_an_uncaught_error_between_steps_arrives_with_its_message(way, place):
     (status, heard), (failed, printed) = run_script(SCRIPT, way, place, "raises")
     assert failed == 1, printed
     assert status == 7, heard
@@ -133,7 +133,7 @@ def test_an_uncaught_error_between_steps_is_heard_with_its_words(way, place):
     assert words in heard, heard
 
 
-def test_a_process_that_ends_between_steps_of_a_loop_is_heard():
+def test_a_process_that_ends_between_steps_of_a_loop_is_noticed():
     (status, heard), (failed, printed) = run_script(SCRIPT, "sizer", "body", "exits")
     assert failed == 3, printed
     assert status == 7, heard

@@ -1,4 +1,4 @@
-"""A rank that fails or ends tells the others, once, where the program swallows its error too."""
+"""A rank that fails or ends informs the others, once, where the program swallows its error too."""
 
 import contextlib
 import sys
@@ -33,7 +33,7 @@ def swallowed_error_job(rank, told_by):
                 cross_entropy(model, batch).backward()
             if planted and told_by == "forward":
                 model(batch[0])
-                dist.barrier()  # the others reach theirs when they have heard
+                dist.barrier()  # the others reach theirs when they have learnt of it
 
     for step in range(3):
         planted = rank.index == 1 and step == 1
@@ -82,7 +82,7 @@ for epoch in range(2):
 """
 
 
-def test_a_rank_that_fails_between_two_loops_leaves_word_and_does_not_kill_the_others():
+def test_a_rank_that_fails_between_two_loops_posts_its_failure_and_does_not_kill_the_others():
     (healthy, heard), (failed, printed) = run_script(BETWEEN_LOOPS)
     assert failed == 1 and "planted between two loops" in printed, printed
     assert healthy == 0 and "epoch 1, RankFailed" in heard, (healthy, heard)
@@ -135,7 +135,7 @@ for step in range(2):
 """
 
 
-def test_an_error_that_a_step_has_told_is_not_told_again_at_the_end_of_the_process():
+def test_an_error_that_a_step_has_reported_is_not_reported_again_at_the_end_of_the_process():
     (healthy, heard), (failed, printed) = run_script(TOLD_ONCE)
     assert failed == 1 and "planted in the loss" in printed, printed
     assert healthy == 0, (healthy, heard)

@@ -177,7 +177,7 @@ def memory_faults_job(rank, kinds, points, pieces, absent=()):
             assert len(short) == (rank.index in chosen), fault  # who ran out did so alone
         count["alone"] += sum(attempt.alone for attempt in mine)
         count["together"] += sum(not attempt.alone for attempt in short)
-        count["after a bucket had left"] += sum(attempt.buckets_left > 0 for attempt in mine)
+        count["after a bucket was launched"] += sum(attempt.buckets_left > 0 for attempt in mine)
         count["stood"] += not short
     return count
 
@@ -188,7 +188,7 @@ def test_memory_that_runs_out_anywhere_on_any_ranks_leaves_no_trace(ranks, kind,
     points = ["forward", *range(pieces * PARAMETERS), "end"]
     for count in ranks(memory_faults_job, [kind], points, pieces, watchdog_s=60):
         assert count["alone"] >= 2 * pieces
-        assert count["together"] >= count["after a bucket had left"] >= 2
+        assert count["together"] >= count["after a bucket was launched"] >= 2
         assert count["stood"] >= 3
 
 
@@ -304,7 +304,7 @@ def require_plain_error(rank, fault, scope, error):
     assert f" failed on rank {error.rank}: " in str(error), (fault, error)
     assert error.seconds < SOON_S, (fault, error.seconds)
     in_forward = fault.point == "forward"
-    known = scope or (fault.kind == "budget" and not in_forward)  # its kind is seen or told
+    known = scope or (fault.kind == "budget" and not in_forward)  # its kind is seen or reported
     if fault.kind != "error" and known:
         assert type(error) is brimful.RankOutOfMemory, (fault, error)
         assert isinstance(error, torch.OutOfMemoryError)
@@ -321,7 +321,7 @@ def test_in_a_plain_loop_a_fault_raises_on_all_ranks_and_the_next_step_works(ran
 
 
 def late_error_job(rank):
-    """The error comes after the collectives of its step, too late to be told in it."""
+    """The error comes after the collectives of its step, too late to be reported in it."""
     model = wrap(dropout_net())
     errors = []
     for step in range(4):
@@ -337,7 +337,7 @@ def late_error_job(rank):
     return errors
 
 
-def test_in_a_plain_loop_an_error_behind_backward_is_told_in_the_next_step(ranks):
+def test_in_a_plain_loop_an_error_behind_backward_is_reported_in_the_next_step(ranks):
     healthy, failed = ranks(late_error_job)
     assert healthy[0] is failed[0] is healthy[1] is None
     assert type(failed[1]) is ValueError
@@ -367,7 +367,9 @@ def half_step_job(rank, in_loop):
 
 
 @pytest.mark.parametrize("in_loop", [True, False])
-def test_an_error_inside_the_optimizer_is_told_in_the_next_step_and_never_repeated(ranks, in_loop):
+def test_an_error_inside_the_optimizer_is_reported_in_the_next_step_and_never_repeated(
+    ranks, in_loop
+):
     (healthy, _), (failed, log) = ranks(half_step_job, in_loop)
     assert type(failed) is brimful.HalfStepError, failed
     assert "the optimizer failed in the middle of its step" in str(failed)
@@ -412,7 +414,7 @@ for step in range(3):
 
 
 @pytest.mark.parametrize("way", ["hook", "forward", "exit"])
-def test_a_rank_that_ends_in_the_middle_of_a_step_is_heard(way):
+def test_a_rank_that_ends_in_the_middle_of_a_step_is_noticed(way):
     (healthy, heard), (failed, printed) = run_script(SCRIPT, way)
     assert failed == (0 if way == "exit" else 1), printed
     assert healthy == 0, heard

@@ -27,7 +27,7 @@ POINTS = [
     "forward",
     0,
     PARAMETERS - 1,
-]  # before any bucket has left, before the first has, behind the first
+]  # before any bucket was launched, before the first has, behind the first
 SOON_S = 2.0
 
 

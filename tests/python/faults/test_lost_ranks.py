@@ -21,7 +21,7 @@ SIZE = 3
 
 
 class Leave:
-    """Where one rank is lost: in forward, late in backward (buckets have left), or between two steps."""
+    """Where one rank is lost: in forward, late in backward (buckets were launched), or between two steps."""
 
     def __init__(self, model, point, nap_s):
         self.model, self.point, self.nap_s = model, point, nap_s

@@ -123,7 +123,7 @@ def test_without_a_watchdog_a_killed_rank_is_named(ranks):
     at_once([partial(run, kind) for kind in KINDS])
 
 
-# As the watchdog is unless it is told otherwise: it would end the process at the timeout.
+# As the watchdog is unless it is set otherwise: it would end the process at the timeout.
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_hangs_is_named_before_the_watchdog_ends_the_process(ranks, kind):
     def run(point, with_sizer):

@@ -153,7 +153,7 @@ class Trial:
         if not (scope or accumulate or self.fault.at in ("forward", "loss")):
             run()
             return
-        # An error that is caught outside the synchronising backward is the scope's to tell.
+        # An error that is caught outside the synchronising backward is the scope's to report.
         with self.model.step():
             run()
 

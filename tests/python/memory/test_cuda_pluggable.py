@@ -60,7 +60,7 @@ print(sizer.step(x, loss_fn).retries)
     assert int(again) == 0
 
 
-def test_a_batch_that_no_split_makes_fit_is_told_without_numbers_that_nobody_has():
+def test_a_batch_that_no_split_makes_fit_is_reported_without_unknown_numbers():
     said = said_by("""
 model, x = net(), torch.randn(256, 256, device="cuda")
 sizer = brimful.BatchSizer(model, max_retries=2)

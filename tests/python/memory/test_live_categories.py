@@ -64,7 +64,7 @@ def test_modules_have_their_parts(model):
     assert total == sum(site.bytes for site in peak.by_site) == peak.bytes - peak.before_bytes
 
 
-def test_a_thread_that_runs_nothing_but_backwards_tells_them_apart():
+def test_a_thread_that_runs_nothing_but_backwards_distinguishes_them():
     """As autograd's own threads of a CUDA device do."""
     weight = torch.ones(8, 8, requires_grad=True)
 

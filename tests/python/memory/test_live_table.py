@@ -53,7 +53,7 @@ def test_the_line_is_the_innermost_outside_torch(tracking):
     assert block_of(y).phase == "forward"
 
 
-def test_each_line_of_a_loop_and_of_code_made_at_run_time_is_told_apart(tracking):
+def test_each_line_of_a_loop_and_of_code_made_at_run_time_is_distinguished(tracking):
     kept = []
     for number in range(50):
         scope = {"torch": torch}
@@ -258,7 +258,7 @@ def test_a_start_that_fails_leaves_nothing_on():
         assert not memory.tracking()
 
 
-def test_before_anything_was_tracked_there_is_nothing_to_tell():
+def test_before_anything_was_tracked_there_is_nothing_to_report():
     run(
         """
         import pytest

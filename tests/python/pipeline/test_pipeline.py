@@ -133,7 +133,7 @@ class Parts:
 
 
 class Head(nn.Module):
-    """Gives the form that it was told, with a tensor, integers and what is no tensor."""
+    """Gives the form that it was asked for, with a tensor, integers and what is no tensor."""
 
     def __init__(self, form):
         super().__init__()
@@ -360,7 +360,7 @@ def test_nothing_is_moved_for_a_schedule_or_a_weight_that_does_not_fit():
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("policy", ["freeze", "rescale"])
-def test_batch_norm_is_frozen_and_rescaled_as_told(schedule, checkpointed, policy):
+def test_batch_norm_is_frozen_and_rescaled_as_asked(schedule, checkpointed, policy):
     from torch.utils.checkpoint import checkpoint
 
     torch.manual_seed(0)

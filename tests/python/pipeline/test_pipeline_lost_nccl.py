@@ -178,7 +178,7 @@ three_devices = pytest.mark.skipif(
 
 
 @three_devices
-def test_a_rank_that_waits_for_one_that_waits_for_the_dead_one_is_told(ranks):
+def test_a_rank_that_waits_for_one_that_waits_for_the_dead_one_is_informed(ranks):
     for error in ranks(chain_job, size=3, lost=(2,))[:2]:
         assert type(error) is brimful.RankFailed, error
         assert error.seconds < 5, (error.seconds, error)
@@ -250,7 +250,7 @@ if rank == 0:
 try:
     pipe.step(x, y)
 except brimful.RankFailed as error:
-    print("told:", error, flush=True)
+    print("raised:", error, flush=True)
 """
 
 
@@ -258,10 +258,10 @@ def test_a_program_whose_peer_died_comes_to_its_end():
     results = run_script(PROGRAM, watchdog_s=30)
     assert results[0][0] == -signal.SIGKILL, results[0][1]
     assert results[1][0] == 0, results[1][1]
-    assert "told:" in results[1][1]
+    assert "raised:" in results[1][1]
 
 
-# As torch's watchdog is unless it is told otherwise: it would end the process at the timeout.
+# As torch's watchdog is unless it is set otherwise: it would end the process at the timeout.
 def test_a_rank_that_hangs_ends_the_others_step_before_the_watchdog_ends_their_process(ranks):
     def run(kind, lost, *place):
         job = kind, {}, signal.SIGSTOP, lost, *place

@@ -232,7 +232,7 @@ def refused(here, stepped_before):
 
 
 @pytest.mark.parametrize("stepped_before", [False, True])
-def test_a_bad_batch_on_one_process_is_told_to_the_others(ranks, stepped_before):
+def test_a_bad_batch_on_one_process_is_reported_to_the_others(ranks, stepped_before):
     assert max(ranks(refused, stepped_before)) < 2
 
 
@@ -250,7 +250,7 @@ def without_loss(here):
     return time.monotonic() - began
 
 
-def test_a_process_without_loss_function_is_told_to_the_others(ranks):
+def test_a_process_without_loss_function_is_reported_to_the_others(ranks):
     assert max(ranks(without_loss)) < 2
 
 

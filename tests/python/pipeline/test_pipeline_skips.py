@@ -122,7 +122,7 @@ def test_the_model_that_is_not_cut_runs_as_it_is(stashing, popping):
 
 
 @pytest.mark.parametrize("stashing, popping", [(True, None), (None, True)])
-def test_a_reentrant_checkpoint_outside_a_pipeline_is_told_apart(stashing, popping):
+def test_a_reentrant_checkpoint_outside_a_pipeline_is_distinguished(stashing, popping):
     x, y = data()
     model = skipping(stashing, popping)
     with pytest.raises(ValueError, match="use_reentrant=False"):

@@ -474,7 +474,7 @@ def test_nothing_of_a_microbatch_is_held_when_it_is_done(loss):
 
 # fork() beside other threads is what this is about.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_process_is_told_so_and_ends():
+def test_a_forked_process_is_refused_and_ends():
     model = net()
     pipe = check(model, split_sequential(model, [2, 2]), *data())
     child = os.fork()

@@ -214,7 +214,7 @@ def test_what_is_not_defined_is_refused(arguments, message):
         Schedule(*arguments)
 
 
-def test_a_file_that_cannot_be_read_is_told_by_line_and_cell():
+def test_a_file_that_cannot_be_read_is_reported_by_line_and_cell():
     with pytest.raises(ValueError, match=r"\(line: 2, cell: 2, text: '1X0'\)"):
         Schedule.from_csv("0F0\n1F0,1X0")
 

@@ -1,4 +1,4 @@
-"""Errors are explained by their words, by what was measured, and by the operators before them."""
+"""Errors are explained by their message, by what was measured, and by the operators before them."""
 
 import builtins
 import json
@@ -140,7 +140,7 @@ def test_the_ring_names_line_and_index_of_an_embedding():
     out = brimful.explain(caught.value)
     assert (out.kind, out.is_memory, out.cause) == ("index", False, expected)
     assert any("aten::embedding" in record.name for record in ring.records())
-    # The same on a device that no longer answers: its words say nothing, the ring does.
+    # The same on a device that no longer answers: its message says nothing, the ring does.
     out = brimful.explain(RuntimeError("CUDA error: device-side assert triggered"))
     assert (out.kind, out.cause) == ("index", expected)
     _C._clear_op_ring()

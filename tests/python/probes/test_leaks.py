@@ -242,7 +242,7 @@ def test_what_is_frozen_holds_as_well(frozen, monkeypatch):
     )
 
 
-def test_a_leak_into_what_is_frozen_is_told_in_time(frozen, monkeypatch):
+def test_a_leak_into_what_is_frozen_is_reported_in_time(frozen, monkeypatch):
     monkeypatch.setattr(KEPT, "kept", [], raising=False)
     with brimful.LeakFinder() as finder:
         for _ in finder.watch(range(12)):

@@ -83,7 +83,7 @@ def test_too_few_steps_are_only_a_start(eight_cpus):
     assert brimful.LoaderAdvisor([1, 2]).advice().num_workers == 4
 
 
-def test_workers_that_grow_are_told(eight_cpus):
+def test_workers_that_grow_are_reported(eight_cpus):
     loader = DataLoader(Growing(), batch_size=1, num_workers=1)
     advice, _ = loop(loader, work_ms=0, steps=50)
     assert any("private memory grew by" in reason for reason in advice.reasons)

@@ -1,4 +1,4 @@
-"""Out-of-memory errors tell what filled the memory, by themselves."""
+"""Out-of-memory errors report what filled the memory, by themselves."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def test_the_first_cause_is_the_planted_one(program):
     assert oom_loop.is_right(program, report), str(report)
 
 
-def test_the_message_tells_lines_in_a_few_lines(limit):
+def test_the_message_names_lines_in_a_few_lines(limit):
     with memory.track(), pytest.raises(torch.OutOfMemoryError) as error:
         held = torch.ones(MIB)
         torch.ones(2 * MIB)
@@ -134,7 +134,7 @@ def test_an_error_with_torchs_words_gets_a_note(limit):
 
 
 @pytest.mark.gpu
-def test_cuda_tells_what_split_its_segments():
+def test_cuda_reports_what_split_its_segments():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     with memory.track():

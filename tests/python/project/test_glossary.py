@@ -16,6 +16,7 @@ SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (
 OPEN = {"include", "reducer", "sizer", "step"}
 KEPT = [path for path in SOURCES if path.relative_to(ROOT / "csrc").parts[0] not in OPEN]
 MODULES = sorted((ROOT / "python").rglob("*.py"))
+TESTS = sorted((ROOT / "tests" / "python").rglob("*.py"))
 #: What the glossary replaces; code in backticks may have any name.
 REPLACED = {
     r"\b(tells?|told)\b": "inform, report, show",
@@ -101,3 +102,9 @@ def test_messages_of_modules_use_the_words_of_the_glossary(module: Path) -> None
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
     ]
     assert replaced_in("\n".join(text for text in texts if " " in text), IN_MESSAGES) == {}
+
+
+@pytest.mark.parametrize("test", TESTS, ids=lambda test: str(test.relative_to(ROOT)))
+def test_names_and_prose_of_tests_use_the_words_of_the_glossary(test: Path) -> None:
+    names = re.findall(r"^\s*def (test_\w*)", test.read_text(), flags=re.MULTILINE)
+    assert replaced_in(" ".join(names).replace("_", " ") + "\n" + prose_in(test)) == {}

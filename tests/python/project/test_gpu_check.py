@@ -92,7 +92,7 @@ def test_a_part_that_dies_keeps_what_it_found_and_ends_alone(parts, tmp_path):
     assert of_good["machine"] == HERE
 
 
-def test_an_error_of_a_part_is_bad_with_its_words(parts, tmp_path):
+def test_an_error_of_a_part_is_bad_with_its_message(parts, tmp_path):
     parts(raises="raise KeyError('lost'); yield")
     assert run(tmp_path) == command.BAD
     assert "KeyError: 'lost'" in lines(tmp_path)[0]["words"]
@@ -161,7 +161,7 @@ def test_a_part_is_as_good_as_its_worst_check(outcomes, whole):
     assert results.outcome_of([Check("one", outcome) for outcome in outcomes]) == whole
 
 
-def test_failures_and_skips_of_pytest_are_told(tmp_path):
+def test_failures_and_skips_of_pytest_are_reported(tmp_path):
     file = tmp_path / "tests.xml"
     file.write_text(
         '<testsuites><testsuite><testcase classname="a" name="right"/>'
@@ -187,12 +187,12 @@ def test_the_large_models_have_their_sizes():
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """told(part=checks): what the parts find, on a simulated device."""
+def reported(monkeypatch):
+    """reported(part=checks): what the parts find, on a simulated device."""
     here = device.Device("simulated", True, {"LD_PRELOAD": "x"})
     monkeypatch.setattr(figures, "device", lambda: here)
 
-    def tell(**parts):
+    def report(**parts):
         ran = []
 
         def run_part(part, small):
@@ -207,10 +207,10 @@ def told(monkeypatch):
             assert environment == {"LD_PRELOAD": "x", **BY_NAME[name].environment}
         return found
 
-    return tell
+    return report
 
 
-def test_figures_are_what_the_parts_find(told):
+def test_figures_are_what_the_parts_find(reported):
     def oom(left):
         return [
             check("AMP: bytes at entry", left == 0, "", left),
@@ -218,19 +218,19 @@ def test_figures_are_what_the_parts_find(told):
         ]
 
     steady = [check("shortages", False, "", 3, steps=60)]
-    found = told(steady=steady, oom=oom(0), oom_expandable=oom(512), oom_async=oom(0))
+    found = reported(steady=steady, oom=oom(0), oom_expandable=oom(512), oom_async=oom(0))
     assert (found["cuda.steady_ooms"].value, found["cuda.steady_ooms"].rounds) == (3, 60)
     assert found["cuda.retry_bytes"].value == 512
     forecast = found["cuda.forecast_worst"]
     assert (forecast.value, forecast.reason) == (None, common.NEEDS_CUDA)
 
 
-def test_a_part_that_ended_or_retried_nothing_is_no_figure(told):
+def test_a_part_that_ended_or_retried_nothing_is_no_figure(reported):
     nothing = [
         check("AMP: bytes at entry", False, "0 retries", 0),
         check("retry bytes", True, "", 0),
     ]
-    found = told(
+    found = reported(
         steady=[Check("part", "ended", "not done in 120 s")],
         oom=nothing,
         oom_expandable=nothing,

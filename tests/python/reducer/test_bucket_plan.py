@@ -227,7 +227,7 @@ class Slow(torch.nn.Module):
         return x
 
 
-def test_a_step_tells_its_times_and_the_straggler(ranks, tmp_path):
+def test_a_step_reports_its_times_and_the_straggler(ranks, tmp_path):
     ranks(times_job, str(tmp_path / "{}.json"))
     for rank in range(2):
         trace = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -335,5 +335,5 @@ def log_job(rank):
     return len([line for line in lines.lines if "bucket sizes tuned" in line])
 
 
-def test_tuned_sizes_are_told_once(ranks):
+def test_tuned_sizes_are_reported_once(ranks):
     assert ranks(log_job) == [1, 0]

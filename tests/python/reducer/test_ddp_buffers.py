@@ -81,7 +81,7 @@ def held_buffer_job(rank, wrapper):
 
 def test_a_buffer_that_a_graph_holds_is_not_overwritten_before_its_backward(ranks):
     assert max(ranks(held_buffer_job, "ours")) < 1e-12
-    # torch's class makes buffers equal in the second forward, and does not tell autograd.
+    # torch's class makes buffers equal in the second forward, and does not inform autograd.
     assert max(ranks(held_buffer_job, "torch")) > 1e-3
 
 

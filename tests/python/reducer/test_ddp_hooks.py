@@ -78,7 +78,7 @@ class PlantedError(Exception):
 
 
 class Planter:
-    """Raises once, where it is told: "forward", or the number of a parameter whose gradient has come."""
+    """Raises once, where it is asked to: "forward", or the number of a parameter whose gradient has come."""
 
     def __init__(self, model):
         self.point = None

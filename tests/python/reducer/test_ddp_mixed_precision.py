@@ -724,7 +724,7 @@ def mismatch_job(rank):
     return error
 
 
-def test_ranks_that_differ_are_told(ranks):
+def test_ranks_that_differ_are_reported(ranks):
     for error in ranks(mismatch_job):
         assert type(error) is brimful.PlanMismatch, error
         assert "reduction dtype: BFloat16" in str(error)

@@ -132,7 +132,7 @@ def order_job(rank, index):
 
 
 @pytest.mark.parametrize("index", range(len(ORDERS)), ids=[run.__name__ for run, _ in ORDERS])
-def test_backwards_synchronise_as_they_were_told(ranks, index):
+def test_backwards_synchronise_as_they_were_asked(ranks, index):
     ranks(order_job, index)
 
 

@@ -48,7 +48,7 @@ class Shy(torch.nn.Module):
 
 
 def local(model, rank, scale=500):
-    """A backward of the module itself: nobody else hears of it."""
+    """A backward of the module itself: no other rank learns of it."""
     (scale * loss_of(model.module(batch_of(rank)[0]), rank)).backward()
 
 
@@ -242,7 +242,7 @@ def again_job(rank):
                 require_gradients(model, mean_gradients(net, rank.size, train_once))
                 model.zero_grad()
             del before
-    # One rank alone changes its model: the others hear of it in their step, and all wrap again.
+    # One rank alone changes its model: the others learn of it in their step, and all wrap again.
     net = Changes()
     model = wrap(net)
     if rank.index == 1:
@@ -355,7 +355,7 @@ def in_backward_job(rank):
             chosen = net.parameters() if case == "all" else [net[2].bias]
             _apply_optimizer_in_backward(torch.optim.SGD, chosen, {"lr": 0.1})
         errors[case] = raised(train_once, model, rank.index)
-        model.zero_grad()  # the others hear of it
+        model.zero_grad()  # the others learn of it
         assert same_bits({n: p.detach() for n, p in net.named_parameters()}, before), case
     model = wrap(small_net())
     for _ in range(2):  # of another model: nothing to refuse

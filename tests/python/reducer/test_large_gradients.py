@@ -185,7 +185,7 @@ def aliased_job(rank):
         model.zero_grad()
 
 
-def test_gradients_that_share_memory_are_told_apart(ranks):
+def test_gradients_that_share_memory_are_distinguished(ranks):
     ranks(aliased_job)
 
 

@@ -270,7 +270,7 @@ def _error(rank, kind):
 
 
 @pytest.mark.parametrize("kind", [ValueError, torch.OutOfMemoryError])
-def test_a_rank_that_fails_is_heard_of(ranks, kind):
+def test_a_rank_that_fails_is_noticed(ranks, kind):
     told, own = ranks(_error, kind)
     memory = kind is torch.OutOfMemoryError
     assert told[0] is (brimful.RankOutOfMemory if memory else brimful.RankFailed)

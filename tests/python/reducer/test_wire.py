@@ -95,7 +95,7 @@ def test_float32_on_the_wire_sums_low_precision_exactly(ranks, dtype):
 
 
 def retry_job(rank, failing):
-    """A step that is repeated, after buckets have left, leaves no trace in the error that is carried on."""
+    """A step that is repeated, after buckets were launched, leaves no trace in the error that is carried on."""
     states = []
     for faulty in (False, True):
         model = wrap(net(), wire_dtype=torch.bfloat16, error_feedback=True, plan="registration")
@@ -116,7 +116,7 @@ def retry_job(rank, failing):
 
 
 class Fault:
-    """Memory runs out once, at the last gradient of the second piece: the first buckets have left."""
+    """Memory runs out once, at the last gradient of the second piece: the first buckets were launched."""
 
     def __init__(self, armed):
         self.armed = armed

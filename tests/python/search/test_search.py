@@ -122,7 +122,7 @@ def test_a_loop_without_a_sizer_is_reported(on_oom, caplog):
     assert guarded(train_plainly, on_oom)({"batch_size": FITS})["oom"] == 0
 
 
-def test_a_model_that_no_split_saves_is_told_before_a_step():
+def test_a_model_that_no_split_saves_is_reported_before_a_step():
     held = memory.stats("cpu").used_bytes  # by other tests in this process
     limit = held + int(1.5 * MIB)  # batch and parameters, but not momentum and gradients
     result = search.guard(train, metric="loss", limit=limit)({"batch_size": TOO_LARGE})
@@ -179,7 +179,7 @@ def test_a_trial_knows_its_facts_while_it_runs():
     assert result["pieces"] == -1  # its own
 
 
-def test_peaks_tell_before_the_function_is_called():
+def test_peaks_decide_before_the_function_is_called():
     called = []
     run = search.guard(
         called.append, "report", metric="loss", limit=LIMIT, peaks={FITS: MIB, TOO_LARGE: 30 * MIB}

@@ -184,7 +184,7 @@ def _retried(rank, point):
     if rank.index == 1:
         handle.remove()
     assert fired == ([True] if rank.index == 1 else [])
-    if rank.index == 1 or point == 0:  # else before a bucket had left
+    if rank.index == 1 or point == 0:  # else before a bucket was launched
         assert outcome.retries == 1
     assert same_bits(gradients_of(model), _sum(*parts))
     return gradients_of(model)

@@ -290,7 +290,7 @@ def refused_job(rank):
     return error, weight
 
 
-def test_a_refusal_of_one_rank_is_told_to_the_others(ranks):
+def test_a_refusal_of_one_rank_is_reported_to_the_others(ranks):
     (first, weight), (second, _) = ranks(refused_job)
     assert type(first) is brimful.RankFailed and first.rank == 1
     assert type(second) is ValueError

@@ -1,4 +1,4 @@
-"""Fragmentation is told apart from capacity: the same split once more with the cache released, before a finer one."""
+"""Fragmentation is kept apart from capacity: the same split once more with the cache released, before a finer one."""
 
 import gc
 import weakref

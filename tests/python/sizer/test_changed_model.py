@@ -1,4 +1,4 @@
-"""A model that changes after it was wrapped: named there, heard of elsewhere, never on the wire."""
+"""A model that changes after it was wrapped: named there, reported elsewhere, never in a collective."""
 
 import itertools
 

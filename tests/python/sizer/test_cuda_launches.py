@@ -108,7 +108,7 @@ def highest_resident_kb():
 
 
 def test_the_pool_is_read_without_the_history_of_its_blocks():
-    """A history may have millions of lines, which torch's snapshot copies unless it is told not to."""
+    """A history may have millions of lines, which torch's snapshot copies unless it is asked not to."""
     torch.cuda.memory._record_memory_history(context=None, max_entries=200_000)
     try:
         for _ in range(40_000):

@@ -204,7 +204,7 @@ def test_steps_run_out_of_memory_neither_first_nor_later(limit):
     assert pieces[6] >= pieces[3]
 
 
-def test_a_plan_tells_the_peak_of_a_step(limit):
+def test_a_plan_states_the_peak_of_a_step(limit):
     model, x = parts("encoder", 512)
     sizer = brimful.BatchSizer(model)
     sizer.plan(x, loss_fn)
@@ -232,7 +232,7 @@ def test_a_plan_tells_the_peak_of_a_step(limit):
 
 @pytest.mark.parametrize("with_optimizer", [False, True], ids=["plain", "Adam"])
 @pytest.mark.parametrize("name", ["ResNet", "encoder"])
-def test_a_summary_tells_the_peak_and_the_largest_batch(limit, name, with_optimizer):
+def test_a_summary_states_the_peak_and_the_largest_batch(limit, name, with_optimizer):
     model, x = parts(name, 64)
     optimizer = torch.optim.Adam(model.parameters()) if with_optimizer else None
     found = brimful.summary(model, x, loss_fn=loss_fn, optimizer=optimizer)

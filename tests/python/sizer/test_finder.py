@@ -313,7 +313,7 @@ def zero_job(rank):
     return raised(train)
 
 
-def test_a_rank_that_reaches_zero_alone_is_told(ranks):
+def test_a_rank_that_reaches_zero_alone_is_informed(ranks):
     first, second = ranks(zero_job)
     assert type(second) is RuntimeError
     assert type(first) is brimful.RankFailed and first.rank == 1
@@ -376,6 +376,6 @@ def ddp_job(rank, failing, inside):
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
-def test_a_wrapped_model_inside_tells_the_others_by_itself(ranks, failing, inside):
+def test_a_wrapped_model_inside_informs_the_others_by_itself(ranks, failing, inside):
     first, second = ranks(ddp_job, failing, inside, watchdog_s=60)
     assert first == second > 30

@@ -205,7 +205,7 @@ def test_channels_last_stays():
     assert result.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_row_that_does_not_fit_is_told_with_the_sizes_tried():
+def test_a_row_that_does_not_fit_is_reported_with_the_sizes_tried():
     batch = whole_numbers(6)
     before = used()
     allow(ROW_BYTES // 2)

@@ -168,7 +168,7 @@ def short_rank_job(rank):
     return error, outcome.retries
 
 
-def test_all_ranks_hear_that_the_optimizer_of_one_would_run_out(ranks):
+def test_all_ranks_learn_that_the_optimizer_of_one_would_run_out(ranks):
     (healthy, _), (short, _) = ranks(short_rank_job)
     assert type(short) is brimful.BatchTooLarge, short
     assert type(healthy) is brimful.RankOutOfMemory and healthy.rank == 1, healthy

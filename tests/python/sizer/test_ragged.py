@@ -1,4 +1,4 @@
-"""Batches of many lengths: what a few of them take tells what all others do."""
+"""Batches of many lengths: what a few of them take predicts what all others do."""
 
 import gc
 import random
@@ -103,7 +103,7 @@ def peaks_told(model, batch_of, lengths, rows=ROWS):
 @pytest.mark.parametrize(
     ("name", "threads"), [*((name, 1) for name in MODELS), ("convolution", 2), ("recurrent", 2)]
 )
-def test_a_few_lengths_tell_the_peaks_of_all_others(name, threads):
+def test_a_few_lengths_predict_the_peaks_of_all_others(name, threads):
     torch.set_num_threads(threads)
     make, batch_of = MODELS[name]
     seed(0)

@@ -912,7 +912,7 @@ def one_bad_rank_job(rank, name):
 
 
 @pytest.mark.parametrize("name", ["missing field", "cannot be made", "holds itself"])
-def test_a_bad_batch_of_one_rank_is_heard_of_by_the_other(ranks, name):
+def test_a_bad_batch_of_one_rank_is_reported_to_the_other(ranks, name):
     *_, kind, message = BAD[name]
     other, own = ranks(one_bad_rank_job, name)
     assert isinstance(own, kind)

@@ -57,7 +57,7 @@ def trained(optimizer_type, width=1000):
     return model, optimizer, sizer
 
 
-def test_the_error_has_the_facts_in_its_words_and_as_attributes():
+def test_the_error_has_the_facts_in_its_message_and_as_attributes():
     width = max(1000, used() // 400)  # the work counts beside what other tests have left in memory
     room = 400 * width
     model, optimizer, sizer = trained(torch.optim.Adam, width)
