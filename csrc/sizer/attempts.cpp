@@ -19,11 +19,8 @@ namespace {
 // A release waits for the device; finer pieces do not.
 constexpr int64_t kStepsBetweenReleases = 16;
 
-/// Tries that this rank's own shortages have cost; those of others have limits of their own.
-int64_t own_retries(const Outcome& outcome, int rank) {
-  return std::count_if(outcome.attempts.begin(), outcome.attempts.end(), [&](const auto& attempt) {
-    return std::find(attempt.ran_out.begin(), attempt.ran_out.end(), rank) != attempt.ran_out.end();
-  });
+ExecutionPlan plan_as_run(const std::vector<int64_t>& split) {
+  return {std::ssize(split), largest_piece(split)};
 }
 }  // namespace
 
@@ -37,9 +34,8 @@ std::optional<Plan> BatchSizer::State::choose_pieces(const StepInput& input, con
     outcome.pieces = plan ? plan->pieces : wanted_pieces(input);
     outcome.peak_bytes = peak.peak_bytes();
   }
-  if (!plan && !in_lockstep() && !input.split && learned_.piece_rows > 0) {
-    outcome.pieces =
-        learned_.history.coarser(input.rows.value_or(0), outcome.pieces, room(), steps_);
+  if (!plan && !in_lockstep() && !input.split && input.rows) {
+    outcome.pieces = policy_.first(*input.rows, outcome.pieces).pieces;
   }
   norms_.require_whole(outcome.pieces);
   return plan;
@@ -47,18 +43,19 @@ std::optional<Plan> BatchSizer::State::choose_pieces(const StepInput& input, con
 
 std::vector<int64_t> BatchSizer::State::split_of(int64_t rows, int64_t pieces) {
   return options_.equal_pieces && !in_lockstep()
-             ? split_into_few_sizes(rows, split_rows(rows, pieces).front(), learned_.equal_sizes)
+             ? split_into_few_sizes(rows, split_rows(rows, pieces).front(), equal_sizes_)
              : split_rows(rows, pieces);
 }
 
-std::vector<int64_t> BatchSizer::State::next_split(const StepInput& input, const Outcome& outcome) {
-  if (input.split && outcome.pieces == std::ssize(*input.split)) {
+std::vector<int64_t> BatchSizer::State::split_by(const ExecutionPlan& plan,
+                                                 const StepInput& input) {
+  if (input.split && plan.pieces == std::ssize(*input.split)) {
     return *input.split;
   }
   if (!input.rows && !in_lockstep()) {
     return {};
   }
-  return split_of(input.rows.value_or(0), outcome.pieces);
+  return split_of(input.rows.value_or(0), plan.pieces);
 }
 
 void BatchSizer::State::stand(const AttemptResult& result, double ref, Outcome& outcome) {
@@ -75,7 +72,7 @@ void BatchSizer::State::stand(const AttemptResult& result, double ref, Outcome& 
 }
 
 Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
-  learned_.used_before = memory::stats(options_.device).used_bytes;
+  policy_.measure();
   Outcome outcome;
   StepGroup::Attempt attempt;
   attempt.lockstep = in_lockstep();
@@ -95,8 +92,7 @@ Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
   bool release = false;
   attempt.same_split = [&](const std::string& shortage) {
     release = release_helps(shortage, options_.device);
-    return release &&
-           (!learned_.released_step || steps_ - *learned_.released_step >= kStepsBetweenReleases);
+    return release && (!released_step_ || steps_ - *released_step_ >= kStepsBetweenReleases);
   };
   attempt.finish_buffers = [&] { norms_.finish(); };
   int64_t next_piece = 0;
@@ -108,10 +104,12 @@ Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
                   return piece;
                 },
                 scaled_backward(work.backward, options_.scaler)};
-  while (true) {
+  Retry retry(policy_, input.rows.value_or(0), options_.max_retries,
+              ExecutionPlan::in_pieces(input.rows.value_or(0), outcome.pieces));
+  retry.run([&]() -> Ended {
     const memory::PeakScope peak(options_.device);
-    outcome.split = attempt.split = next_split(input, outcome);
-    attempt.retries_left = own_retries(outcome, group_.rank()) < options_.max_retries;
+    outcome.split = attempt.split = split_by(retry.plan(), input);
+    attempt.retries_left = retry.may_repeat();
     attempt.can_split = std::ssize(attempt.split) < input.rows.value_or(0) && norms_.may_split();
     owed_ = false;
     next_piece = 0;
@@ -123,16 +121,17 @@ Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
     const auto attempt_peak = peak.peak_bytes();
     recorder_.end_attempt(std::ssize(outcome.split), largest_piece(outcome.split), attempt_peak,
                           result.own == Status::out_of_memory);
-    const bool stands = settle_attempt(result, input, outcome, attempt_peak);
-    if (stands) {
+    const auto ended = settle_attempt(result, input, outcome, attempt_peak);
+    if (ended.how == Ended::How::stands) {
       stand(result, attempt.ref, outcome);
+      outcome.peak_bytes = std::max(outcome.peak_bytes, peak.peak_bytes());
+      return ended;
     }
+    if (ended.how == Ended::How::ran_out) {
+      retry.set_plan(plan_as_run(outcome.split));  // some are uneven
+    }
+    log_shortage(ended, outcome, input.rows.value_or(0), retry);
     outcome.peak_bytes = std::max(outcome.peak_bytes, peak.peak_bytes());
-    if (stands) {
-      note_peak(input, outcome);
-      recorder_.end_step(true, checked_limit_);
-      return outcome;
-    }
     owed_ = true;
     group_.discard();
     transaction_.restore();
@@ -142,15 +141,21 @@ Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
     if (release) {  // only now: the gradients of the attempt are gone
       memory::release_cached(options_.device);
       outcome.attempts.back().cache_released = true;
-      learned_.released_step = steps_;
+      released_step_ = steps_;
       release = false;
     }
     note_shortfall(result, plan, input.kind);
-  }
+    return ended;
+  });
+  note_peak(input, outcome);
+  recorder_.end_step(true, checked_limit_);
+  return outcome;
 }
 
-bool BatchSizer::State::settle_attempt(const AttemptResult& result, const StepInput& input,
-                                       Outcome& outcome, int64_t peak_bytes) {
+Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepInput& input,
+                                        Outcome& outcome, int64_t peak_bytes) {
+  const Ended again{result.same_split ? Ended::How::as_it_was : Ended::How::ran_out,
+                    options_.device};
   AttemptNote note;
   note.pieces = static_cast<int64_t>(outcome.split.size());
   note.piece_rows = largest_piece(outcome.split);
@@ -160,8 +165,7 @@ bool BatchSizer::State::settle_attempt(const AttemptResult& result, const StepIn
   if (result.retry_alone) {
     note.ran_out = {group_.rank()};
     outcome.attempts.push_back(note);
-    refine(result, *input.rows, outcome);
-    return false;
+    return again;
   }
   agreed_.at_end = !result.records.empty() && nobody_continues(result.records);
   if (result.own == Status::error) {
@@ -180,40 +184,38 @@ bool BatchSizer::State::settle_attempt(const AttemptResult& result, const StepIn
     require_weight(result.records);
     outcome.attempts.push_back(note);
     adopt(result.records);
-    return true;
+    return {};
   }
   note.ran_out = ranks_with(result.records, Status::retry);
   outcome.attempts.push_back(note);
-  if (result.own == Status::out_of_memory) {
-    refine(result, *input.rows, outcome);
-  } else {
-    log(LogLevel::info,
-        "step " + std::to_string(steps_) + " is repeated for rank " + format_list(note.ran_out));
-  }
-  return false;
+  return result.own == Status::out_of_memory ? again : Ended{Ended::How::for_others};
 }
 
-void BatchSizer::State::refine(const AttemptResult& result, int64_t rows, Outcome& outcome) {
-  if (result.same_split) {
-    log(LogLevel::warning, "rank " + std::to_string(group_.rank()) + " ran out of memory in step " +
-                               std::to_string(steps_) +
+void BatchSizer::State::log_shortage(const Ended& ended, const Outcome& outcome, int64_t rows,
+                                     const Retry& retry) {
+  const auto here = "rank " + std::to_string(group_.rank()) + " ran out of memory in step " +
+                    std::to_string(steps_);
+  if (ended.how == Ended::How::for_others) {
+    log(LogLevel::info, "step " + std::to_string(steps_) + " is repeated for rank " +
+                            format_list(outcome.attempts.back().ran_out));
+  } else if (ended.how == Ended::How::as_it_was) {
+    log(LogLevel::warning, here +
                                ", but within the device's capacity: torch's cache is released and "
                                "the step repeated as it was");
-    return;
+  } else {
+    log(LogLevel::warning,
+        here + ": a batch of " + std::to_string(rows) + " is repeated in " +
+            std::to_string(split_of(rows, retry.next(options_.device).pieces).size()) +
+            " pieces instead of " + std::to_string(outcome.split.size()));
   }
-  const auto before = std::ssize(outcome.split);
-  const auto most = largest_piece(outcome.split);
-  learned_.history.note_failure(most, before, room(), steps_);
-  const auto pieces = options_.equal_pieces ? pieces_for(rows, most) : before;
-  outcome.pieces = std::max(
-      learned_.history.finer(rows, pieces, room()),
-      finer_within(rows, pieces, own_retries(outcome, group_.rank()), options_.max_retries));
-  learned_.piece_rows = pieces_for(rows, outcome.pieces);
-  std::ostringstream line;
-  line << "rank " << group_.rank() << " ran out of memory in step " << steps_ << ": a batch of "
-       << rows << " is repeated in " << split_of(rows, outcome.pieces).size()
-       << " pieces instead of " << before;
-  log(LogLevel::warning, line.str());
+}
+
+void BatchSizer::State::note_peak(const StepInput& input, const Outcome& outcome) {
+  if (outcome.retries > 0 || outcome.split.empty()) {
+    return;  // the peak is that of what was repeated, too
+  }
+  policy_.note_fit(plan_as_run(outcome.split), {{options_.device, outcome.peak_bytes}},
+                   !input.split);
 }
 
 }  // namespace brimful

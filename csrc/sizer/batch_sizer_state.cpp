@@ -24,7 +24,8 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
     : group_(std::move(group)),
       transaction_(std::move(transaction)),
       options_(std::move(options)),
-      norms_(options_.batch_norm, options_.batch_norms) {
+      norms_(options_.batch_norm, options_.batch_norms),
+      policy_({options_.device}, options_.piece_rows.value_or(0)) {
   group_.require_one_device();
   TORCH_CHECK_VALUE(
       options_.local || group_.world_size() == 1 || !group_.has_outside(),
@@ -41,7 +42,6 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
                     "a piece has at least one row, and takes the place of a number of pieces "
                     "(piece_rows: ",
                     options_.piece_rows.value_or(0), ", pieces: ", options_.pieces, ")");
-  learned_.piece_rows = options_.piece_rows.value_or(0);
   if (!options_.required_bytes && options_.standing_bytes) {
     options_.required_bytes = [standing_bytes = options_.standing_bytes] {
       const auto bytes = standing_bytes();
@@ -74,8 +74,7 @@ int64_t BatchSizer::State::wanted_pieces(const StepInput& input) const {
   if (input.split) {
     return static_cast<int64_t>(input.split->size());
   }
-  return learned_.piece_rows > 0 ? pieces_for(*input.rows, learned_.piece_rows)
-                                 : std::min(options_.pieces, *input.rows);
+  return policy_.known_pieces(*input.rows, std::min(options_.pieces, *input.rows));
 }
 
 void BatchSizer::State::adopt(const std::vector<ControlRecord>& records) {
@@ -236,10 +235,10 @@ Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
 std::map<std::string, double> BatchSizer::State::state() const {
   std::map<std::string, double> state{
       {"steps", static_cast<double>(steps_)},
-      {"piece_rows", static_cast<double>(learned_.piece_rows)},
+      {"piece_rows", static_cast<double>(policy_.piece_rows())},
       {"last_total", agreed_.last_total},
   };
-  if (learned_.piece_rows == 0 && found_.pieces > 1) {  // for a resumed job without forecasts
+  if (policy_.piece_rows() == 0 && found_.pieces > 1) {  // for a resumed job without forecasts
     state["piece_rows"] = static_cast<double>(split_rows(found_.rows, found_.pieces).front());
   }
   found_.put(state);
@@ -260,7 +259,7 @@ void BatchSizer::State::load_state(const std::map<std::string, double>& state) {
                     "the sizer's state is not one that state_dict gave (piece_rows: ", piece_rows,
                     ", last_total: ", last_total, ", steps: ", steps, ")");
   found_ = FoundPieces::of(state);
-  learned_.piece_rows = static_cast<int64_t>(piece_rows);
+  policy_.set_piece_rows(static_cast<int64_t>(piece_rows));
   agreed_.last_total = last_total;
   steps_ = static_cast<int64_t>(steps);
 }

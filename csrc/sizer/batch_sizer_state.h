@@ -10,7 +10,7 @@
 #include "sizer/forecasts.h"
 #include "sizer/found_pieces.h"
 #include "sizer/one_call.h"
-#include "sizer/piece_history.h"
+#include "sizer/retry.h"
 #include "sizer/step_recorder.h"
 
 namespace brimful {
@@ -28,7 +28,7 @@ class BatchSizer::State {
   bool begin_loop(Next next, const StepInput& first);
   void announce_next(Next next, const StepInput& next_input);
   void announce_failure(FailureKind kind, const std::string& text);
-  Report report() const { return recorder_.report(learned_.piece_rows); }
+  Report report() const { return recorder_.report(policy_.piece_rows()); }
   std::map<std::string, double> state() const;
   void load_state(const std::map<std::string, double>& state);
   bool expects_step() const { return agreed_.holds && !agreed_.at_end; }
@@ -49,15 +49,6 @@ class BatchSizer::State {
     bool at_end = false;
     ControlRecord next;  ///< this rank's, of the step that comes
   };
-  /// About the rows that fit.
-  struct Learned {
-    int64_t piece_rows = 0;  ///< of a piece that fits; 0: not known yet
-    PieceHistory history;
-    std::set<int64_t> equal_sizes;
-    std::optional<int64_t> released_step;  ///< the last one with a cache_released
-    int64_t used_before = 0;               ///< bytes in use when the step began
-  };
-
   ControlRecord record_for(Next next, const StepInput& input) const;
   double own_weight(const StepInput& input) const;
   int64_t wanted_pieces(const StepInput& input) const;
@@ -70,11 +61,11 @@ class BatchSizer::State {
   Outcome run(const StepInput& input, const PieceWork& work);
   std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork& work,
                                     Outcome& outcome);
-  std::vector<int64_t> next_split(const StepInput& input, const Outcome& outcome);
+  std::vector<int64_t> split_by(const ExecutionPlan& plan, const StepInput& input);
   std::vector<int64_t> split_of(int64_t rows, int64_t pieces);
   void stand(const AttemptResult& result, double ref, Outcome& outcome);
-  bool settle_attempt(const AttemptResult& result, const StepInput& input, Outcome& outcome,
-                      int64_t peak_bytes);
+  Ended settle_attempt(const AttemptResult& result, const StepInput& input, Outcome& outcome,
+                       int64_t peak_bytes);
   [[noreturn]] void throw_failure(const AttemptResult& result, const StepInput& input,
                                   const Outcome& outcome);
   [[noreturn]] void throw_too_large(const AttemptResult& result, const StepInput& input,
@@ -83,8 +74,7 @@ class BatchSizer::State {
   void require_room_for_optimizer(const StepInput& input) const;
   void require_weight(const std::vector<ControlRecord>& records) const;
   void require_same_mark(const std::vector<ControlRecord>& records);
-  void refine(const AttemptResult& result, int64_t rows, Outcome& outcome);
-  PieceHistory::Room room() const;
+  void log_shortage(const Ended& ended, const Outcome& outcome, int64_t rows, const Retry& retry);
   void note_peak(const StepInput& input, const Outcome& outcome);
   Rehearsal rehearse(const StepInput& input, const PieceWork& work);
   /// `anew`: not what the step before found, while there is as much room; a replay of a CUDA allocator takes a while.
@@ -102,7 +92,9 @@ class BatchSizer::State {
   int64_t steps_ = 0;
   int64_t calls_ = 0;
   Agreed agreed_;
-  Learned learned_;
+  RetryPolicy policy_;
+  std::set<int64_t> equal_sizes_;
+  std::optional<int64_t> released_step_;  ///< the last one with a cache_released
   bool own_weights_ = false;  ///< the loss function gives weights that are not known beforehand
   std::optional<int64_t> checked_limit_;
   int64_t checked_kept_ = 0;  ///< bytes of gradients that the limit was compared with, too

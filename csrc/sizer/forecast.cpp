@@ -171,8 +171,9 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
   const auto forecast = known ? *known : rehearsed();
   if (!forecast) {
     if (fits) {
-      learned_.piece_rows = *fits;
-      learned_.history.note_failure(*fits + 1, pieces_for(rows, *fits + 1), before.bytes(), steps_);
+      policy_.measure();
+      policy_.set_piece_rows(*fits);
+      policy_.note_failure({pieces_for(rows, *fits + 1), *fits + 1}, options_.device);
     }
     return std::nullopt;
   }

@@ -6,7 +6,6 @@
 #include <brimful/sizer/map_batches.h>
 #include <brimful/sizer/pieces.h>
 #include <brimful/step/oom.h>
-#include "sizer/piece_history.h"
 
 #include <algorithm>
 #include <list>
@@ -15,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "sizer/retry.h"
 #include "sizer/too_large.h"
 #include "step/remedy.h"
 
@@ -22,16 +22,10 @@ namespace brimful::detail {
 namespace {
 constexpr size_t kKinds = 64;
 
-/// What calls of one kind with rows of one length have found.
-struct Memo {
-  PieceHistory history;
-  int64_t piece_rows = 0;  ///< of a piece that fits; 0: memory has not run out
-  int64_t calls = 0;
-};
 struct Entry {
   std::string kind;
   int64_t elements = 1;  ///< of a row
-  Memo memo;
+  RetryPolicy policy;
 };
 struct Memos {
   std::mutex mutex;          ///< calls come from any thread
@@ -46,31 +40,31 @@ std::string key_of(const MapKind& kind, c10::Device device) {
   return std::to_string(kind.function) + ' ' + device.str() + ' ' + kind.form;
 }
 
-Memo recall(const MapKind& kind, c10::Device device) {
+RetryPolicy recall(const MapKind& kind, c10::Device device) {
   if (kind.function == 0) {
-    return {};
+    return RetryPolicy({device});
   }
   const std::lock_guard<std::mutex> lock(memos().mutex);
   const auto key = key_of(kind, device);
-  Memo begin;  // of rows of another length: in proportion
+  int64_t piece_rows = 0;  // of rows of another length: in proportion
   for (const auto& entry : memos().entries) {
     if (entry.kind != key) {
       continue;
     }
     if (entry.elements == kind.elements) {
-      return entry.memo;
+      return entry.policy;
     }
-    if (begin.piece_rows == 0 && entry.memo.piece_rows > 0) {
+    if (piece_rows == 0 && entry.policy.piece_rows() > 0) {
       const auto elements =
-          static_cast<double>(entry.memo.piece_rows) * static_cast<double>(entry.elements);
-      begin.piece_rows =
+          static_cast<double>(entry.policy.piece_rows()) * static_cast<double>(entry.elements);
+      piece_rows =
           std::max<int64_t>(static_cast<int64_t>(elements / static_cast<double>(kind.elements)), 1);
     }
   }
-  return begin;
+  return RetryPolicy({device}, piece_rows);
 }
 
-void remember(const MapKind& kind, c10::Device device, const Memo& memo) {
+void remember(const MapKind& kind, c10::Device device, const RetryPolicy& policy) {
   if (kind.function == 0) {
     return;
   }
@@ -79,7 +73,7 @@ void remember(const MapKind& kind, c10::Device device, const Memo& memo) {
   const auto key = key_of(kind, device);
   entries.remove_if(
       [&](const auto& entry) { return entry.kind == key && entry.elements == kind.elements; });
-  entries.push_front({key, kind.elements, memo});
+  entries.push_front({key, kind.elements, policy});
   if (entries.size() > kKinds) {
     entries.pop_back();
   }
@@ -109,8 +103,8 @@ class Mapping {
         tensors_(tensors),
         options_(options),
         random_({}, {options.device}),
-        memo_(recall(kind, options.device)),
-        used_before_(memory::stats(options.device).used_bytes) {
+        policy_(recall(kind, options.device)) {
+    policy_.measure();
     for (const auto& keeper : options.keepers) {
       random_.add(keeper);
     }
@@ -119,38 +113,41 @@ class Mapping {
                       "a batch has at least one piece (pieces: ", options.pieces, ")");
     TORCH_CHECK_VALUE(options.max_retries >= 0,
                       "max_retries must not be negative (max_retries: ", options.max_retries, ")");
-    auto pieces = options.pieces;
-    if (memo_.piece_rows > 0) {
-      pieces = std::max(pieces, memo_.history.coarser(rows, pieces_for(rows, memo_.piece_rows),
-                                                      room(), memo_.calls));
-      remembered_ = pieces > options.pieces;
-    }
-    piece_rows_ = pieces_for(rows, pieces);  // rounded up
+    remembered_ = policy_.known_pieces(rows, options.pieces) > options.pieces;
   }
 
   /// What the next call of this kind begins with.
-  const Memo& memo() const { return memo_; }
+  const RetryPolicy& policy() const { return policy_; }
 
   std::vector<at::Tensor> run() {
-    ++memo_.calls;
     while (done_ < rows_) {
-      const int64_t end = std::min(rows_, done_ + piece_rows_);
-      random_.capture();
-      const KeptBatch::Scope batch(batch_);
-      const auto shortage = try_rows(end);
-      if (shortage) {
-        random_.restore();
-        batch_.restore();
-        make_finer(end - done_, *shortage);
-      } else {
-        done_ = end;
-      }
+      const auto pieces = std::max(options_.pieces, policy_.first(rows_, options_.pieces).pieces);
+      Retry retry(policy_, rows_, options_.max_retries, ExecutionPlan::in_pieces(rows_, pieces));
+      retry.run([&] { return attempt(retry); });
     }
-    note_peak();
     return std::move(whole_);
   }
 
  private:
+  /// One at the next rows.
+  Ended attempt(Retry& retry) {
+    const int64_t end = std::min(rows_, done_ + retry.plan().piece_rows);
+    const ExecutionPlan as_run{pieces_for(rows_, end - done_), end - done_};
+    random_.capture();
+    const KeptBatch::Scope batch(batch_);
+    const auto shortage = try_rows(end);
+    if (!shortage) {
+      policy_.note_fit(as_run, {{options_.device, peak_bytes_}});
+      done_ = end;
+      return {};
+    }
+    random_.restore();
+    batch_.restore();
+    retry.set_plan(as_run);
+    retry.note_tried(peak_bytes_);
+    return make_finer(retry, *shortage);
+  }
+
   /// What was said when memory ran out, or nothing if the rows up to `end` are written. On return the handler has ended:
   /// nothing of the attempt lives.
   std::optional<std::string> try_rows(int64_t end) {
@@ -158,14 +155,13 @@ class Mapping {
     try {
       batch_.begin(tensors_(done_, end));
       write(piece_(done_, end), end);
-      peak_bytes_ = std::max(peak_bytes_, peak.peak_bytes());
+      peak_bytes_ = peak.peak_bytes();
     } catch (...) {
       const auto error = std::current_exception();
       if (!is_out_of_memory(error)) {
         throw;
       }
-      const auto rows = end - done_;
-      tried_.push_back({pieces_for(rows_, rows), rows, peak.peak_bytes()});
+      peak_bytes_ = peak.peak_bytes();
       return describe(error);
     }
     return std::nullopt;
@@ -218,45 +214,28 @@ class Mapping {
     }
   }
 
-  void make_finer(int64_t count, const std::string& shortage) {
+  Ended make_finer(const Retry& retry, const std::string& shortage) {
+    const auto count = retry.plan().piece_rows;
     const bool release = !released_ && release_helps(shortage, options_.device);
     // A row that fitted in an earlier call: a call that remembered nothing would have come to it with retries left.
     const bool again = count == 1 && std::exchange(remembered_, false);
-    if (std::ssize(tried_) > options_.max_retries || (count == 1 && !release && !again)) {
-      throw_too_large(shortage);
+    if (!retry.may_repeat() || (count == 1 && !release && !again)) {
+      throw_too_large(retry.tried(), shortage);
     }
     if (release) {
       memory::release_cached(options_.device);
       released_ = true;
     }
-    if (!release) {
-      memo_.history.note_failure(count, pieces_for(rows_, count), room(), memo_.calls);
-      piece_rows_ =
-          pieces_for(count, finer_within(count, 1, std::ssize(tried_), options_.max_retries));
-      memo_.piece_rows = piece_rows_;
-      peak_bytes_ = 0;
-    }
+    const auto next = release ? count : retry.next(options_.device).piece_rows;
     std::ostringstream line;
     line << "map_batches ran out of memory with " << count << " rows of " << rows_
-         << " and goes on with " << (release ? count : piece_rows_)
-         << (release ? ", torch's cache released" : "");
+         << " and goes on with " << next << (release ? ", torch's cache released" : "");
     log(LogLevel::warning, line.str());
+    return {release ? Ended::How::as_it_was : Ended::How::ran_out, options_.device};
   }
 
-  PieceHistory::Room room() const {
-    const auto capacity = memory::capacity_bytes(options_.device);
-    return capacity ? PieceHistory::Room(*capacity - used_before_) : std::nullopt;
-  }
-
-  void note_peak() {
-    const auto most = std::min(piece_rows_, rows_);
-    memo_.history.note(most, pieces_for(rows_, most), peak_bytes_ - used_before_, room());
-    if (memo_.piece_rows > 0) {
-      memo_.piece_rows = std::max(memo_.piece_rows, most);
-    }
-  }
-
-  [[noreturn]] void throw_too_large(const std::string& shortage) const {
+  [[noreturn]] void throw_too_large(const std::vector<TriedSplit>& tried,
+                                    const std::string& shortage) const {
     const memory::Unlimited unlimited;
     auto shortfall = shortfall_on(options_.device, options_.standing_bytes);
     shortfall.of = Shortfall::Of::mapping;
@@ -265,7 +244,7 @@ class Mapping {
     shortfall.rows = rows_;
     shortfall.rows_done = done_;
     shortfall.max_retries = options_.max_retries;
-    shortfall.tried = tried_;
+    shortfall.tried = tried;
     shortfall.fragmented = release_helps(shortage, options_.device);
     shortfall.last_error = shortage;
     throw too_large(shortfall);
@@ -277,13 +256,10 @@ class Mapping {
   const MapOptions& options_;
   Transaction random_;
   KeptBatch batch_;
-  Memo memo_;
-  int64_t used_before_;
-  int64_t peak_bytes_ = 0;  ///< of pieces of the size that fits
-  int64_t piece_rows_ = 0;
+  RetryPolicy policy_;
+  int64_t peak_bytes_ = 0;   ///< of the last attempt
   bool remembered_ = false;  ///< it began with an earlier call's size, smaller than its own
   int64_t done_ = 0;
-  std::vector<TriedSplit> tried_;  ///< pieces that ran out
   bool released_ = false;
   std::vector<at::Tensor> whole_;
 };
@@ -295,7 +271,7 @@ std::vector<at::Tensor> map_rows(int64_t rows, const MapPiece& piece, const MapT
   const at::NoGradGuard no_grad;
   Mapping mapping(rows, piece, tensors, options, kind);
   auto whole = mapping.run();
-  remember(kind, options.device, mapping.memo());
+  remember(kind, options.device, mapping.policy());
   return whole;
 }
 

@@ -29,9 +29,9 @@ bool is_much_more(PieceHistory::Room room, PieceHistory::Room than) {
 
 }  // namespace
 
-std::optional<int64_t> PieceHistory::upper_bound_of(const Peaks& peaks, int64_t rows) {
+std::optional<int64_t> PieceHistory::upper_bound_of(const Peaks& peaks, int64_t rows) const {
   const auto above = peaks.lower_bound(rows);
-  if (above != peaks.end() && above->first == rows) {
+  if (above != peaks.end() && (above->first == rows || law_ == Law::concave)) {
     return above->second.bytes;
   }
   if (above == peaks.begin()) {

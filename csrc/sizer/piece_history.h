@@ -7,13 +7,16 @@
 
 namespace brimful {
 
-/// What steps in pieces of several sizes were seen to take, and the number of pieces that follows from it. A peak is
-/// convex in the rows of a piece and not below 0 at none: a chord between two seen sizes, and the proportion behind the
-/// largest one, are never too small. Plain data; not thread-safe.
+/// What steps in pieces of several sizes were seen to take, and the number of pieces that follows from it. Plain data; not
+/// thread-safe.
 class BRIMFUL_API PieceHistory {
  public:
   /// Bytes that a step may take over what is in use before it; nothing where there is no limit.
   using Room = std::optional<int64_t>;
+  /// Of a peak in the rows of a piece; it is not below 0 at none. What is known is never too small: between two seen sizes
+  /// the chord (convex) or the larger one's (concave), and the proportion behind the largest one.
+  enum class Law : uint8_t { convex, concave };
+  explicit PieceHistory(Law law = Law::convex) : law_(law) {}
 
   /// A step whose largest of `pieces` pieces had `piece_rows` rows took `bytes` over what was in use before it.
   void note(int64_t piece_rows, int64_t pieces, int64_t bytes, Room room = {});
@@ -44,12 +47,13 @@ class BRIMFUL_API PieceHistory {
     double share = 1;  ///< of the room
     int64_t until_step = 0;
   };
-  static std::optional<int64_t> upper_bound_of(const Peaks& peaks, int64_t rows);
+  std::optional<int64_t> upper_bound_of(const Peaks& peaks, int64_t rows) const;
   std::optional<int64_t> need(int64_t piece_rows, int64_t pieces) const;
   bool is_blocked(int64_t piece_rows, Room room, int64_t step) const;
   bool has_fitted(int64_t piece_rows, int64_t pieces, Room room) const;
   double usable_share(int64_t step) const;
 
+  Law law_;
   Peaks whole_;    ///< of steps in one piece
   Peaks several_;  ///< gradients are there already in the second piece
   std::optional<RanOut> ran_out_;

@@ -22,8 +22,9 @@ brimful_sources(HEAVY
   peak_model.cpp
   piece_history.cpp
   pieces.cpp
-  regrow.cpp
   report.cpp
+  retry.cpp
+  retry_policy.cpp
   row_evidence.cpp
   row_kind.cpp
   small_steps.cpp

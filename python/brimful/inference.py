@@ -60,14 +60,15 @@ def map_batches(
 
     Begins with ``pieces`` pieces, or as a call of the same function with batches of this form has ended. When memory
     runs out, the rows that are missing go on in pieces of half the size (or less, so that with the last retry a piece
-    has one row), and a size that fitted is kept; in later calls it grows again where there is room, in proportion where
-    rows have more elements. ``fn`` may be called again for the same rows: from the same
+    has one row), and a size that fitted is kept, in later calls in proportion where rows have more elements. It grows
+    again, within a call too, to what is known to fit; what failed is tried again when there is more room, or after 16
+    pieces, then after twice as many each time. ``fn`` may be called again for the same rows: from the same
     random numbers (torch's, Python's and numpy's), so that dropout gives what it gives in the same pieces without a
     retry.
 
     Raises ``BatchTooLarge`` (a ``torch.OutOfMemoryError``) with the sizes tried, bytes by category (the model's too if
     ``fn`` is a module) and advice, if a piece of one row does not fit, or memory ran out more than ``max_retries``
-    times; ``ValueError`` if the batch is empty, or if results have another
+    times for the same rows; ``ValueError`` if the batch is empty, or if results have another
     number of rows or differ between pieces in structure, shape, dtype or device; ``TypeError`` if ``fn`` returns
     anything else; and what ``fn`` raises. Waits for the device only where memory ran out. From any thread.
     """

@@ -6,6 +6,7 @@
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/map_batches.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <memory>
@@ -374,6 +375,46 @@ TEST_CASE("Later calls begin with the size that fitted, and it grows again", "[s
   sizes.clear();
   map_batches(noting(sizes), batch);
   CHECK(sizes == Sizes{13});
+}
+
+TEST_CASE("A size grows again within a call, and what failed is not tried again at once",
+          "[sizer]") {
+  const Quiet quiet;
+  const auto batch = batch_of_rows(400);
+  MapOptions options;
+  options.pieces = 10;
+  Sizes sizes;
+  int64_t most = 30;  // rows that fit
+  const auto fn = [&](const at::Tensor& x) {
+    sizes.push_back(x.size(0));
+    TORCH_CHECK_WITH(OutOfMemoryError, x.size(0) <= most, "planted");
+    return x;
+  };
+  brimful::detail::forget_map_sizes();
+  SECTION("what took the memory has gone") {
+    map_batches(
+        [&](const at::Tensor& x) {
+          const auto y = fn(x);
+          most = 400;
+          return y;
+        },
+        batch, options);
+    CHECK(Sizes(sizes.begin(), sizes.begin() + 2) == Sizes{40, 20});
+    const auto largest = *std::max_element(sizes.begin() + 2, sizes.end());
+    CHECK(largest > 30);
+    CHECK(largest < 40);
+  }
+  SECTION("it stays") {
+    for (int call = 0; call < 10; ++call) {
+      map_batches(fn, batch, options);
+    }
+    const auto refused = std::count_if(sizes.begin(), sizes.end(), [](auto n) { return n > 30; });
+    CHECK(refused >= 3);
+    CHECK(refused <= 10);
+    CHECK(sizes.front() == 40);
+    CHECK(*(sizes.end() - 2) == 29);
+  }
+  brimful::detail::forget_map_sizes();
 }
 
 TEST_CASE("A row of a thousand that fits is found within the retries", "[sizer]") {

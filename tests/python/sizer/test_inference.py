@@ -78,7 +78,7 @@ def test_memory_that_is_lost_in_the_middle_makes_the_rest_finer():
     noting = Noting(fn)
     result = brimful.map_batches(noting, batch, pieces=2)
     memory.set_limit("cpu", None)
-    assert noting.sizes == [6, 6, 3, 2, 2, 2]
+    assert noting.sizes == [6, 6, 2, 2, 2]  # what 6 rows took is known
     assert torch.equal(result, heavy(batch))
 
 
@@ -246,7 +246,7 @@ def test_what_a_piece_held_is_gone_before_the_next_one():
 
     batch = whole_numbers(8)
     assert torch.equal(brimful.map_batches(fn, batch), batch)
-    assert len(references) == 2 + 2 * 4
+    assert len(references) == 3 + 2 * 4  # 8, 4 and 3 rows do not fit
 
 
 class Inner(torch.nn.Module):

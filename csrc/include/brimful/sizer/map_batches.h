@@ -23,7 +23,7 @@ namespace brimful {
 
 struct MapOptions {
   int64_t pieces = 1;       ///< to begin with
-  int64_t max_retries = 8;  ///< of one call, each with pieces of half the size or less
+  int64_t max_retries = 8;  ///< of the same rows, each with pieces of half the size or less
   c10::Device device =
       c10::Device(c10::DeviceType::CPU);     ///< whose cached memory is given back before a retry
   std::vector<Transaction::Keeper> keepers;  ///< of random numbers other than torch's
@@ -89,9 +89,9 @@ void visit_tensors(Result& result, const Visit& visit) {
 /// that is allocated once. `fn` takes what slice_rows() gives for the batch and returns a tensor, or a vector, pair,
 /// tuple, array or map of tensors, with one row in dimension 0 for every row it got; it may be called again for the same
 /// rows, from the same random numbers and the same batch: where it changes the batch in place and memory runs out before
-/// that was seen, it throws c10::ValueError. A size that fitted is kept for the rest of the call, and later calls of the
-/// same function (of that type) with batches of this form begin with it, in proportion where rows have more elements; it
-/// grows again as a BatchSizer's pieces do. If the first piece is the whole batch, its result is returned as it is.
+/// that was seen, it throws c10::ValueError. A size that fitted is kept, and later calls of the same function (of that
+/// type) with batches of this form begin with it, in proportion where rows have more elements; it grows again, within a
+/// call too, as a BatchSizer's pieces do. If the first piece is the whole batch, its result is returned as it is.
 /// From any thread; waits for the device only where memory ran out.
 /// @throws BatchTooLarge (a c10::OutOfMemoryError) with the sizes tried, if a piece of one row does not fit or
 /// max_retries is used up; c10::ValueError for a batch without rows, for results with another number of rows or that
