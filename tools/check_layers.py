@@ -1,6 +1,6 @@
 """Checks that includes only go down the layers, and the few rules that keep a layer what it is.
 
-base -> memory -> step -> { sizer | reducer | probes } -> { pipeline | launch } -> bindings
+base -> memory -> step -> ladder -> { sizer | reducer | probes } -> { pipeline | launch } -> bindings
 
 Folders of a layer have an order of their own (FOLDERS; "" is the files beside them): each may use lower levels.
 A public header belongs to the folder that has a source of its name.
@@ -15,12 +15,13 @@ LEVELS = {
     "base": 0,
     "memory": 1,
     "step": 2,
-    "sizer": 3,
-    "reducer": 3,
-    "probes": 3,
-    "pipeline": 4,
-    "launch": 4,
-    "bindings": 5,
+    "ladder": 3,
+    "sizer": 4,
+    "reducer": 4,
+    "probes": 4,
+    "pipeline": 5,
+    "launch": 5,
+    "bindings": 6,
 }
 FOLDERS = {
     "pipeline": {"schedule": 0, "backward": 0, "transport": 0, "executor": 1, "": 2},

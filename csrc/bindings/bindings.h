@@ -12,6 +12,7 @@ void bind_frame_site(py::module_& m);
 void bind_explain(py::module_& m);
 void bind_foreign(py::module_& m);
 void bind_leaks(py::module_& m);
+void bind_ladder(py::module_& m);
 void bind_launch(py::module_& m);
 void bind_live_table(py::module_& m);
 void bind_memory(py::module_& m);

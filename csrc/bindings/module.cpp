@@ -14,6 +14,7 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_split_types(m);
   brimful::bind_reducer(m);
   brimful::bind_foreign(m);
+  brimful::bind_ladder(m);
   brimful::bind_sizer(m);
   brimful::bind_caching(m);
   brimful::bind_amp(m);

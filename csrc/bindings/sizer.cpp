@@ -5,6 +5,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include "sizer/climb.h"
 #include "sizer/peak_model.h"
 
 #include "base/format.h"
@@ -124,13 +125,15 @@ class PythonSizer {
 
   Outcome step(const std::optional<py::object>& batch, const py::object& loss_fn,
                const py::object& model, std::optional<std::vector<int64_t>> split,
-               const std::optional<py::object>& error, bool accumulate) {
+               std::optional<StepRungs> rungs, const std::optional<py::object>& error,
+               bool accumulate) {
     StepInput input = input_of(batch);
     input.accumulate = accumulate;
     if (error) {
       input.error = as_exception(*error);
     }
     input.split = std::move(split);
+    input.rungs = std::move(rungs);
     const bool has_rows = batch && input.rows.value_or(0) > 0;
     const auto source = has_rows ? Source{*batch, *input.rows} : last_;
     if (lockstep_) {
@@ -196,6 +199,11 @@ class PythonSizer {
       if ((forecast || sizer_.predicts()) && *input.rows > 0) {
         input.kind = row_kind_of(splitter_->slice(*batch, *input.rows, 0, 1));
       }
+      input.ask_kind = [this, batch = *batch, rows = *input.rows] {
+        return call_python([&] {
+          return row_kind_of(splitter_->slice(batch, rows, 0, std::min<int64_t>(1, rows)));
+        });
+      };
       if (weight_fn_) {
         input.weight = py::float_((*weight_fn_)(*batch)).cast<double>();
       }
@@ -272,11 +280,25 @@ void bind_sizer(py::module_& m) {
       .def_readonly("lost_ms", &Report::lost_ms)
       .def_readonly("history", &Report::history)
       .def("__str__", [](const Report& report) { return to_string(report); });
+  py::class_<StepRungs>(m, "StepRungs", "What a step recomputed and offloaded; see Outcome.rungs.")
+      .def(py::init([](std::vector<std::string> recomputed, std::vector<std::string> offloaded,
+                       bool everything) {
+             return StepRungs{std::move(recomputed), std::move(offloaded), everything};
+           }),
+           py::kw_only(), py::arg("recomputed") = std::vector<std::string>(),
+           py::arg("offloaded") = std::vector<std::string>(), py::arg("everything") = false)
+      .def_readonly("recomputed", &StepRungs::recomputed)
+      .def_readonly("offloaded", &StepRungs::offloaded)
+      .def_readonly("everything", &StepRungs::everything)
+      .def("__bool__", [](const StepRungs& self) { return !self.empty(); })
+      .def("__eq__", [](const StepRungs& self, const StepRungs& other) { return self == other; })
+      .def("__repr__", [](const StepRungs& self) { return "StepRungs(" + to_string(self) + ")"; });
   py::class_<Outcome>(m, "Outcome", "How a step ended; see BatchSizer.step.")
       .def_readonly("loss", &Outcome::loss)
       .def_readonly("weight", &Outcome::weight)
       .def_readonly("pieces", &Outcome::pieces)
       .def_readonly("split", &Outcome::split)
+      .def_readonly("rungs", &Outcome::rungs)
       .def_readonly("retries", &Outcome::retries)
       .def_readonly("peak_bytes", &Outcome::peak_bytes)
       .def_readonly("work_ms", &Outcome::work_ms)
@@ -326,7 +348,8 @@ void bind_sizer(py::module_& m) {
                        bool local, bool lockstep, bool predict, bool equal_pieces,
                        const std::string& batch_norm,
                        const std::vector<std::pair<std::string, py::object>>& batch_norms,
-                       const std::optional<PythonSizer::ScalerTensors>& scaler) {
+                       const std::optional<PythonSizer::ScalerTensors>& scaler,
+                       const std::optional<py::object>& ladder, bool recompute, bool offload) {
              BatchSizerOptions options;
              options.max_retries = max_retries;
              options.pieces = pieces;
@@ -342,6 +365,9 @@ void bind_sizer(py::module_& m) {
              };
              options.batch_norm = batch_norm_policy(batch_norm);
              options.batch_norms = batch_norms_of(batch_norms);
+             options.ladder = ladder ? ladder_modules_of(*ladder) : nullptr;
+             options.recompute = recompute;
+             options.offload = offload;
              return std::make_unique<PythonSizer>(reducers, foreign, std::move(outside), entries,
                                                   devices, keepers, std::move(weight_fn),
                                                   std::move(splitter), scaler, std::move(options));
@@ -351,11 +377,12 @@ void bind_sizer(py::module_& m) {
            py::arg("optimizer_bytes"), py::arg("weight_fn"), py::arg("splitter"),
            py::arg("max_retries"), py::arg("pieces"), py::arg("piece_rows"), py::arg("local"),
            py::arg("lockstep"), py::arg("predict"), py::arg("equal_pieces"), py::arg("batch_norm"),
-           py::arg("batch_norms"), py::arg("scaler"))
+           py::arg("batch_norms"), py::arg("scaler"), py::arg("ladder"), py::arg("recompute"),
+           py::arg("offload"))
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("accumulate"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
-           py::arg("split"), py::arg("error"), py::arg("accumulate"))
+           py::arg("split"), py::arg("rungs"), py::arg("error"), py::arg("accumulate"))
       .def("begin_loop", &PythonSizer::begin_loop, py::arg("first"))
       .def("announce_next", &PythonSizer::announce_next, py::arg("next"))
       .def(

@@ -4,11 +4,13 @@
 #include <brimful/step/step.h>
 #include <brimful/step/transaction.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "ladder/modules.h"
 
 namespace brimful {
 
@@ -17,6 +19,9 @@ namespace brimful {
 PieceLoss as_piece_loss(const py::object& result, int64_t rows);
 
 Transaction::Keeper keeper_of(py::function capture, py::function restore);
+
+/// The object's methods are those of ladder::Modules.
+std::shared_ptr<ladder::Modules> ladder_modules_of(py::object modules);
 
 /// torch.nn's BatchNorm modules with their names; they are not kept alive.
 std::vector<BatchNormModule> batch_norms_of(

@@ -93,7 +93,7 @@ c10::DataPtr BudgetAllocator::allocate(size_t nbytes) {
   c10::DataPtr pointer(data, data, &release, cpu);
   c10::profiledCPUMemoryReporter().New(data, nbytes);
   if (thread_state.newest_trace != nullptr) [[unlikely]] {
-    record(bytes);
+    record(bytes, data);
   }
   return pointer;
 }
@@ -129,13 +129,14 @@ void BudgetAllocator::release(void* data) {
   }
   thread_state.net_bytes -= bytes;
   if (thread_state.newest_trace != nullptr) [[unlikely]] {
-    record(-bytes);
+    record(-bytes, data);
   }
 }
 
-void BudgetAllocator::record(int64_t bytes) {
+void BudgetAllocator::record(int64_t bytes, const void* data) {
   for (auto* scope = thread_state.newest_trace; scope != nullptr; scope = scope->outer_) {
     scope->trace_.push_back(bytes);
+    scope->blocks_.push_back(reinterpret_cast<uintptr_t>(data));
   }
 }
 

@@ -52,7 +52,7 @@ class BudgetAllocator final : public c10::Allocator {
   static void* allocate_block(int64_t bytes);
   void raise_watermark(int64_t used_bytes);
   void check_faults(size_t nbytes, bool unlimited);
-  static void record(int64_t bytes);
+  static void record(int64_t bytes, const void* data);
   [[noreturn]] void refuse(int64_t bytes, const char* remedy);
 
   alignas(64) std::atomic<int64_t> used_bytes_{0};

@@ -100,6 +100,10 @@ std::vector<CachingRequest> CudaTraceScope::requests() const {
   return requests_;
 }
 
+size_t CudaTraceScope::size() const {
+  return requests_.size();
+}
+
 void CudaTraceScope::note(const CachingRequest& /*request*/) {}
 
 std::optional<bool> cuda_is_capturing(c10::Device /*device*/) noexcept {

@@ -28,7 +28,7 @@ BRIMFUL_API bool has_cuda_pool();
 BRIMFUL_API std::optional<CudaPool> cuda_pool(c10::Device device);
 
 /// What all threads ask of a device's allocator while it lives. Any number at a time.
-class CudaTraceScope {
+class BRIMFUL_API CudaTraceScope {
  public:
   /// @throws c10::ValueError if there is no such device here
   explicit CudaTraceScope(c10::Device device);
@@ -37,6 +37,7 @@ class CudaTraceScope {
   CudaTraceScope& operator=(const CudaTraceScope&) = delete;
 
   std::vector<CachingRequest> requests() const;
+  size_t size() const;
   c10::DeviceIndex index() const { return index_; }
   /// By the allocator, under its lock.
   void note(const CachingRequest& request);

@@ -83,4 +83,9 @@ std::vector<CachingRequest> CudaTraceScope::requests() const {
   return requests_;
 }
 
+size_t CudaTraceScope::size() const {
+  const std::lock_guard lock(scopes().mutex);
+  return requests_.size();
+}
+
 }  // namespace brimful::memory

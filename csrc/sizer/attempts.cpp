@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iomanip>
 #include <iterator>
 #include <sstream>
 
 #include "base/format.h"
 #include "sizer/batch_sizer_state.h"
+#include "sizer/climb.h"
 #include "sizer/loss_scale.h"
 #include "step/remedy.h"
 
@@ -19,8 +21,8 @@ namespace {
 // A release waits for the device; finer pieces do not.
 constexpr int64_t kStepsBetweenReleases = 16;
 
-ExecutionPlan plan_as_run(const std::vector<int64_t>& split) {
-  return {std::ssize(split), largest_piece(split)};
+ExecutionPlan plan_as_run(const std::vector<int64_t>& split, ladder::Rungs rungs = {}) {
+  return {std::ssize(split), largest_piece(split), std::move(rungs)};
 }
 }  // namespace
 
@@ -96,21 +98,27 @@ Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
   };
   attempt.finish_buffers = [&] { norms_.finish(); };
   int64_t next_piece = 0;
+  Climb climb(ladder_, input, work, [&] { return policy_.room(options_.device); });
+  attempt.start_over = [&] { return climb.is_rejected(); };
   const auto watched =
       PieceWork{[&](int64_t first, int64_t end) {
+                  const auto on_rungs = climb.forward();
                   auto piece = norms_.forward(next_piece++, std::ssize(attempt.split),
                                               [&] { return work.forward(first, end); });
                   own_weights_ = own_weights_ || piece.weight != static_cast<double>(end - first);
                   return piece;
                 },
                 scaled_backward(work.backward, options_.scaler)};
-  Retry retry(policy_, input.rows.value_or(0), options_.max_retries,
-              ExecutionPlan::in_pieces(input.rows.value_or(0), outcome.pieces));
+  auto first = ExecutionPlan::in_pieces(input.rows.value_or(0), outcome.pieces);
+  first.rungs = climb.first(is_finest(input, first.pieces));
+  Retry retry(policy_, input.rows.value_or(0), options_.max_retries, std::move(first));
   retry.run([&]() -> Ended {
     const memory::PeakScope peak(options_.device);
     outcome.split = attempt.split = split_by(retry.plan(), input);
-    attempt.retries_left = retry.may_repeat();
-    attempt.can_split = std::ssize(attempt.split) < input.rows.value_or(0) && norms_.may_split();
+    const bool finest = is_finest(input, std::ssize(attempt.split));
+    climb.begin_attempt(retry.plan().rungs, finest);
+    attempt.retries_left = retry.may_repeat() || climb.may_go_on();
+    attempt.can_shrink = !finest || climb.may_go_on();
     owed_ = false;
     next_piece = 0;
     recorder_.begin_attempt();
@@ -118,18 +126,21 @@ Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
       const BatchNorms::Scope norms(norms_);
       return group_.run(attempt, watched);
     }();
+    climb.end_attempt(result.own == Status::ok);
     const auto attempt_peak = peak.peak_bytes();
     recorder_.end_attempt(std::ssize(outcome.split), largest_piece(outcome.split), attempt_peak,
                           result.own == Status::out_of_memory);
-    const auto ended = settle_attempt(result, input, outcome, attempt_peak);
+    auto ended = settle_attempt(result, input, outcome, attempt_peak);
     if (ended.how == Ended::How::stands) {
+      outcome.rungs = climb.named();
       stand(result, attempt.ref, outcome);
       outcome.peak_bytes = std::max(outcome.peak_bytes, peak.peak_bytes());
       return ended;
     }
     if (ended.how == Ended::How::ran_out) {
-      retry.set_plan(plan_as_run(outcome.split));  // some are uneven
+      retry.set_plan(plan_as_run(outcome.split, retry.plan().rungs));  // some are uneven
     }
+    climb.follow(ended, retry.plan());
     log_shortage(ended, outcome, input.rows.value_or(0), retry);
     outcome.peak_bytes = std::max(outcome.peak_bytes, peak.peak_bytes());
     owed_ = true;
@@ -148,6 +159,7 @@ Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
     return ended;
   });
   note_peak(input, outcome);
+  log_rungs(outcome, climb);
   recorder_.end_step(true, checked_limit_);
   return outcome;
 }
@@ -198,6 +210,9 @@ void BatchSizer::State::log_shortage(const Ended& ended, const Outcome& outcome,
   if (ended.how == Ended::How::for_others) {
     log(LogLevel::info, "step " + std::to_string(steps_) + " is repeated for rank " +
                             format_list(outcome.attempts.back().ran_out));
+  } else if (ended.next) {
+    log(LogLevel::warning, "rank " + std::to_string(group_.rank()) + ", step " +
+                               std::to_string(steps_) + ": " + ended.next_text);
   } else if (ended.how == Ended::How::as_it_was) {
     log(LogLevel::warning, here +
                                ", but within the device's capacity: torch's cache is released and "
@@ -210,8 +225,30 @@ void BatchSizer::State::log_shortage(const Ended& ended, const Outcome& outcome,
   }
 }
 
+bool BatchSizer::State::is_finest(const StepInput& input, int64_t pieces) const {
+  return pieces >= input.rows.value_or(0) || !norms_.may_split();
+}
+
+void BatchSizer::State::log_rungs(const Outcome& outcome, const Climb& climb) {
+  if (outcome.rungs == logged_rungs_ || outcome.split.empty()) {
+    return;
+  }
+  logged_rungs_ = outcome.rungs;
+  std::ostringstream text;
+  text << "step " << steps_ << ": " << to_string(outcome.rungs);
+  if (const auto cost = climb.cost(); cost && climb.forward_ms() > 0) {
+    text << std::fixed << std::setprecision(2) << ", " << 1 + cost->more_ms / climb.forward_ms()
+         << "x forward time";
+  }
+  text << ", peak " << format_bytes(outcome.attempts.back().peak_bytes);
+  if (checked_limit_) {
+    text << " of " << format_bytes(*checked_limit_);
+  }
+  log(LogLevel::info, text.str());
+}
+
 void BatchSizer::State::note_peak(const StepInput& input, const Outcome& outcome) {
-  if (outcome.retries > 0 || outcome.split.empty()) {
+  if (outcome.retries > 0 || outcome.split.empty() || !outcome.rungs.empty()) {
     return;  // the peak is that of what was repeated, too
   }
   policy_.note_fit(plan_as_run(outcome.split), {{options_.device, outcome.peak_bytes}},

@@ -27,6 +27,9 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
       norms_(options_.batch_norm, options_.batch_norms),
       policy_({options_.device}, options_.piece_rows.value_or(0)) {
   group_.require_one_device();
+  if (options_.ladder && !options_.lockstep && (options_.recompute || options_.offload)) {
+    ladder_.emplace(options_.ladder, options_.device, options_.recompute, options_.offload);
+  }
   TORCH_CHECK_VALUE(
       options_.local || group_.world_size() == 1 || !group_.has_outside(),
       "some parameters are in no reducer, and their gradients would stay on this rank "

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "ladder/ladder.h"
 #include "sizer/forecasts.h"
 #include "sizer/found_pieces.h"
 #include "sizer/one_call.h"
@@ -15,6 +16,7 @@
 
 namespace brimful {
 
+class Climb;
 struct Shortfall;
 
 /// What a BatchSizer is made of.
@@ -63,6 +65,10 @@ class BatchSizer::State {
                                     Outcome& outcome);
   std::vector<int64_t> split_by(const ExecutionPlan& plan, const StepInput& input);
   std::vector<int64_t> split_of(int64_t rows, int64_t pieces);
+  /// Whether a step with these pieces cannot be split further.
+  bool is_finest(const StepInput& input, int64_t pieces) const;
+  /// Where they are others than in the step before.
+  void log_rungs(const Outcome& outcome, const Climb& climb);
   void stand(const AttemptResult& result, double ref, Outcome& outcome);
   Ended settle_attempt(const AttemptResult& result, const StepInput& input, Outcome& outcome,
                        int64_t peak_bytes);
@@ -102,6 +108,8 @@ class BatchSizer::State {
   FoundPieces found_;  ///< by the last forecast, or before this job was resumed
   double margin_ = 0;  ///< share of the peak that predictions were found to be short of
   StepRecorder recorder_;
+  std::optional<ladder::Ladder> ladder_;
+  StepRungs logged_rungs_;
 };
 
 }  // namespace brimful

@@ -16,13 +16,16 @@ void Retry::note_tried(int64_t peak_bytes) {
 void Retry::follow(const Ended& ended) {
   ++retries_;
   if (ended.how == Ended::How::ran_out) {
-    const auto smaller = ended.pieces > 0 ? ExecutionPlan::in_pieces(rows_, ended.pieces)
-                                          : next(ended.device.value());
-    if (ended.device) {
+    const auto smaller = ended.next         ? *ended.next
+                         : ended.pieces > 0 ? ExecutionPlan::in_pieces(rows_, ended.pieces)
+                                            : next(ended.device.value());
+    if (ended.device && plan_.rungs.empty()) {
       policy_.note_failure(plan_, *ended.device);
     }
     policy_.set_piece_rows(smaller.piece_rows);
     plan_ = smaller;
+  } else if (ended.next) {
+    plan_ = *ended.next;
   }
   failures_ += ended.how == Ended::How::for_others ? 0 : 1;
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace brimful {
@@ -19,6 +20,9 @@ struct Ended {
   How how = How::stands;
   std::optional<c10::Device> device = {};  ///< that ran out; nothing: another rank's
   int64_t pieces = 0;  ///< of the next attempt, if ranks agreed on it; 0: as the policy has it
+  std::optional<ExecutionPlan> next =
+      {};                      ///< the next attempt's plan, where it is not the policy's
+  std::string next_text = {};  ///< why, and what it is
 };
 
 /// Runs one unit of work, such as a step, in attempts: a policy says how each is run, and learns how it ended. An attempt

@@ -1,6 +1,7 @@
 #pragma once
 #include <brimful/export.h>
 #include <c10/core/Device.h>
+#include "ladder/rungs.h"
 #include "sizer/piece_history.h"
 
 #include <cstdint>
@@ -12,7 +13,8 @@ namespace brimful {
 /// How an attempt at a unit of work is run.
 struct ExecutionPlan {
   int64_t pieces = 1;
-  int64_t piece_rows = 0;  ///< of the largest piece
+  int64_t piece_rows = 0;     ///< of the largest piece
+  ladder::Rungs rungs = {};
 
   /// Pieces as even as can be.
   static ExecutionPlan in_pieces(int64_t rows, int64_t pieces);

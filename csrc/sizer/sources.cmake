@@ -7,6 +7,7 @@ brimful_sources(HEAVY
   batch_sizer.cpp
   batch_sizer_state.cpp
   call_log.cpp
+  climb.cpp
   compare.cpp
   failure.cpp
   forecast.cpp

@@ -209,7 +209,8 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
     return result;
   }
   result.text = describe(result.error);
-  result.own = late_gradient()                  ? Status::retry
+  const bool start_over = attempt.start_over && attempt.start_over();
+  result.own = late_gradient() || start_over    ? Status::retry
                : is_out_of_memory(result.error) ? Status::out_of_memory
                                                 : Status::error;
   if (result.own != Status::error) {
@@ -243,7 +244,7 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   const bool can_retry =
       attempt.retries_left &&
       (result.own == Status::retry ||
-       (result.own == Status::out_of_memory && (attempt.can_split || result.same_split)));
+       (result.own == Status::out_of_memory && (attempt.can_shrink || result.same_split)));
   if (can_retry && result.own == Status::out_of_memory && result.buckets_left == 0) {
     result.retry_alone = true;
     return result;

@@ -19,6 +19,7 @@ from brimful._modules import batch_norms
 from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
 from brimful.sizer import _trial
+from brimful.sizer._ladder import LadderModules, rungs_of
 from brimful.sizer._optimizer_room import OptimizerRoom
 
 __all__ = ["NO_DATA", "BatchSizer"]
@@ -223,6 +224,7 @@ class BatchSizer:
         equal_pieces: bool | None = None,
         batch_norm: str = "warn",
         scaler: torch.amp.GradScaler | None = None,
+        ladder: str | Sequence[str] = "auto",
     ) -> None:
         modules = _modules(model)
         children = list(dict.fromkeys(child for m in modules for child in m.modules()))
@@ -259,6 +261,7 @@ class BatchSizer:
         self._foreign = foreign
         scaler_tensors = _scaler_tensors(scaler, devices[0])
         self._room = OptimizerRoom(optimizers)
+        recompute, offload = rungs_of(ladder)
         self._consumed = 0
         # Of gradients that a step allocates; those that other ranks share lie in buckets.
         alone = [p for w in wrapped if w.reducer.world_size == 1 for p in w.parameters()]
@@ -299,6 +302,9 @@ class BatchSizer:
             batch_norm=batch_norm,
             batch_norms=batch_norms(modules),
             scaler=scaler_tensors,
+            ladder=LadderModules(modules, devices[0]) if recompute or offload else None,
+            recompute=recompute,
+            offload=offload,
         )
         self._loops = 0  # that have not come to their end
         for module in wrapped:
@@ -340,6 +346,7 @@ class BatchSizer:
         loss_fn: Callable[[Any, Any], Any],
         *,
         split: Sequence[int] | None = None,
+        rungs: _C.StepRungs | None = None,
         accumulate: bool = False,
     ) -> _C.Outcome:
         """Fill the gradients of one step; all ranks return, or raise, together.
@@ -380,7 +387,7 @@ class BatchSizer:
             error = caught
         try:
             outcome = self._core.step(
-                data, self._local(loss_fn), self._model, sizes, error, bool(accumulate)
+                data, self._local(loss_fn), self._model, sizes, rungs, error, bool(accumulate)
             )
         except BaseException as reported:
             mark_reported(reported)

@@ -22,10 +22,13 @@ class BRIMFUL_API TraceScope {
   TraceScope& operator=(const TraceScope&) = delete;
 
   const Trace& trace() const { return trace_; }
+  /// The address of the block of each event.
+  const std::vector<uintptr_t>& blocks() const { return blocks_; }
 
  private:
   friend class BudgetAllocator;
   Trace trace_;
+  std::vector<uintptr_t> blocks_;
   TraceScope* outer_;
 };
 

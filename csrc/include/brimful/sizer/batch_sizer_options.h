@@ -5,12 +5,16 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <vector>
 
 namespace brimful {
 
 class GradScaler;  // <brimful/sizer/grad_scaler.h>
+namespace ladder {
+class Modules;
+}
 
 struct BatchSizerOptions {
   int64_t max_retries = 8;  ///< repeats of one step, alone or agreed
@@ -45,6 +49,10 @@ struct BatchSizerOptions {
   /// yet. A step whose optimizer would not fit fails before it begins. LibTorch's optimizers: next_step_bytes() of
   /// <brimful/sizer/optimizer_bytes.h>.
   std::function<int64_t()> optimizer_bytes;
+  /// What may be recomputed or offloaded where one row does not fit; without it such a step throws BatchTooLarge.
+  std::shared_ptr<ladder::Modules> ladder;
+  bool recompute = true;
+  bool offload = true;
 };
 
 }  // namespace brimful

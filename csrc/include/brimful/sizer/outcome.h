@@ -3,10 +3,22 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace brimful {
+
+/// What a step does where one row takes more memory than there is, by the names of its model's modules.
+struct StepRungs {
+  std::vector<std::string> recomputed;  ///< they save nothing, and run once more in backward
+  std::vector<std::string> offloaded;   ///< what they save lies in a file (on CUDA on the host)
+  bool everything = false;              ///< whatever the step saves is offloaded
+
+  bool empty() const { return recomputed.empty() && offloaded.empty() && !everything; }
+  bool operator==(const StepRungs&) const = default;
+};
 
 /// One try of a step.
 struct AttemptNote {
@@ -25,6 +37,8 @@ struct Outcome {
   int64_t pieces = 0;  ///< on this rank
   std::vector<int64_t>
       split;  ///< rows per piece; a step given the same split repeats it bit by bit
+  StepRungs
+      rungs;  ///< of the attempt that stands, on this rank; a step given these takes the same memory
   int64_t retries = 0;
   int64_t peak_bytes = 0;  ///< of this rank's device during the step, retries included
   /// By rank: that of its control record, or NaN; the largest is the straggler's.
@@ -38,8 +52,11 @@ struct StepInput {
   std::optional<int64_t> rows;                ///< nothing: this rank has no data
   std::optional<double> weight;               ///< known beforehand; default: rows
   std::optional<std::vector<int64_t>> split;  ///< rows per piece to begin with
-  bool accumulate = false;   ///< add to the gradients that there are, on all ranks alike
-  RowKind kind;              ///< what forecasts go by; see kind_of()
+  std::optional<StepRungs> rungs;             ///< to begin with
+  bool accumulate = false;  ///< add to the gradients that there are, on all ranks alike
+  RowKind kind;             ///< what forecasts go by; see kind_of()
+  /// The same, asked for only where one row does not fit. Optional: batches are then taken for alike.
+  std::function<RowKind()> ask_kind;
   std::exception_ptr error;  ///< what is wrong with the batch: fails the step on all ranks
 };
 

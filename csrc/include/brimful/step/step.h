@@ -74,9 +74,11 @@ class BRIMFUL_API StepGroup {
     int buffer_source = 0;
     bool lockstep = false;     ///< pieces of weight 0 run too; no retry alone
     bool retries_left = true;  ///< false: what would be repeated fails the step instead
-    bool can_split = true;     ///< false: running out of memory now fails the step
+    bool can_shrink = true;    ///< false: running out of memory now fails the step
     /// Given the text of a shortage when its handler has ended: whether the same split may do. Optional.
     std::function<bool(const std::string& shortage)> same_split;
+    /// Whether what failed now is to be run once more, though memory did not run out. Optional.
+    std::function<bool()> start_over;
     /// For ControlRecord::ref, asked for when the pieces have run; nothing: fingerprint(ref).
     std::function<uint32_t()> mark;
     /// Called when the pieces have run, before buffers leave for the other ranks; twice if memory runs out there. Optional.

@@ -1,0 +1,152 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/callbacks.h"
+#include "bindings/device.h"
+#include "bindings/sizer_parts.h"
+#include "ladder/aside.h"
+#include "ladder/choose.h"
+#include "step/behind_error.h"
+
+namespace brimful {
+
+using namespace ladder;
+namespace {
+
+/// What takes the tensor's place, or the tensor.
+py::object put(Aside& aside, const py::object& tensor) {
+  auto saved = aside.put(THPVariable_Unpack(tensor.ptr()));
+  return saved ? py::cast(std::move(saved)) : tensor;
+}
+
+py::object get(const py::object& packed) {
+  if (THPVariable_Check(packed.ptr())) {
+    return packed;
+  }
+  const auto saved = packed.cast<std::shared_ptr<SavedAside>>();
+  at::Tensor tensor;
+  {
+    const py::gil_scoped_release no_gil;
+    tensor = saved->get();
+  }
+  return py::cast(std::move(tensor));
+}
+
+/// Modules of Python's torch.nn, which an object of brimful.sizer._ladder runs with rungs.
+class PythonModules final : public Modules {
+ public:
+  explicit PythonModules(py::object modules) : modules_(shared_object(std::move(modules))) {}
+
+  std::vector<std::string> names() const override { return ask<std::vector<std::string>>("names"); }
+  Allowed allowed() const override {
+    auto [recompute, offload] = ask<std::pair<std::vector<bool>, std::vector<bool>>>("allowed");
+    return {std::move(recompute), std::move(offload)};
+  }
+  std::vector<int32_t> coarse() const override { return ask<std::vector<int32_t>>("coarse"); }
+  std::vector<at::Tensor> standing() const override {
+    return ask<std::vector<at::Tensor>>("standing");
+  }
+  void begin(const Rungs& rungs, std::shared_ptr<Aside> aside,
+             std::shared_ptr<StepEventRecorder> recorder) override {
+    call_python([&] { modules_->attr("begin")(rungs, std::move(aside), std::move(recorder)); });
+  }
+  void begin_forward() override {
+    call_python([&] { modules_->attr("begin_forward")(); });
+  }
+  void end_forward() noexcept override { quietly("end_forward"); }
+  void end() noexcept override { quietly("end"); }
+  std::string rejected() const override { return ask<std::string>("rejected"); }
+
+ private:
+  template <typename T>
+  T ask(const char* method) const {
+    return call_python([&] { return modules_->attr(method)().template cast<T>(); });
+  }
+  void quietly(const char* method) noexcept {
+    behind_error([&] { call_python([&] { modules_->attr(method)(); }); });
+  }
+
+  std::shared_ptr<py::object> modules_;
+};
+
+std::string rungs_repr(const Rungs& rungs) {
+  const auto listed = [](const std::vector<int32_t>& modules) {
+    return py::str(py::cast(modules)).cast<std::string>();
+  };
+  return "_Rungs(recomputed=" + listed(rungs.recomputed) +
+         ", offloaded=" + listed(rungs.offloaded) +
+         ", everything=" + (rungs.everything ? "True)" : "False)");
+}
+}  // namespace
+
+std::shared_ptr<Modules> ladder_modules_of(py::object modules) {
+  return std::make_shared<PythonModules>(std::move(modules));
+}
+
+void bind_ladder(py::module_& m) {
+  py::class_<Rungs>(m, "_Rungs", "What a step does below one row, by the numbers of modules.")
+      .def(py::init([](std::vector<int32_t> recomputed, std::vector<int32_t> offloaded,
+                       bool everything) {
+             return Rungs{std::move(recomputed), std::move(offloaded), everything};
+           }),
+           py::arg("recomputed") = std::vector<int32_t>(),
+           py::arg("offloaded") = std::vector<int32_t>(), py::arg("everything") = false)
+      .def_readonly("recomputed", &Rungs::recomputed)
+      .def_readonly("offloaded", &Rungs::offloaded)
+      .def_readonly("everything", &Rungs::everything)
+      .def("__repr__", &rungs_repr);
+  py::class_<StepEvents>(m, "_StepEvents", "What a recorded step did with memory.")
+      .def(
+          "cost_of",
+          [](const StepEvents& self, const Rungs& rungs) {
+            const auto cost = cost_of(self, rungs);
+            return std::make_pair(cost.peak_bytes, cost.more_ms);
+          },
+          py::arg("rungs"), "(peak over what was in use, milliseconds more than without)")
+      .def(
+          "cheapest",
+          [](const StepEvents& self, std::vector<bool> recompute, std::vector<bool> offload,
+             int64_t room_bytes) {
+            const auto choice =
+                cheapest(self, {std::move(recompute), std::move(offload)}, room_bytes);
+            return choice ? std::optional(choice->rungs) : std::nullopt;
+          },
+          py::arg("recompute"), py::arg("offload"), py::arg("room_bytes"))
+      .def_property_readonly("calls", [](const StepEvents& self) {
+        std::vector<std::tuple<int32_t, int64_t, double>> calls;
+        for (const auto& call : self.calls) {
+          calls.emplace_back(call.module, call.parent, call.forward_ms);
+        }
+        return calls;
+      });
+  py::class_<StepEventRecorder, std::shared_ptr<StepEventRecorder>>(m, "_StepEventRecorder")
+      .def(py::init([](py::handle device) {
+             return std::make_shared<StepEventRecorder>(as_device(device));
+           }),
+           py::arg("device"))
+      .def("enter", &StepEventRecorder::enter, py::arg("module"), py::arg("arguments"))
+      .def("leave", &StepEventRecorder::leave)
+      .def("note_copied", &StepEventRecorder::note_copied, py::arg("module"), py::arg("bytes"))
+      .def("begin_backward", &StepEventRecorder::begin_backward)
+      .def("finish", &StepEventRecorder::finish);
+  py::class_<SavedAside, std::shared_ptr<SavedAside>>(m, "_SavedAside");
+  py::class_<Aside, std::shared_ptr<Aside>>(m, "_Aside",
+                                            "Puts tensors aside that a step saves for backward.")
+      .def(py::init([](py::handle device, std::shared_ptr<StepEventRecorder> recorder) {
+             return std::make_shared<Aside>(as_device(device), std::move(recorder));
+           }),
+           py::arg("device"), py::arg("recorder") = nullptr)
+      .def("keep", &Aside::keep, py::arg("tensors"))
+      .def("put", &put, py::arg("tensor"))
+      .def_static("get", &get, py::arg("packed"))
+      .def_property_readonly("bytes", &Aside::bytes);
+  m.def("_set_scratch_rate", &ScratchFile::set_bytes_per_s, py::arg("bytes_per_s"),
+        "As if the disk were no faster; 0: as it is. For measurements.");
+}
+
+}  // namespace brimful

@@ -1,0 +1,29 @@
+#pragma once
+#include <brimful/export.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "ladder/plan_peak.h"
+
+namespace brimful::ladder {
+
+/// What may be done with the modules of a step, by their numbers.
+struct Allowed {
+  std::vector<bool> recompute;
+  std::vector<bool> offload;
+};
+
+struct Choice {
+  Rungs rungs;
+  PlanCost cost;
+};
+
+/// The rungs that take the least time among those whose peak is within `room_bytes`; nothing where none is. Of models with
+/// few calls all are tried; of others those that a dynamic program over the held bytes finds, for a falling bound, and from
+/// there with less. Pure.
+BRIMFUL_API std::optional<Choice> cheapest(const StepEvents& step, const Allowed& allowed,
+                                           int64_t room_bytes);
+
+}  // namespace brimful::ladder

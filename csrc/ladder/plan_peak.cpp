@@ -1,0 +1,219 @@
+#include "ladder/plan_peak.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+namespace brimful::ladder {
+namespace {
+// A generator's state on the CPU, which a recomputed call keeps, and of which its recomputation makes two more.
+constexpr int64_t kGeneratorBytes = 5056;
+
+enum class Way : uint8_t { kept, recomputed, offloaded };
+
+/// How what a call saves is treated, and by which call around it that is so.
+struct Owner {
+  Way way = Way::kept;
+  int64_t call = kNever;
+};
+
+bool has(const std::vector<int32_t>& modules, int32_t module) {
+  return std::binary_search(modules.begin(), modules.end(), module);
+}
+
+std::vector<Owner> owners_of(const StepEvents& step, const Rungs& rungs) {
+  std::vector<Owner> owners(step.calls.size());
+  for (size_t i = 0; i < step.calls.size(); ++i) {
+    const auto& call = step.calls[i];
+    const auto own = static_cast<int64_t>(i);
+    if (call.parent != kNever && owners[static_cast<size_t>(call.parent)].way != Way::kept) {
+      owners[i] = owners[static_cast<size_t>(call.parent)];
+    } else if (has(rungs.recomputed, call.module)) {
+      owners[i] = {Way::recomputed, own};
+    } else if (has(rungs.offloaded, call.module)) {
+      owners[i] = {Way::offloaded, own};
+    }
+  }
+  return owners;
+}
+
+/// A call that is recomputed.
+struct Group {
+  int64_t used_at = kNever;
+  int64_t dropped_at = kNever;
+  int64_t last_saved_at = kNever;
+  std::map<int64_t, int64_t>
+      inside;  ///< blocks that it saves and makes itself, with the moment of the last drop
+};
+
+class Timeline {
+ public:
+  explicit Timeline(int64_t moments) : change_(static_cast<size_t>(moments) + 1) {}
+
+  void hold(int64_t bytes, int64_t from, int64_t to) {
+    change_[static_cast<size_t>(from)] += bytes;
+    change_[place(to)] -= bytes;
+  }
+  /// Something that rises to `peak` at this moment, beyond what is held, and is gone.
+  void rise(int64_t moment, int64_t peak) {
+    auto& most = rises_[moment];
+    most = std::max(most, peak);
+  }
+  int64_t peak_bytes() const {
+    int64_t used = 0;
+    int64_t peak = 0;
+    auto rise = rises_.begin();
+    for (size_t moment = 0; moment < change_.size(); ++moment) {
+      for (; rise != rises_.end() && rise->first <= static_cast<int64_t>(moment); ++rise) {
+        peak = std::max(peak, used + rise->second);
+      }
+      used += change_[moment];
+      peak = std::max(peak, used);
+    }
+    return peak;
+  }
+
+ private:
+  size_t place(int64_t moment) const {
+    return moment == kNever ? change_.size() - 1 : static_cast<size_t>(moment);
+  }
+
+  std::vector<int64_t> change_;
+  std::map<int64_t, int64_t> rises_;
+};
+
+int64_t later(int64_t a, int64_t b) {
+  return a == kNever || b == kNever ? kNever : std::max(a, b);
+}
+
+bool is_inside(const StepEvents::Block& block, const StepEvents::Call& call) {
+  return block.taken_at > call.entered_at && block.taken_at < call.left_at;
+}
+
+class Plan {
+ public:
+  Plan(const StepEvents& step, const Rungs& rungs)
+      : step_(step),
+        everything_(rungs.everything),
+        owners_(owners_of(step, rungs)),
+        timeline_(step.size) {
+    for (const auto& block : step.blocks) {
+      ends_.push_back(block.given_back_at);
+    }
+  }
+
+  PlanCost cost() {
+    gather();
+    for (const auto& [call, group] : groups_) {
+      recompute(step_.calls[static_cast<size_t>(call)], group);
+    }
+    for (size_t i = 0; i < step_.blocks.size(); ++i) {
+      const auto& block = step_.blocks[i];
+      timeline_.hold(block.bytes, block.taken_at, ends_[i]);
+    }
+    cost_.peak_bytes = timeline_.peak_bytes();
+    return cost_;
+  }
+
+ private:
+  Owner owner_of(const StepEvents::Save& save) const {
+    if (everything_) {
+      return {Way::offloaded, kNever};
+    }
+    return save.call == kNever ? Owner{} : owners_[static_cast<size_t>(save.call)];
+  }
+  void hold_until(int64_t block, int64_t moment) {
+    auto& end = ends_[static_cast<size_t>(block)];
+    end = later(end, moment);
+  }
+
+  void gather() {
+    std::set<int64_t> aside;
+    for (const auto& save : step_.saves) {
+      const auto owner = owner_of(save);
+      if (owner.way == Way::recomputed) {
+        gather(save, groups_[owner.call], step_.calls[static_cast<size_t>(owner.call)]);
+      } else if (save.block != kNever && owner.way == Way::kept) {
+        hold_until(save.block, save.dropped_at);
+      } else if (save.block != kNever && aside.insert(save.block).second) {
+        put_aside(save);
+      }
+    }
+    for (const auto& [call, group] : groups_) {
+      for (const auto block : step_.calls[static_cast<size_t>(call)].arguments) {
+        hold_until(block, group.dropped_at);
+      }
+    }
+  }
+
+  void gather(const StepEvents::Save& save, Group& group, const StepEvents::Call& call) {
+    const bool first = group.last_saved_at == kNever;
+    group.last_saved_at = std::max(group.last_saved_at, save.saved_at);
+    group.dropped_at = first ? save.dropped_at : later(group.dropped_at, save.dropped_at);
+    if (save.used_at != kNever && (group.used_at == kNever || save.used_at < group.used_at)) {
+      group.used_at = save.used_at;
+    }
+    if (save.block == kNever) {
+      return;
+    }
+    if (!is_inside(step_.blocks[static_cast<size_t>(save.block)], call)) {
+      hold_until(save.block, save.dropped_at);
+      return;
+    }
+    const auto [place, fresh] = group.inside.try_emplace(save.block, save.dropped_at);
+    place->second = fresh ? save.dropped_at : later(place->second, save.dropped_at);
+  }
+
+  void put_aside(const StepEvents::Save& save) {
+    const auto bytes = step_.blocks[static_cast<size_t>(save.block)].bytes;
+    cost_.more_ms += static_cast<double>(bytes) * step_.offload_ms_per_byte;
+    if (step_.brought_back && save.used_at != kNever) {
+      timeline_.hold(bytes, save.used_at, save.dropped_at);
+    }
+  }
+
+  /// Its forward runs again where backward first uses what it saved, until it has saved all of it.
+  void recompute(const StepEvents::Call& call, const Group& group) {
+    cost_.more_ms += call.forward_ms + kCallMs;
+    timeline_.hold(call.copied_bytes + kGeneratorBytes, call.entered_at, group.dropped_at);
+    if (group.used_at == kNever) {
+      return;
+    }
+    std::map<int64_t, int64_t> changes;
+    for (size_t i = 0; i < step_.blocks.size(); ++i) {
+      const auto& block = step_.blocks[i];
+      if (!is_inside(block, call) || block.taken_at > group.last_saved_at) {
+        continue;
+      }
+      changes[block.taken_at] += block.bytes;
+      const auto saved = group.inside.find(static_cast<int64_t>(i));
+      if (saved != group.inside.end()) {
+        timeline_.hold(block.bytes, group.used_at, saved->second);
+      } else if (block.given_back_at != kNever && block.given_back_at < group.last_saved_at) {
+        changes[block.given_back_at] -= block.bytes;
+      }
+    }
+    int64_t used = call.copied_bytes + 2 * kGeneratorBytes;
+    int64_t peak = used;
+    for (const auto& [moment, bytes] : changes) {
+      used += bytes;
+      peak = std::max(peak, used);
+    }
+    timeline_.rise(group.used_at, peak);
+  }
+
+  const StepEvents& step_;
+  bool everything_;
+  std::vector<Owner> owners_;
+  Timeline timeline_;
+  std::vector<int64_t> ends_;  ///< of blocks
+  std::map<int64_t, Group> groups_;
+  PlanCost cost_;
+};
+}  // namespace
+
+PlanCost cost_of(const StepEvents& step, const Rungs& rungs) {
+  return Plan(step, rungs).cost();
+}
+
+}  // namespace brimful::ladder

@@ -1,0 +1,22 @@
+#pragma once
+#include <brimful/export.h>
+
+#include <cstdint>
+
+#include "ladder/rungs.h"
+#include "ladder/step_events.h"
+
+namespace brimful::ladder {
+
+/// A recomputed call's own work on the host.
+constexpr double kCallMs = 0.15;
+
+struct PlanCost {
+  int64_t peak_bytes = 0;  ///< over what was in use before the step
+  double more_ms = 0;      ///< than the step without any rung
+};
+
+/// What the step that was recorded would take with these rungs. Pure.
+BRIMFUL_API PlanCost cost_of(const StepEvents& step, const Rungs& rungs);
+
+}  // namespace brimful::ladder

@@ -1,0 +1,10 @@
+brimful_sources(HEAVY
+  aside.cpp
+  host_copy.cpp
+  ladder.cpp
+  step_recorder.cpp)
+brimful_sources(LIGHT
+  call_bytes.cpp
+  choose.cpp
+  plan_peak.cpp
+  scratch_file.cpp)

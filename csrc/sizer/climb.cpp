@@ -1,0 +1,150 @@
+#include "sizer/climb.h"
+
+#include <utility>
+
+namespace brimful {
+namespace {
+constexpr int64_t kMostClimbs = 8;  // in one step, beside the retries that split
+constexpr size_t kMostNamed = 4;
+
+ladder::Ladder::Kind name_of(const RowKind& kind) {
+  auto name = kind.form;
+  for (const auto size : kind.sizes) {
+    name += "," + std::to_string(size);
+  }
+  return name;
+}
+
+std::string listed(const std::vector<std::string>& names, const char* what) {
+  auto text = std::to_string(names.size()) + (names.size() == 1 ? " module " : " modules ") + what;
+  for (size_t i = 0; i < names.size() && i < kMostNamed; ++i) {
+    text += (i == 0 ? " (" : ", ") + (names[i].empty() ? std::string("the model") : names[i]);
+  }
+  return text + (names.size() > kMostNamed ? ", ...)" : ")");
+}
+}  // namespace
+
+std::string to_string(const StepRungs& rungs) {
+  if (rungs.everything) {
+    return "all that it saves for backward offloaded";
+  }
+  std::string text;
+  if (!rungs.recomputed.empty()) {
+    text = listed(rungs.recomputed, "recomputed");
+  }
+  if (!rungs.offloaded.empty()) {
+    text += (text.empty() ? "" : ", ") + listed(rungs.offloaded, "offloaded");
+  }
+  return text.empty() ? "nothing recomputed or offloaded" : text;
+}
+
+Climb::Climb(std::optional<ladder::Ladder>& ladder, const StepInput& input, const PieceWork& work,
+             AskRoom room)
+    : ladder_(ladder), input_(input), work_(work), room_(std::move(room)) {}
+
+const ladder::Ladder::Kind& Climb::kind() const {
+  if (!kind_) {
+    kind_ = input_.ask_kind ? name_of(input_.ask_kind()) : std::string();
+  }
+  return *kind_;
+}
+
+ladder::Rungs Climb::first(bool finest) {
+  if (!ladder_ || !input_.rows) {
+    return {};
+  }
+  if (input_.rungs) {
+    return {ladder_->numbers_of(input_.rungs->recomputed),
+            ladder_->numbers_of(input_.rungs->offloaded), input_.rungs->everything};
+  }
+  return finest && ladder_->knows_any() ? ladder_->first(kind(), room_()) : ladder::Rungs{};
+}
+
+void Climb::begin_attempt(const ladder::Rungs& rungs, bool finest) {
+  rungs_ = rungs;
+  finest_ = finest;
+  rejected_.clear();
+}
+
+bool Climb::may_go_on() const {
+  return ladder_ && finest_ && !ended_ && !rungs_.everything && climbed_ < kMostClimbs;
+}
+
+Climb::Forward::Forward(ladder::Ladder::Attempt* attempt) : attempt_(attempt) {
+  if (attempt_ != nullptr) {
+    attempt_->begin_forward();
+  }
+}
+
+Climb::Forward::~Forward() {
+  if (attempt_ != nullptr) {
+    attempt_->end_forward();
+  }
+}
+
+// Within the attempt's work: what fails here fails the step as an error of a forward does.
+Climb::Forward Climb::forward() {
+  if (!rungs_.empty() && !attempt_) {
+    std::vector<at::Tensor> batch;
+    if (work_.tensors && input_.rows) {
+      for (auto& named : work_.tensors(0, *input_.rows)) {
+        batch.push_back(std::move(named.second));
+      }
+    }
+    attempt_ = std::make_unique<ladder::Ladder::Attempt>(*ladder_, kind(), rungs_, batch);
+  }
+  return Forward(attempt_.get());
+}
+
+bool Climb::is_rejected() const {
+  return attempt_ && !ladder_->modules().rejected().empty();
+}
+
+void Climb::end_attempt(bool ok) {
+  if (attempt_ && ok) {
+    attempt_->complete();
+  }
+  rejected_ = attempt_ ? ladder_->modules().rejected() : std::string();
+  attempt_.reset();
+}
+
+void Climb::follow(Ended& ended, const ExecutionPlan& failed) {
+  const bool ran_out = ended.how == Ended::How::ran_out;
+  if (!ladder_ || !finest_ || (!ran_out && rejected_.empty())) {
+    return;
+  }
+  ++climbed_;
+  auto next = rejected_.empty() ? ladder_->next(kind(), rungs_, room_())
+                                : std::optional(ladder_->first(kind(), room_()));
+  if (ran_out) {
+    ladder_->note_failure(kind());
+  }
+  ended_ = !next;
+  ended.next = failed;
+  ended.next->rungs = next ? *next : rungs_;
+  ended.next_text =
+      (rejected_.empty() ? std::string("memory ran out, and a piece cannot be smaller")
+                         : rejected_) +
+      "; the step is repeated with " + to_string(named(ended.next->rungs));
+  if (!ran_out) {
+    ended.how = Ended::How::as_it_was;
+  }
+}
+
+StepRungs Climb::named(const ladder::Rungs& rungs) const {
+  if (!ladder_) {
+    return {};
+  }
+  return {ladder_->names_of(rungs.recomputed), ladder_->names_of(rungs.offloaded),
+          rungs.everything};
+}
+
+StepRungs Climb::named() const {
+  return rungs_.empty() ? StepRungs{} : named(rungs_);
+}
+
+std::optional<ladder::PlanCost> Climb::cost() const {
+  return ladder_ && !rungs_.empty() ? ladder_->cost_of(kind(), rungs_) : std::nullopt;
+}
+
+}  // namespace brimful

@@ -1,0 +1,388 @@
+"""How modules run where one row does not fit: their forward once more in backward, or what they save in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from brimful import _C
+from brimful._modules import named_modules
+from brimful.reducer import DistributedDataParallel
+
+#: Hooks of a module inside a recomputed one would run twice.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_WITH_COLLECTIVES = (
+    nn.SyncBatchNorm,
+    DistributedDataParallel,
+    nn.parallel.DistributedDataParallel,
+)
+
+
+class _NotAgainError(RuntimeError):
+    """A module's forward cannot be run once more with the same result."""
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _fingerprint(output: Any) -> list[tuple[Any, ...]]:
+    """Of an output's values: equal for equal ones."""
+    found: list[tuple[Any, ...]] = []
+    for tensor in _tensors(output):
+        plain = tensor.detach()
+        if plain.is_floating_point() or plain.is_complex():
+            sums = torch.stack([plain.abs().sum().double(), plain.abs().square().sum().double()])
+            found.append((tensor.shape, *sums.tolist()))
+        else:
+            found.append((tensor.shape, int(plain.sum())))
+    return found
+
+
+def _same(left: list[tuple[Any, ...]], right: list[tuple[Any, ...]], exact: bool) -> bool:
+    """NaN is NaN. On CUDA kernels may add up in another order."""
+    if len(left) != len(right):
+        return False
+    for (shape, *numbers), (other_shape, *others) in zip(left, right, strict=True):
+        if shape != other_shape or len(numbers) != len(others):
+            return False
+        for a, b in zip(numbers, others, strict=True):
+            close = a == b or (a != a and b != b)
+            if not close and (exact or abs(a - b) > 1e-3 * max(abs(a), abs(b))):
+                return False
+    return True
+
+
+def _static_refusal(module: nn.Module) -> str | None:
+    """Why a module cannot be run once more, as far as it can be seen without running it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is scripted"
+    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        return "it is compiled"
+    for child in module.modules():
+        if isinstance(child, _WITH_COLLECTIVES):
+            return f"it has collectives ({type(child).__name__})"
+        if isinstance(child, torch.jit.ScriptModule) or child._compiled_call_impl is not None:
+            return "a part of it is compiled"
+        if child is not module and any(getattr(child, hooks) for hooks in _HOOKS):
+            return f"a module inside has hooks ({type(child).__name__})"
+    return None
+
+
+class _State:
+    """What a forward may change of a module beside its output, and a second one would change again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        skipped = {"_parameters", "_buffers", "_modules", "forward", *_HOOKS}
+        self.plain = {
+            name: (id(value), _version(value) if isinstance(value, torch.Tensor) else value)
+            for name, value in vars(module).items()
+            if name not in skipped
+            and (value is None or isinstance(value, int | float | str | torch.Tensor))
+        }
+        self.names = set(vars(module))
+        self.random = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self.numpy = numpy.random.get_state(legacy=False)["state"] if numpy is not None else None
+        self.buffers = [(id(b), _version(b)) for b in module._buffers.values() if b is not None]
+
+    def refusal(self, after: _State) -> str | None:
+        if self.plain != after.plain or self.names != after.names:
+            return "its forward changes its attributes"
+        if self.random != after.random:
+            return "its forward draws from Python's random"
+        if str(self.numpy) != str(after.numpy):
+            return "its forward draws from numpy's random numbers"
+        return None
+
+
+class _Call:
+    """One call of a recomputed module: what has to be as it was when it is run once more."""
+
+    def __init__(self, owner: LadderModules, place: int, inner: Callable[..., Any]) -> None:
+        self._owner, self._place, self._inner = owner, place, inner
+        self._again = False
+        self._print: list[tuple[Any, ...]] | None = None
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._copies: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        owner, module = self._owner, self._owner.module(self._place)
+        copied = owner.changing_buffers(self._place)
+        kept = {id(buffer) for buffer in copied}
+        inputs = [*_tensors((args, kwargs)), *module.parameters()]
+        inputs += [b for b in module.buffers() if id(b) not in kept]
+        self._versions = [(tensor, _version(tensor)) for tensor in inputs]
+        with torch.no_grad():
+            for child in module.modules():
+                for name, buffer in child._buffers.items():
+                    if buffer is not None and id(buffer) in kept:
+                        self._copies.append((child._buffers, name, buffer.detach().clone()))
+        return checkpoint(
+            self._forward,
+            kwargs,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (contextlib.nullcontext(), self._second()),
+            early_stop=not owner.verifies(self._place),
+        )
+
+    def _forward(self, kwargs: dict[str, Any], *args: Any) -> Any:
+        output = self._inner(*args, **kwargs)
+        if self._owner.verifies(self._place):
+            found = _fingerprint(output)
+            if self._print is None:
+                self._print = found
+            elif not _same(self._print, found, self._owner.is_exact):
+                self._owner.reject(self._place, "its second forward gave another output")
+        return output
+
+    @contextlib.contextmanager
+    def _second(self) -> Iterator[None]:
+        changed = [t for t, version in self._versions if _version(t) != version]
+        if changed:
+            shape = tuple(changed[0].shape)
+            self._owner.reject(
+                self._place,
+                f"a tensor that it reads was changed in place behind it (shape: {shape})",
+            )
+        now = [(entries, name, entries[name]) for entries, name, _ in self._copies]
+        for entries, name, copy in self._copies:
+            entries[name] = copy.clone()
+        try:
+            yield
+        finally:
+            for entries, name, buffer in now:
+                entries[name] = buffer
+
+
+class LadderModules:
+    """The modules of a model, numbered, and how they run in the attempt that is under way."""
+
+    def __init__(self, models: Sequence[nn.Module], device: torch.device) -> None:
+        found = named_modules(models)
+        self._names = [name for name, _ in found]
+        self._modules = [weakref.ref(module) for _, module in found]
+        self._models = [weakref.ref(model) for model in models]
+        self._device = device
+        self.is_exact = device.type == "cpu"
+        self._refusals: dict[int, str] = {}  # places that are not recomputed, and why
+        self._looked = False
+        self._verified: set[int] = set()
+        self._verifying: set[int] = set()
+        self._changing: dict[int, set[int]] = {}  # ids of buffers that a forward of a place changes
+        self._undo: list[tuple[nn.Module, Any]] = []
+        self._rejected = ""
+        self._hooks: Any = None
+        self._everything = False
+        self._aside: _C._Aside | None = None
+        self._recorder: _C._StepEventRecorder | None = None
+        self._watched: list[tuple[int, weakref.ref[torch.Tensor], int]] = []
+
+    def module(self, place: int) -> nn.Module:
+        module = self._modules[place]()
+        assert module is not None  # of a model that is in a step
+        return module
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def standing(self) -> list[torch.Tensor]:
+        tensors: list[torch.Tensor] = []
+        for model in self._models:
+            if (module := model()) is not None:
+                tensors += [*module.parameters(), *module.buffers()]
+        return tensors
+
+    def allowed(self) -> tuple[list[bool], list[bool]]:
+        self._look()
+        places = range(len(self._names))
+        scripted = [isinstance(self.module(place), torch.jit.ScriptModule) for place in places]
+        return [place not in self._refusals for place in places], [not each for each in scripted]
+
+    def coarse(self) -> list[int]:
+        """The model's parts, those of its containers one by one."""
+        self._look()
+        places = {self.module(place): place for place in range(len(self._names))}
+        found: list[int] = []
+        waiting = [
+            module
+            for place, module in enumerate(map(self.module, places.values()))
+            if self._names[place] == ""
+        ]
+        containers = nn.ModuleList | nn.ModuleDict | nn.Sequential
+        waiting = [child for module in waiting for child in module.children()]
+        while waiting:
+            module = waiting.pop(0)
+            if isinstance(module, containers) or places[module] in self._refusals:
+                waiting += module.children()
+            elif any(p.requires_grad for p in module.parameters()):
+                found.append(places[module])
+        return sorted(found)
+
+    def _look(self) -> None:
+        if not self._looked:
+            self._looked = True
+            for place in range(len(self._names)):
+                if (why := _static_refusal(self.module(place))) is not None:
+                    self._refusals[place] = why
+
+    def begin(
+        self, rungs: _C._Rungs, aside: _C._Aside | None, recorder: _C._StepEventRecorder | None
+    ) -> None:
+        self._rejected, self._aside, self._recorder = "", aside, recorder
+        self._everything = rungs.everything
+        self._look()
+        if recorder is not None:
+            for place in range(len(self._names)):
+                self._replace(place, self._recorded)
+        for place in rungs.recomputed:
+            if place not in self._refusals:
+                self._replace(place, self._recomputed)
+        for place in rungs.offloaded:
+            self._replace(place, self._offloaded)
+
+    def _replace(self, place: int, make: Callable[[int, Callable[..., Any]], Any]) -> None:
+        module = self.module(place)
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        before = vars(module).get("forward")
+        self._undo.append((module, before))
+        module.forward = make(place, module.forward)
+
+    def end(self) -> None:
+        while self._undo:
+            module, before = self._undo.pop()
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+        if not self._rejected:
+            self._verified |= self._verifying
+        self._verifying = set()
+        self._aside = self._recorder = None
+
+    def begin_forward(self) -> None:
+        if self._everything and self._aside is not None:
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._aside.put, _C._Aside.get)
+            self._hooks.__enter__()
+
+    def end_forward(self) -> None:
+        if self._hooks is not None:
+            hooks, self._hooks = self._hooks, None
+            hooks.__exit__(None, None, None)
+        for place, tensor, version in self._watched:
+            alive = tensor()
+            if alive is not None and _version(alive) != version:
+                self._refuse(place, "a tensor that it reads is changed in place behind it")
+        self._watched.clear()
+
+    def rejected(self) -> str:
+        return self._rejected
+
+    def reject(self, place: int, why: str) -> None:
+        self._rejected = self._refuse(place, why)
+        raise _NotAgainError(self._rejected)
+
+    def _refuse(self, place: int, why: str) -> str:
+        self._refusals.setdefault(place, why)
+        return f"module '{self._names[place]}' is not recomputed any more: {why}"
+
+    def verifies(self, place: int) -> bool:
+        """The first time that a module is recomputed its outputs are compared."""
+        if place in self._verified:
+            return False
+        self._verifying = self._verifying | {place}
+        return True
+
+    def changing_buffers(self, place: int) -> list[torch.Tensor]:
+        module = self.module(place)
+        changing = self._changing.get(place, set())
+        found = [b for b in module.buffers() if id(b) in changing]
+        for child in module.modules():
+            if isinstance(child, nn.modules.batchnorm._NormBase) and child.training:
+                found += [b for b in child._buffers.values() if b is not None]
+        return list({id(b): b for b in found}.values())
+
+    def _recomputed(self, place: int, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(*args, **kwargs)
+            return _Call(self, place, inner).run(args, kwargs)
+
+        return forward
+
+    def _offloaded(self, place: int, inner: Callable[..., Any]) -> Callable[..., Any]:
+        aside = self._aside
+        assert aside is not None
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(aside.put, _C._Aside.get):
+                return inner(*args, **kwargs)
+
+        return forward
+
+    def _recorded(self, place: int, inner: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self._recorder
+        assert recorder is not None
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            module, inputs = self.module(place), _tensors((args, kwargs))
+            before = _State(module)
+            self._watched += [(place, weakref.ref(t), _version(t)) for t in inputs]
+            versions = [_version(t) for t in inputs]
+            recorder.enter(place, inputs)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                recorder.leave()
+                after = _State(module)
+                if (why := before.refusal(after)) is not None:
+                    self._refuse_around(module, why)
+                if [_version(t) for t in inputs] != versions:
+                    self._refuse(place, "its forward changes its inputs")
+                if before.buffers != after.buffers:
+                    self._note_changing(module)
+                if copied := self.changing_buffers(place):
+                    recorder.note_copied(place, sum(b.nbytes for b in copied))
+
+        return forward
+
+    def _refuse_around(self, inner: nn.Module, why: str) -> None:
+        """The module, and all that it lies in."""
+        for place in range(len(self._names)):
+            if inner in set(self.module(place).modules()):
+                self._refusals.setdefault(place, why)
+
+    def _note_changing(self, inner: nn.Module) -> None:
+        ids = {id(b) for b in inner._buffers.values() if b is not None}
+        for place in range(len(self._names)):
+            if inner in set(self.module(place).modules()):
+                self._changing.setdefault(place, set()).update(ids)
+
+
+def rungs_of(ladder: str | Iterable[str]) -> tuple[bool, bool]:
+    """Whether to recompute, and to offload. Raises ValueError for what is no ladder."""
+    known = {"split", "recompute", "offload"}
+    if ladder == "auto":
+        return True, True
+    chosen = {ladder} if isinstance(ladder, str) else set(ladder)
+    if not chosen <= known or "split" not in chosen:
+        raise ValueError(
+            f"a ladder is 'auto', 'split', or a list of 'split', 'recompute' and 'offload' that begins with 'split' "
+            f"(ladder: {ladder!r})"
+        )
+    return "recompute" in chosen, "offload" in chosen
