@@ -17,7 +17,8 @@ namespace brimful {
 namespace {
 constexpr int64_t kFirstTracedRows = 2;  // of the first traced size; BatchNorm refuses one row
 constexpr int64_t kCheckedRows = 16;
-constexpr double kGoodEnough = 0.01;  // of the peak: else a larger size is traced
+constexpr double kGoodEnough = 0.01;   // of the peak: else a larger size is traced
+constexpr double kMostGuessed = 0.02;  // of the peak of a piece that fits: likewise
 constexpr double kMoreMargin = 0.02;
 
 /// Divides the peak among what is known to be held, and the rest.
@@ -109,6 +110,7 @@ Rehearsal BatchSizer::State::rehearse(const StepInput& input, const PieceWork& w
     return now.fits(*model, kCheckedRows) ? kCheckedRows
                                           : now.largest_rows(*model, kCheckedRows) * 4 / 5;
   };
+  const auto asked = [&] { return room().largest_rows(*model, *input.rows); };
   try {
     trace(kFirstTracedRows);  // what is allocated once and for all
     traced = {};
@@ -121,7 +123,8 @@ Rehearsal BatchSizer::State::rehearse(const StepInput& input, const PieceWork& w
         break;
       }
       const auto peak = static_cast<double>(memory::peak_bytes(traced.second.back().trace));
-      if (std::abs(told - peak) <= kGoodEnough * peak) {
+      if (std::abs(told - peak) <= kGoodEnough * peak &&
+          (!model || model->guessed_share(asked()) <= kMostGuessed)) {
         break;
       }
       rows *= 2;

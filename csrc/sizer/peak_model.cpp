@@ -105,6 +105,9 @@ PeakModel::Event PeakModel::event_of(const std::vector<double>& bytes) const {
     event.per_row = bytes.back() < 0 ? std::clamp(slope, event.per_row, 0.)
                                      : std::clamp(slope, 0., event.per_row);
   }
+  const double grown = (bytes.back() - bytes.front()) / (most - rows_.front());
+  event.least_per_row = bytes.back() < 0 ? std::clamp(grown, event.per_row, 0.)
+                                         : std::clamp(grown, 0., event.per_row);
   return event;
 }
 
@@ -143,6 +146,23 @@ int64_t PeakModel::peak_bytes(int64_t rows) const {
     peak = std::max(peak, used);
   }
   return static_cast<int64_t>(std::ceil(peak));
+}
+
+double PeakModel::guessed_share(int64_t rows) const {
+  const double behind = std::max(0., static_cast<double>(rows) - rows_.back());
+  double used = 0;
+  double least_used = 0;
+  double peak = 0;
+  double least = 0;
+  for (const auto& event : events_) {
+    const double bytes = bytes_of(event, static_cast<double>(rows));
+    used += bytes;
+    least_used +=
+        bytes - (event.traced.empty() ? 0 : behind * (event.per_row - event.least_per_row));
+    peak = std::max(peak, used);
+    least = std::max(least, least_used);
+  }
+  return peak > 0 ? (peak - least) / peak : 0;
 }
 
 int64_t PeakModel::largest_rows(int64_t bytes, int64_t at_most) const {
