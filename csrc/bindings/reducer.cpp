@@ -19,11 +19,11 @@ std::optional<c10::ScalarType> dtype_of(const py::object& dtype) {
   TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "wire_dtype must be a torch.dtype");
   return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
 }
-}  // namespace
 
-void bind_reducer(py::module_& m) {
-  using NoGil = py::call_guard<py::gil_scoped_release>;
-  m.def("_release_groups", &release_groups, NoGil());
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using ReducerClass = py::class_<Reducer, std::shared_ptr<Reducer>>;
+
+void bind_figures(py::module_& m) {
   py::class_<Reducer::Counters>(m, "ReducerCounters", "What a reducer has done since it was made.")
       .def_readonly("steps", &Reducer::Counters::steps)
       .def_readonly("launches", &Reducer::Counters::launches)
@@ -47,41 +47,47 @@ void bind_reducer(py::module_& m) {
       .def_readonly("straggler", &StepTimes::straggler)
       .def_readonly("straggler_ms", &StepTimes::straggler_ms)
       .def_readonly("buckets", &StepTimes::buckets);
-  py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
-      .def(py::init([](std::vector<at::Tensor> parameters, std::vector<at::Tensor> buffers,
-                       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                       std::vector<std::string> names, std::vector<bool> sparse,
-                       std::vector<bool> renormalised, std::vector<at::Tensor> frozen,
-                       std::optional<double> bucket_cap_mb, double first_bucket_cap_mb,
-                       std::vector<double> bucket_cap_mb_list, std::string plan,
-                       const py::object& wire_dtype, bool error_feedback,
-                       std::optional<double> gradient_predivide_factor, bool whole_path,
-                       bool broadcast_buffers, bool synchronise_at_start) {
-             ReducerOptions options;
-             options.bucket_cap_mb = bucket_cap_mb;
-             options.first_bucket_cap_mb = first_bucket_cap_mb;
-             options.bucket_cap_mb_list = std::move(bucket_cap_mb_list);
-             options.plan = std::move(plan);
-             options.wire_dtype = dtype_of(wire_dtype);
-             options.error_feedback = error_feedback;
-             options.gradient_predivide_factor = gradient_predivide_factor;
-             options.whole_path = whole_path;
-             options.broadcast_buffers = broadcast_buffers;
-             options.synchronise_at_start = synchronise_at_start;
-             options.names = std::move(names);
-             options.sparse = std::move(sparse);
-             options.renormalised = std::move(renormalised);
-             options.frozen = std::move(frozen);
-             options.forwards_announced = true;
-             const py::gil_scoped_release no_gil;
-             return Reducer::create(std::move(parameters), std::move(buffers), group, options);
-           }),
-           py::arg("parameters"), py::arg("buffers"), py::arg("group"), py::kw_only(),
-           py::arg("names"), py::arg("sparse"), py::arg("renormalised"), py::arg("frozen"),
-           py::arg("bucket_cap_mb"), py::arg("first_bucket_cap_mb"), py::arg("bucket_cap_mb_list"),
-           py::arg("plan"), py::arg("wire_dtype"), py::arg("error_feedback"),
-           py::arg("gradient_predivide_factor"), py::arg("whole_path"),
-           py::arg("broadcast_buffers"), py::arg("synchronise_at_start"))
+}
+
+void bind_create(ReducerClass& reducer) {
+  reducer.def(py::init([](std::vector<at::Tensor> parameters, std::vector<at::Tensor> buffers,
+                          const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                          std::vector<std::string> names, std::vector<bool> sparse,
+                          std::vector<bool> renormalised, std::vector<at::Tensor> frozen,
+                          std::optional<double> bucket_cap_mb, double first_bucket_cap_mb,
+                          std::vector<double> bucket_cap_mb_list, std::string plan,
+                          const py::object& wire_dtype, bool error_feedback,
+                          std::optional<double> gradient_predivide_factor, bool whole_path,
+                          bool broadcast_buffers, bool synchronise_at_start) {
+                ReducerOptions options;
+                options.bucket_cap_mb = bucket_cap_mb;
+                options.first_bucket_cap_mb = first_bucket_cap_mb;
+                options.bucket_cap_mb_list = std::move(bucket_cap_mb_list);
+                options.plan = std::move(plan);
+                options.wire_dtype = dtype_of(wire_dtype);
+                options.error_feedback = error_feedback;
+                options.gradient_predivide_factor = gradient_predivide_factor;
+                options.whole_path = whole_path;
+                options.broadcast_buffers = broadcast_buffers;
+                options.synchronise_at_start = synchronise_at_start;
+                options.names = std::move(names);
+                options.sparse = std::move(sparse);
+                options.renormalised = std::move(renormalised);
+                options.frozen = std::move(frozen);
+                options.forwards_announced = true;
+                const py::gil_scoped_release no_gil;
+                return Reducer::create(std::move(parameters), std::move(buffers), group, options);
+              }),
+              py::arg("parameters"), py::arg("buffers"), py::arg("group"), py::kw_only(),
+              py::arg("names"), py::arg("sparse"), py::arg("renormalised"), py::arg("frozen"),
+              py::arg("bucket_cap_mb"), py::arg("first_bucket_cap_mb"),
+              py::arg("bucket_cap_mb_list"), py::arg("plan"), py::arg("wire_dtype"),
+              py::arg("error_feedback"), py::arg("gradient_predivide_factor"),
+              py::arg("whole_path"), py::arg("broadcast_buffers"), py::arg("synchronise_at_start"));
+}
+
+void bind_buckets(ReducerClass& reducer) {
+  reducer
       .def(
           "register_comm_hook",
           [](Reducer& reducer, py::object state, py::object hook, const std::string& name) {
@@ -99,7 +105,16 @@ void bind_reducer(py::module_& m) {
            [](const Reducer& reducer) { return to_chrome_trace(reducer.times(), reducer.rank()); })
       .def("describe_plan", &Reducer::describe_plan)
       .def_property_readonly("names", &Reducer::names)
-      .def("prepare_forward", &Reducer::prepare_forward, NoGil())
+      .def_property_readonly("counters", &Reducer::counters)
+      .def_property_readonly("plan", &Reducer::plan)
+      .def_property_readonly("rank", &Reducer::rank)
+      .def_property_readonly("world_size", &Reducer::world_size)
+      .def_property_readonly("launched", &Reducer::launched)
+      .def_property_readonly("buckets", &Reducer::buckets);
+}
+
+void bind_loop(ReducerClass& reducer) {
+  reducer.def("prepare_forward", &Reducer::prepare_forward, NoGil())
       .def(
           "watch",
           [](Reducer& reducer, const py::object& outputs) {
@@ -137,13 +152,17 @@ void bind_reducer(py::module_& m) {
           },
           py::arg("out_of_memory"), py::arg("text"), py::arg("patience_ms"), NoGil())
       .def_property("sync", &Reducer::sync, &Reducer::set_sync)
-      .def_property_readonly("owes", &Reducer::owes)
-      .def_property_readonly("counters", &Reducer::counters)
-      .def_property_readonly("plan", &Reducer::plan)
-      .def_property_readonly("rank", &Reducer::rank)
-      .def_property_readonly("world_size", &Reducer::world_size)
-      .def_property_readonly("launched", &Reducer::launched)
-      .def_property_readonly("buckets", &Reducer::buckets);
+      .def_property_readonly("owes", &Reducer::owes);
+}
+}  // namespace
+
+void bind_reducer(py::module_& m) {
+  m.def("_release_groups", &release_groups, NoGil());
+  bind_figures(m);
+  ReducerClass reducer(m, "Reducer");
+  bind_create(reducer);
+  bind_buckets(reducer);
+  bind_loop(reducer);
 }
 
 }  // namespace brimful

@@ -74,6 +74,12 @@ class Arenas {
 
  private:
   using Kind = std::pair<c10::ScalarType, std::string>;  ///< real dtype, device
+  static Kind kind_of(const BucketPlan::Bucket& bucket);
+  /// Without the tail, and with the gaps behind its gradients.
+  static int64_t numel_of(const BucketPlan::Bucket& bucket,
+                          const std::vector<at::Tensor>& parameters);
+  /// Zeroed memory of just these sizes.
+  void provide(const std::map<Kind, int64_t>& numels);
   Allocate allocate_;
   std::map<Kind, at::Tensor> memory_;
 };

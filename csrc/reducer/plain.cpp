@@ -14,11 +14,11 @@
 
 #include "reducer/graph_hooks.h"
 #include "reducer/reducer_state.h"
+#include "step/failures.h"
 #include "step/no_capture.h"
 
 namespace brimful {
 namespace {
-constexpr FailureBoard::Patience kTextPatience{1000};
 constexpr int64_t kUnwindingPatience = 2000;  // ms
 constexpr const char* kUnwinding = "an exception ended its loop (see that rank's own output)";
 constexpr const char* kUnknown = "unknown (see that rank's own output)";
@@ -173,24 +173,14 @@ void Reducer::require_success(const Ending& ending) {
     return;
   }
   discard();
-  int first = -1;
-  bool memory = false;
-  std::string words;
+  std::vector<Failure> failures;
   for (int rank = 0; rank < s.world_size; ++rank) {
-    if (records[rank].verdict < Status::retry) {
-      continue;
+    if (records[rank].verdict >= Status::retry) {
+      failures.push_back(posted_failure(*s.board, FailureBoard::place_of(s.step - 1, rank), rank,
+                                        records[rank].verdict));
     }
-    const auto failure = s.board->await(FailureBoard::place_of(s.step - 1, rank), kTextPatience);
-    if (first < 0) {
-      first = rank;
-      memory =
-          records[rank].verdict == Status::out_of_memory || failure.kind == Status::out_of_memory;
-    }
-    words +=
-        (words.empty() ? "rank " : "; rank ") + std::to_string(rank) + ": " + to_string(failure);
   }
-  detail::throw_rank_failed(first, s.step - 1, memory ? Status::out_of_memory : Status::error,
-                            "step " + std::to_string(s.step - 1) + " failed on " + words);
+  throw_step_failed(s.step - 1, failures);
 }
 
 void Reducer::end_failed_backward(std::exception_ptr error) {

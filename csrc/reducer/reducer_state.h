@@ -152,6 +152,7 @@ struct Reducer::State {
   FailureBoard board_of(uint64_t of_number) const;
   /// On it, of a step that died where several reducers take turns.
   static std::string turn_place(int64_t at_turn, int of_rank);
+  std::string step_of(const std::vector<uint64_t>& turn_of_rank) const;
   int64_t last() const { return static_cast<int64_t>(buckets.size()) - 1; }
   std::string name_of(int64_t parameter) const;
   /// @throws PlanMismatch if a parameter has another size or dtype than at construction

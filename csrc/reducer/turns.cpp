@@ -11,11 +11,10 @@
 #include <utility>
 
 #include "reducer/reducer_state.h"
+#include "step/failures.h"
 
 namespace brimful {
 namespace {
-constexpr FailureBoard::Patience kTurnPatience{1000};  // with a rank's words
-
 enum class TurnKind : uint64_t { plain, managed, close, exchange, failed };
 enum TurnField : size_t { kind_field, number_field, chain_field, others_field, turn_fields };
 constexpr auto status_field = chain_field;  // of a turn that failed
@@ -144,42 +143,40 @@ void Reducer::exchange_turn(uint64_t kind) {
           .count();
 }
 
+/// What this rank says of a turn in which another one is in a step.
+std::string Reducer::State::step_of(const std::vector<uint64_t>& turn) const {
+  const auto kind = static_cast<TurnKind>(turn[kind_field]);
+  if (kind == TurnKind::close) {
+    return "at the end of its backward";
+  }
+  std::string text = kind == TurnKind::exchange ? "before a loop of " : "";
+  text += "model " + std::to_string(turn[number_field]);
+  for (const auto& other : reducers_beside({}, group.get())) {
+    if (other->s_->number == turn[number_field]) {
+      text += " with parameter " + other->s_->name_of(0);
+    }
+  }
+  return text;
+}
+
 /// All ranks know why: a step of another model here, or a rank that failed.
 void Reducer::throw_turn_ended() {
   auto& s = *s_;
-  int first = -1;
-  bool memory = false;
-  std::string failures;
+  std::vector<Failure> failures;
   std::string steps;
   for (int rank = 0; rank < s.world_size; ++rank) {
     const auto& turn = s.turns[rank];
-    const auto of_rank = "rank " + std::to_string(rank) + ": ";
     if (turn[kind_field] == static_cast<uint64_t>(TurnKind::failed)) {
-      const auto failure =
-          s.board_of(turn[number_field]).await(State::turn_place(s.turn, rank), kTurnPatience);
-      memory = memory || failure.kind == Status::out_of_memory ||
-               turn[status_field] == static_cast<uint64_t>(Status::out_of_memory);
-      first = first < 0 ? rank : first;
-      failures += (failures.empty() ? "" : "; ") + of_rank + to_string(failure);
-      continue;
-    }
-    steps += (steps.empty() ? "" : ", ") + of_rank;
-    if (turn[kind_field] == static_cast<uint64_t>(TurnKind::close)) {
-      steps += "at the end of its backward";
-      continue;
-    }
-    steps +=
-        turn[kind_field] == static_cast<uint64_t>(TurnKind::exchange) ? "before a loop of " : "";
-    steps += "model " + std::to_string(turn[number_field]);
-    for (const auto& other : reducers_beside({}, s.group.get())) {
-      if (other->s_->number == turn[number_field]) {
-        steps += " with parameter " + other->s_->name_of(0);
-      }
+      failures.push_back(posted_failure(s.board_of(turn[number_field]),
+                                        State::turn_place(s.turn, rank), rank,
+                                        static_cast<Status>(turn[status_field])));
+    } else {
+      steps +=
+          (steps.empty() ? "rank " : ", rank ") + std::to_string(rank) + ": " + s.step_of(turn);
     }
   }
-  if (first >= 0) {
-    detail::throw_rank_failed(first, s.step, memory ? Status::out_of_memory : Status::error,
-                              "step " + std::to_string(s.step) + " failed on " + failures);
+  if (!failures.empty()) {
+    throw_step_failed(s.step, failures);
   }
   throw PlanMismatch("the ranks are in steps of different models (" + steps +
                      "; numbers count wrappers of the group); run the models' backwards, and name "
