@@ -3,8 +3,11 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <utility>
+
 #include "bindings/structure.h"
 #include "reducer/at_exit.h"
+#include "reducer/whole_path.h"
 
 namespace brimful {
 namespace {
@@ -67,7 +70,6 @@ void bind_create(ReducerClass& reducer) {
                 options.wire_dtype = dtype_of(wire_dtype);
                 options.error_feedback = error_feedback;
                 options.gradient_predivide_factor = gradient_predivide_factor;
-                options.whole_path = whole_path;
                 options.broadcast_buffers = broadcast_buffers;
                 options.synchronise_at_start = synchronise_at_start;
                 options.names = std::move(names);
@@ -75,6 +77,7 @@ void bind_create(ReducerClass& reducer) {
                 options.renormalised = std::move(renormalised);
                 options.frozen = std::move(frozen);
                 options.forwards_announced = true;
+                const WholePath taken(whole_path);
                 const py::gil_scoped_release no_gil;
                 return Reducer::create(std::move(parameters), std::move(buffers), group, options);
               }),
@@ -105,6 +108,8 @@ void bind_buckets(ReducerClass& reducer) {
            [](const Reducer& reducer) { return to_chrome_trace(reducer.times(), reducer.rank()); })
       .def("describe_plan", &Reducer::describe_plan)
       .def_property_readonly("names", &Reducer::names)
+      .def("replace_buffer", &Reducer::replace_buffer, py::arg("before"), py::arg("now"))
+      .def("broadcast", &Reducer::broadcast, py::arg("tensors"), py::arg("source"), NoGil())
       .def_property_readonly("counters", &Reducer::counters)
       .def_property_readonly("plan", &Reducer::plan)
       .def_property_readonly("rank", &Reducer::rank)
@@ -113,46 +118,60 @@ void bind_buckets(ReducerClass& reducer) {
       .def_property_readonly("buckets", &Reducer::buckets);
 }
 
+/// A method of the reducer's loop; Python's class has both.
+template <typename Result, typename... Args>
+auto of_loop(Result (PlainLoop::*method)(Args...)) {
+  return [method](Reducer& reducer, Args... args) -> Result {
+    return (reducer.loop().*method)(std::forward<Args>(args)...);
+  };
+}
+
 void bind_loop(ReducerClass& reducer) {
-  reducer.def("prepare_forward", &Reducer::prepare_forward, NoGil())
+  reducer.def("prepare_forward", of_loop(&PlainLoop::prepare_forward), NoGil())
       .def(
           "watch",
           [](Reducer& reducer, const py::object& outputs) {
-            for_each_tensor(outputs, [&](const at::Tensor& output) { reducer.watch(output); });
-            reducer.forward_done();
+            auto& loop = reducer.loop();
+            for_each_tensor(outputs, [&](const at::Tensor& output) { loop.watch(output); });
+            loop.forward_done();
           },
           py::arg("outputs"))
-      .def("replace_buffer", &Reducer::replace_buffer, py::arg("before"), py::arg("now"))
-      .def("begin_join", &Reducer::begin_join, py::arg("mean_of_active"), py::arg("throw_early"))
-      .def("join_step", &Reducer::join_step, py::arg("keep_gradients") = false, NoGil())
-      .def("require_data", &Reducer::require_data, NoGil())
-      .def("any_rank", &Reducer::any_rank, py::arg("own"), NoGil())
-      .def("call_off", &Reducer::call_off)
-      .def("end_join", &Reducer::end_join)
-      .def_property_readonly("active", [](const Reducer& reducer) { return reducer.active(); })
-      .def("broadcast", &Reducer::broadcast, py::arg("tensors"), py::arg("source"), NoGil())
-      .def("begin_scope", &Reducer::begin_scope, NoGil())
-      .def("end_scope_ok", &Reducer::end_scope_ok, NoGil())
+      .def("begin_join", of_loop(&PlainLoop::begin_join), py::arg("mean_of_active"),
+           py::arg("throw_early"))
+      .def("join_step", of_loop(&PlainLoop::join_step), py::arg("keep_gradients") = false, NoGil())
+      .def("require_data", of_loop(&PlainLoop::require_data), NoGil())
+      .def("any_rank", of_loop(&PlainLoop::any_rank), py::arg("own"), NoGil())
+      .def("call_off", of_loop(&PlainLoop::call_off))
+      .def("end_join", of_loop(&PlainLoop::end_join))
+      .def_property_readonly("active", [](Reducer& reducer) { return reducer.loop().active(); })
+      .def("begin_scope", of_loop(&PlainLoop::begin_scope), NoGil())
+      .def("end_scope_ok", of_loop(&PlainLoop::end_scope_ok), NoGil())
+      .def_property(
+          "sync", [](Reducer& reducer) { return reducer.loop().sync(); },
+          [](Reducer& reducer, bool sync) { reducer.loop().set_sync(sync); })
+      .def_property_readonly("owes", [](Reducer& reducer) { return reducer.loop().owes(); });
+}
+
+void bind_failures(ReducerClass& reducer) {
+  reducer
       .def(
           "end_scope_failed",
           [](Reducer& reducer, bool out_of_memory, const std::string& text) {
-            reducer.end_scope_failed(kind_of(out_of_memory), text);
+            reducer.loop().end_scope_failed(kind_of(out_of_memory), text);
           },
           py::arg("out_of_memory"), py::arg("text"), NoGil())
       .def(
           "publish_failure",
           [](Reducer& reducer, bool out_of_memory, const std::string& text) {
-            reducer.publish_failure(kind_of(out_of_memory), text);
+            reducer.loop().publish_failure(kind_of(out_of_memory), text);
           },
           py::arg("out_of_memory"), py::arg("text"), NoGil())
       .def(
           "announce_failure",
           [](Reducer& reducer, bool out_of_memory, const std::string& text, int64_t patience_ms) {
-            reducer.announce_failure(kind_of(out_of_memory), text, patience_ms);
+            reducer.loop().announce_failure(kind_of(out_of_memory), text, patience_ms);
           },
-          py::arg("out_of_memory"), py::arg("text"), py::arg("patience_ms"), NoGil())
-      .def_property("sync", &Reducer::sync, &Reducer::set_sync)
-      .def_property_readonly("owes", &Reducer::owes);
+          py::arg("out_of_memory"), py::arg("text"), py::arg("patience_ms"), NoGil());
 }
 }  // namespace
 
@@ -163,6 +182,7 @@ void bind_reducer(py::module_& m) {
   bind_create(reducer);
   bind_buckets(reducer);
   bind_loop(reducer);
+  bind_failures(reducer);
 }
 
 }  // namespace brimful

@@ -42,8 +42,8 @@ struct Bucket {
   std::optional<c10::Stream>
       stream;           ///< the last one that worked on it in this backward; not on the CPU
   int64_t pending = 0;  ///< gradients that this backward still owes
-  bool left = false;
-  std::chrono::steady_clock::time_point left_at;
+  bool launched = false;
+  std::chrono::steady_clock::time_point launched_at;
   c10::intrusive_ptr<c10d::Work> work;
   c10::intrusive_ptr<c10::ivalue::Future> hooked;  ///< of a communication hook
   at::Tensor hook_result;

@@ -23,7 +23,6 @@ struct ReducerOptions {
   bool error_feedback = false;  ///< what rounding to wire_dtype took is added to the next gradient
   /// Plain loop: gradients are divided by this before the sum and by world size / this after it; nothing: world size.
   std::optional<double> gradient_predivide_factor;
-  bool whole_path = false;  ///< a single rank makes its collectives too (for measurements)
   bool broadcast_buffers =
       true;  ///< buffers agree after every step: those of the lowest rank that had data
   bool synchronise_at_start = true;  ///< give all ranks the parameters and buffers of rank 0
