@@ -147,7 +147,7 @@ TEST_CASE("Ranks that were not updated alike all raise until their parameters ar
     if (rank != idle) {
       update();
     } else {
-      trainer.model.reducer()->discard();
+      trainer.model.reducer()->attempt().discard();
     }
     const auto words = "rank " + std::to_string(1 - idle) +
                        " updated them after the step before, and rank " + std::to_string(idle) +

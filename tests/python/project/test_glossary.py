@@ -13,7 +13,7 @@ PAGES = sorted(
 HEADERS = sorted((ROOT / "csrc" / "include").rglob("*.h"))
 SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h"))
 #: Folders whose comments are not kept to it yet.
-OPEN = {"include", "reducer", "sizer", "step"}
+OPEN = {"include", "sizer", "step"}
 KEPT = [path for path in SOURCES if path.relative_to(ROOT / "csrc").parts[0] not in OPEN]
 MODULES = sorted((ROOT / "python").rglob("*.py"))
 TESTS = sorted((ROOT / "tests" / "python").rglob("*.py"))

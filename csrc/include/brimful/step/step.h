@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
 #include <brimful/step/control_record.h>
+#include <brimful/step/failure.h>
 #include <brimful/step/kept_batch.h>
 #include <brimful/step/participant.h>
 
@@ -118,8 +119,8 @@ class BRIMFUL_API StepGroup {
   void discard();
   /// What a rank whose record says that it failed has posted; waits a second at most.
   std::string failure_text(int rank);
-  /// "rank 1: its text; rank 2: ..." for all ranks whose record says that they failed.
-  std::string failure_texts(const std::vector<ControlRecord>& records);
+  /// The same for all ranks whose record says that they failed.
+  std::vector<Failure> failures(const std::vector<ControlRecord>& records);
   void publish_failure(FailureKind kind, const std::string& text);
 
  private:
