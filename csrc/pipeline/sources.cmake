@@ -22,6 +22,7 @@ brimful_sources(HEAVY
   progress.cpp
   replicas.cpp
   report.cpp
+  retries.cpp
   settle.cpp
   tied_weights.cpp
   backward/graph_cut.cpp

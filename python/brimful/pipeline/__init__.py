@@ -105,7 +105,8 @@ class Pipeline:
 
     When memory runs out in any stage, all stop, what the step has done is undone (gradients, buffers, random numbers),
     and it is repeated with twice the microbatches, at most ``max_retries`` times; later steps begin with what has
-    fitted. A ``Schedule`` is of one number of microbatches: its step is not repeated; a function of the number is.
+    fitted, and with fewer microbatches again when there is room. A ``Schedule`` is of one number of microbatches: its
+    step is not repeated; a function of the number is.
     ``batch_norm`` says what to do about BatchNorm, which normalises every microbatch by itself, as in
     ``BatchSizer``; ``"rescale"`` moves running statistics once a step, as the whole batch does. ``batch_dim``, or
     ``size_fn`` and ``split_fn``, say how batch and target are cut, and ``scaler`` scales the loss's gradient, as there.
