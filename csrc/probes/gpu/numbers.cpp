@@ -50,7 +50,7 @@ class Asker {
   std::optional<int> lost_;
 };
 
-std::optional<int64_t> bytes_of(uint64_t bytes) {
+std::optional<int64_t> known_bytes(uint64_t bytes) {
   constexpr auto kMost = uint64_t{1} << 62;
   return bytes < kMost ? std::optional(static_cast<int64_t>(bytes)) : std::nullopt;
 }
@@ -68,18 +68,18 @@ int read_memory(Asker& asker, Gpu& gpu) {
   newer.version = kMemoryV2;
   int status = asker.ask({"nvmlDeviceGetMemoryInfo_v2"}, &newer);
   if (status == kOk && newer.total > 0) {
-    gpu.total_bytes = bytes_of(newer.total);
-    gpu.used_bytes = bytes_of(newer.used);
-    gpu.free_bytes = bytes_of(newer.free);
-    gpu.reserved_bytes = bytes_of(newer.reserved);
+    gpu.total_bytes = known_bytes(newer.total);
+    gpu.used_bytes = known_bytes(newer.used);
+    gpu.free_bytes = known_bytes(newer.free);
+    gpu.reserved_bytes = known_bytes(newer.reserved);
     return status;
   }
   Memory older{};
   status = asker.ask({"nvmlDeviceGetMemoryInfo"}, &older);
   if (status == kOk && older.total > 0) {
-    gpu.total_bytes = bytes_of(older.total);
-    gpu.used_bytes = bytes_of(older.used);
-    gpu.free_bytes = bytes_of(older.free);
+    gpu.total_bytes = known_bytes(older.total);
+    gpu.used_bytes = known_bytes(older.used);
+    gpu.free_bytes = known_bytes(older.free);
     return status;
   }
   return status == kOk ? kNotSupported : status;
@@ -117,7 +117,8 @@ std::optional<std::vector<GpuProcess>> list_processes(Asker& asker,
     infos.resize(std::min<size_t>(count, infos.size()));
     std::vector<GpuProcess> found;
     for (const auto& info : infos) {
-      found.push_back({info.pid, info.used == kNotAvailable ? std::nullopt : bytes_of(info.used)});
+      found.push_back(
+          {info.pid, info.used == kNotAvailable ? std::nullopt : known_bytes(info.used)});
     }
     return found;
   }
