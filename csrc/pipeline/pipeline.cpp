@@ -249,10 +249,10 @@ std::string Pipeline::trace_svg() const {
 std::string Pipeline::to_string() const {
   const auto now = progress();
   if (now.doing != kIdle) {  // the last step's notes are the call's that is under way
-    return described(*state_->executor, Schedule(), {}) +
+    return pipeline::to_string(*state_->executor, Schedule(), {}) +
            "\n  now: " + pipeline::to_string(now);
   }
-  return described(*state_->executor, state_->last_schedule, state_->last_notes);
+  return pipeline::to_string(*state_->executor, state_->last_schedule, state_->last_notes);
 }
 
 }  // namespace brimful::pipeline

@@ -176,7 +176,7 @@ std::string trace_svg(const Schedule& schedule, const StepResult& result) {
   return to_picture_svg({measured_of(schedule, result), planned_of(schedule, result)});
 }
 
-std::string described(const Executor& executor, const Schedule& last_schedule,
+std::string to_string(const Executor& executor, const Schedule& last_schedule,
                       const std::vector<StageNote>& last_notes) {
   double busy = 0;
   for (const auto& note : last_notes) {

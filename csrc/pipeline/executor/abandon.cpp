@@ -5,7 +5,7 @@
 #include <brimful/step/oom.h>
 
 #include "pipeline/executor/executor_impl.h"
-#include "pipeline/schedule/describe_action.h"
+#include "pipeline/schedule/action_sentence.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -119,7 +119,7 @@ void Executor::Impl::abandon() {
     const auto done = places_[i].done.load(std::memory_order_relaxed);
     if (done < std::ssize(order)) {
       text += (text.empty() ? "" : ", ") + to_string(order[done]) + " (" +
-              describe(order[done]) + ")";
+              to_sentence(order[done]) + ")";
     }
     for (size_t stage = 0; stage < runs_.size(); ++stage) {
       if (rank_of_stage_[stage] == first_rank() + i) {
