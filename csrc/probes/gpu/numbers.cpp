@@ -116,6 +116,7 @@ std::optional<std::vector<GpuProcess>> list_processes(Asker& asker,
     }
     infos.resize(std::min<size_t>(count, infos.size()));
     std::vector<GpuProcess> found;
+    found.reserve(infos.size());
     for (const auto& info : infos) {
       found.push_back(
           {info.pid, info.used == kNotAvailable ? std::nullopt : known_bytes(info.used)});
