@@ -1,11 +1,11 @@
-// What ranks say of their failures, and hear of those of others.
+// What ranks say of their failures, and learn of those of others.
 #include <brimful/step/step.h>
 
 #include "step/failure_board.h"
 
 namespace brimful {
 namespace {
-/// How long the others wait for the words of a rank that failed.
+/// How long the others wait for the message of a rank that failed.
 constexpr FailureBoard::Patience kTextPatience{1000};
 }  // namespace
 
