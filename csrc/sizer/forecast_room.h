@@ -11,7 +11,7 @@
 
 namespace brimful {
 
-/// What a device, as it is now, has for work that a PeakModel tells. On the CPU bytes count, up to the limit; on CUDA the
+/// What a device, as it is now, has for work that a PeakModel knows. On the CPU bytes count, up to the limit; on CUDA the
 /// work's requests go through a model of torch's allocator.
 class ForecastRoom {
  public:
@@ -20,7 +20,7 @@ class ForecastRoom {
 
   /// `margin`: the share of a peak by which forecasts were found to be short.
   ForecastRoom(c10::Device device, double margin, Beside beside = Beside::small_blocks);
-  /// Nothing can be told of it: a limit is missing, or the allocator is not torch's own.
+  /// Nothing is known of it: a limit is missing, or the allocator is not torch's own.
   static bool is_known(c10::Device device);
 
   /// As if the storages of these were gone.

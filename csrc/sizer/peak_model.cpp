@@ -100,7 +100,7 @@ PeakModel::Event PeakModel::event_of(const std::vector<double>& bytes) const {
   event.traced = bytes;
   event.per_row = bytes.back() / most;
   const double before = bytes[bytes.size() - 2];
-  if (!is_everywhere && before != 0) {  // two sizes of the largest have it: they tell how it grows
+  if (!is_everywhere && before != 0) {  // two sizes of the largest have it: they show how it grows
     const double slope = (bytes.back() - before) / (most - rows_[rows_.size() - 2]);
     event.per_row = bytes.back() < 0 ? std::clamp(slope, event.per_row, 0.)
                                      : std::clamp(slope, 0., event.per_row);

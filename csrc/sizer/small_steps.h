@@ -23,7 +23,7 @@ class BRIMFUL_API SmallSteps {
   explicit SmallSteps(c10::Device device) : device_(device) {}
 
   /// Runs steps with two and three rows, and with more to check, each with fewer than `rows`; none where the device's
-  /// allocator does not tell what it is asked for. After an error of theirs nothing is known.
+  /// allocator does not report what it is asked for. After an error of theirs nothing is known.
   void run(int64_t rows, const StepWith& step_with);
   /// One more, of all rows.
   void run_whole(int64_t rows, const Step& step);

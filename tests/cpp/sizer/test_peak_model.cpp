@@ -124,7 +124,7 @@ TEST_CASE("Buffers that threads take from some size on are part of the model", "
   // In proportion to the rows: one size that has them is enough.
   check(fit(90000, 0, {2, 3}), 90000, 0, 1.0);
   check(fit(90000, 0, {2, 3, 16}), 90000, 0, 1.0);
-  // A part does not grow: two sizes tell which.
+  // A part does not grow: two sizes show which.
   check(fit(1000, 2000000, {2, 3, 16}), 1000, 2000000, 1.001);
   check(fit(0, 2000000, {2, 16, 32}), 0, 2000000, 1.001);
   // What one size alone has is taken to grow with the rows: too large rather than too small.

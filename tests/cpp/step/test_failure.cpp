@@ -148,7 +148,7 @@ TEST_CASE("Ranks read on the board what others have left there first", "[step][f
   CHECK(there.find("garbled")->text == "(its message cannot be read; see that rank's own output)");
 }
 
-TEST_CASE("All hear of a rank that has given up", "[step][failure]") {
+TEST_CASE("All learn of a rank that has given up", "[step][failure]") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   FailureBoard here(store, "brimful/1/");
   FailureBoard another(store, "brimful/2/");
@@ -159,7 +159,7 @@ TEST_CASE("All hear of a rank that has given up", "[step][failure]") {
   CHECK_FALSE(another.given_up(milliseconds(10000)));
 }
 
-TEST_CASE("A store that does not answer keeps nobody waiting", "[step][failure]") {
+TEST_CASE("A store that does not answer keeps no rank waiting", "[step][failure]") {
   const auto store = c10::make_intrusive<StoppedStore>();
   FailureBoard board(store, "");
   CHECK_FALSE(board.given_up(milliseconds(1)));

@@ -42,7 +42,7 @@ struct AttemptResult {
       error;  ///< set for `error` only: an out-of-memory error pins the tensors of its frames
   std::string text;          ///< of the error, out of memory or not
   int64_t buckets_left = 0;  ///< launched when the work ended
-  bool retry_alone = false;  ///< no bucket was launched: nobody else needs to know
+  bool retry_alone = false;  ///< no bucket was launched: no other rank needs to know
   bool same_split = false;   ///< Attempt::same_split said so
   std::vector<ControlRecord>
       records;  ///< by rank; empty with retry_alone, and after leaving lockstep
@@ -97,7 +97,7 @@ class BRIMFUL_API StepGroup {
   void keep_gradients();
   KeptGradients& kept() { return *kept_; }
 
-  // An attempt whose work somebody else runs (a pipeline), in parts: begin_attempt(), then the work, in which
+  // An attempt whose work another class runs (a pipeline), in parts: begin_attempt(), then the work, in which
   // begin_piece() is the caller's to call, then complete(), or drain() where any of it failed, and always finish(), which
   // has the records of all ranks.
   void begin_attempt(int buffer_source);

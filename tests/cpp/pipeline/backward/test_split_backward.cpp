@@ -332,7 +332,8 @@ TEST_CASE("Threads split the backwards of one model's microbatches at once", "[p
   }
 }
 
-TEST_CASE("The reducer's buckets leave in the backward for the parameters", "[pipeline][reducer]") {
+TEST_CASE("The reducer's buckets are launched in the backward for the parameters",
+          "[pipeline][reducer]") {
   constexpr int kRanks = 2;
   constexpr int kMicrobatches = 3;
   const Watchdog watchdog("a reducer under a split backward");

@@ -53,7 +53,7 @@ TEST_CASE("a span of no module's row is refused", "[summary]") {
   CHECK_THROWS_AS(charge(modules, {{{1}, false, 0, 0}}), c10::IndexError);
 }
 
-TEST_CASE("the table tells shapes, calls and grouped numbers", "[summary]") {
+TEST_CASE("the table shows shapes, calls and grouped numbers", "[summary]") {
   const std::string table = to_string(two_layers());
   CHECK(table.find("\n  0 (List<Linear>)") != std::string::npos);
   CHECK(table.find("8 x 16, scalar") != std::string::npos);
