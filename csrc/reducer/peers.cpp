@@ -81,9 +81,8 @@ void Reducer::leave_word(const Failure& failure) {
 }
 
 void Reducer::abandon() {
-  s_->broken = std::make_exception_ptr(
-      std::runtime_error("this rank left a step whose collectives it could not match"));
-  abort_group();
+  break_chain(std::make_exception_ptr(
+      std::runtime_error("this rank left a step whose collectives it could not match")));
   wait_for_buckets();
   end_attempt();
 }
@@ -158,7 +157,8 @@ void Reducer::State::require_group(c10::Device of) {
   }
 }
 
-/// This rank cannot make the collectives that the others wait for in a communication hook.
+/// This rank cannot make the collectives that the others wait for: in a communication hook, or its device is lost. Over gloo
+/// the end of a group ends no wait of theirs, so they are informed.
 void Reducer::break_chain(std::exception_ptr error) {
   auto& s = *s_;
   s.broken = std::move(error);

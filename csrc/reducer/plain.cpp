@@ -261,8 +261,7 @@ void Reducer::abort_step(FailureKind kind, const std::string& text) {
     launch_early(Fill::anything);
     launch_last(Fill::anything, s.said);
   } catch (...) {  // what the others wait for does not come: better they hear so
-    s.broken = std::current_exception();
-    abort_group();
+    break_chain(std::current_exception());
   }
   const std::lock_guard<std::mutex> lock(s.mutex);
   s.mode = State::Mode::idle;

@@ -331,8 +331,7 @@ void Reducer::abort_turn(FailureKind kind, const std::string& text) {
       }
     }
   } catch (...) {  // what the others wait for does not come: better they hear so
-    s.broken = std::current_exception();
-    abort_group();
+    break_chain(std::current_exception());
   }
   for (const auto& each : all) {
     const std::lock_guard<std::mutex> lock(each->s_->mutex);
