@@ -78,6 +78,8 @@ void bind_figures(py::module_& m) {
       .def_readwrite("optimizer_peak_bytes", &StepSummary::optimizer_peak_bytes)
       .def_readwrite("peak_bytes", &StepSummary::peak_bytes)
       .def_readwrite("predicted_bytes", &StepSummary::predicted_bytes)
+      .def_readwrite("margin_bytes", &StepSummary::margin_bytes)
+      .def_readwrite("workspaces_unknown", &StepSummary::workspaces_unknown)
       .def_readwrite("bytes_per_row", &StepSummary::bytes_per_row)
       .def_readwrite("limit_bytes", &StepSummary::limit_bytes)
       .def_readwrite("largest_rows", &StepSummary::largest_rows)
@@ -106,6 +108,8 @@ void bind_summary(py::module_& m) {
           "predict",
           [](const SmallSteps& self, StepSummary& found) {
             found.predicted_bytes = self.peak_bytes(found.rows);
+            found.margin_bytes = self.margin_bytes(found.rows);
+            found.workspaces_unknown = self.workspaces_unknown();
           },
           py::arg("found"))
       .def("look_beyond", &look_beyond, py::arg("found"));

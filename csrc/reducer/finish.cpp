@@ -53,9 +53,9 @@ void Engine::end_attempt() {
 }
 
 void Engine::abandon() {
-  s_.link.broken = std::make_exception_ptr(
-      std::runtime_error("this rank left a step whose collectives it could not match"));
-  s_.link.abort();
+  s_.link.give_up(std::make_exception_ptr(std::runtime_error(
+                      "this rank left a step whose collectives it could not match")),
+                  s_.attempt.step);
   wait_for_buckets();
   end_attempt();
 }

@@ -121,8 +121,7 @@ void LoopDriver::abort_step(FailureKind kind, const std::string& text) {
     engine_.launch_early(Fill::anything);
     engine_.launch_last(Fill::anything, step_.said);
   } catch (...) {  // what the others wait for does not come: better they learn it
-    s_.link.broken = std::current_exception();
-    s_.link.abort();
+    s_.link.give_up(std::current_exception(), s_.attempt.step);
   }
   const std::lock_guard<std::mutex> lock(s_.attempt.mutex);
   s_.attempt.mode = Mode::idle;

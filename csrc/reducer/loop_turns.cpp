@@ -180,8 +180,7 @@ void LoopDriver::abort_turn(FailureKind kind, const std::string& text) {
   try {
     launch_and_part(all, kind, text);
   } catch (...) {  // what the others wait for does not come: better they learn it
-    s_.link.broken = std::current_exception();
-    s_.link.abort();
+    s_.link.give_up(std::current_exception(), s_.attempt.step);
   }
   for (const auto& each : all) {
     auto& state = each->s_;

@@ -64,6 +64,9 @@ void BatchSizer::State::throw_too_large(const AttemptResult& result, const StepI
 }
 
 void BatchSizer::State::require_room_for_optimizer(const StepInput& input) const {
+  if (!options_.device.is_cpu()) {
+    return;  // where an allocator's cache may have the room, or have it in pieces of no use
+  }
   const auto bytes = options_.optimizer_bytes();
   const auto now = memory::stats(options_.device);
   if (bytes == 0 || !now.limit_bytes ||

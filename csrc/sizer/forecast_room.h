@@ -42,6 +42,10 @@ class ForecastRoom {
   bool fits(const PeakModel& model, int64_t rows) const;
   /// The most rows, up to `at_most`, that fit; 0 if not even one does. On CUDA more may fit where fewer do not.
   int64_t largest_rows(const PeakModel& model, int64_t at_most) const;
+  /// What a forecast may be short by, which is kept free.
+  int64_t margin_bytes(const PeakModel& model, int64_t rows) const;
+  /// Of work that is not traced with what it will take: cuDNN tries algorithms at each new shape.
+  bool workspaces_unknown() const;
   /// Over what is in use.
   int64_t bytes() const { return room_bytes_; }
   int64_t used_bytes() const { return used_bytes_; }
@@ -54,7 +58,6 @@ class ForecastRoom {
     int64_t standing_bytes;  ///< that stay
   };
   int64_t bytes_on_cpu(const PeakModel& model, int64_t rows) const;
-  int64_t margin_bytes(const PeakModel& model, int64_t rows) const;
   /// Those of the batch too.
   std::vector<memory::CachingRequest> requests(const PeakModel& model, int64_t rows,
                                                Beside beside) const;

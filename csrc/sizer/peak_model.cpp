@@ -115,11 +115,16 @@ double PeakModel::bytes_of(const Event& event, double rows) const {
   if (event.traced.empty()) {
     return event.constant + event.per_row * rows;
   }
-  const auto padded = [](double bytes) {
-    return bytes < 0 ? bytes - kPartPagesBytes : bytes > 0 ? bytes + kPartPagesBytes : 0;
+  const bool on_cuda = !blocks_.empty();
+  const double pages = on_cuda ? 0 : kPartPagesBytes;
+  const auto padded = [&](double bytes) {
+    return bytes < 0 ? bytes - pages : bytes > 0 ? bytes + pages : 0;
   };
   if (rows >= rows_.back()) {
     return padded(event.traced.back() + event.per_row * (rows - rows_.back()));
+  }
+  if (on_cuda) {  // a workspace, which may be as large just behind the smaller size
+    return event.traced[std::lower_bound(rows_.begin(), rows_.end(), rows) - rows_.begin()];
   }
   const auto behind = std::upper_bound(rows_.begin() + 1, rows_.end() - 1, rows) - rows_.begin();
   const double share = (rows - rows_[behind - 1]) / (rows_[behind] - rows_[behind - 1]);

@@ -29,7 +29,8 @@ class BRIMFUL_API PeakModel {
  public:
   /// The lines go through the two smallest sizes. An allocation that is not on its line at the largest one (a library
   /// rounds it up to pages, say) is read off between the traced sizes and grows in proportion behind them, with a few
-  /// pages more: too large rather than too small. Where sizes do not have the same allocations (several threads share the
+  /// pages more: too large rather than too small. On CUDA (where `blocks` are known) it has no pages more, and is between
+  /// two traced sizes as at the larger one: a workspace jumps. Where sizes do not have the same allocations (several threads share the
   /// work from some number of rows on, and each takes a buffer), what only some have is read off in the same way, unless
   /// the peaks of the larger sizes are what the smaller ones say.
   /// Nothing where the sequences of allocations are too different to be made one.

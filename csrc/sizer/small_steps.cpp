@@ -70,6 +70,14 @@ std::optional<int64_t> SmallSteps::peak_bytes(int64_t rows) const {
              : std::nullopt;
 }
 
+int64_t SmallSteps::margin_bytes(int64_t rows) const {
+  return model_ && room_ ? room_->margin_bytes(*model_, rows) : 0;
+}
+
+bool SmallSteps::workspaces_unknown() const {
+  return model_ && room_ && room_->workspaces_unknown();
+}
+
 std::optional<int64_t> SmallSteps::limit_bytes() const {
   return model_ && room_ ? room_->capacity_bytes() : std::nullopt;
 }

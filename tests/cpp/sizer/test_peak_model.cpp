@@ -59,6 +59,26 @@ TEST_CASE("What a library rounds up is predicted too large rather than too small
   }
 }
 
+TEST_CASE(
+    "A workspace that jumps on CUDA is as large behind the smaller of two sizes as at the larger",
+    "[sizer]") {
+  const auto scratch = [](int64_t rows) { return rows < 4 ? rows : 1000 * rows; };
+  std::vector<TracedRows> traces;
+  for (const int64_t rows : {2, 3, 16}) {
+    traces.push_back({rows, {100 * rows, scratch(rows), -scratch(rows), -100 * rows}});
+    traces.back().blocks = {{0, -1}, {0, -1}, {0, 1}, {0, 0}};
+  }
+  const auto model = PeakModel::fit(std::move(traces));
+  REQUIRE(model);
+  CHECK(model->off_line() > 0.9);
+  for (const int64_t rows : {4, 5, 9, 15, 16, 17, 200}) {
+    CHECK(model->peak_bytes(rows) >= 100 * rows + scratch(rows));
+  }
+  for (const int64_t rows : {2, 3, 16, 64}) {
+    CHECK(model->peak_bytes(rows) == 100 * rows + scratch(rows));
+  }
+}
+
 TEST_CASE("The most rows that fit are those of a search through all of them", "[sizer]") {
   const auto model = fit(affine, {2, 3});
   REQUIRE(model);

@@ -64,6 +64,18 @@ TEST_CASE("the table shows shapes, calls and grouped numbers", "[summary]") {
   CHECK(table.find("largest batch") == std::string::npos);
 }
 
+TEST_CASE("the table says what a prediction may be short by", "[summary]") {
+  auto summary = two_layers();
+  summary.peak_bytes = 3 << 20;
+  summary.predicted_bytes = 3 << 20;
+  CHECK(to_string(summary).find("short by") == std::string::npos);
+  summary.margin_bytes = 1 << 20;
+  summary.workspaces_unknown = true;
+  const std::string table = to_string(summary);
+  CHECK(table.find("predicted from small batches 3.0 MiB, may be short by 1.0 MiB, without the "
+                   "workspaces that cuDNN's benchmark mode tries") != std::string::npos);
+}
+
 TEST_CASE("the page escapes what modules are called", "[summary]") {
   const std::string page = to_html(two_layers());
   CHECK(page.find("0 (List&lt;Linear&gt;)") != std::string::npos);
