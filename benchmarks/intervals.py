@@ -18,7 +18,7 @@ LEVEL = 0.95
 
 
 class NotResolved(Exception):
-    """A ratio whose denominator cannot be told from zero."""
+    """A ratio whose denominator may be zero."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def median_ratio(ours: Sequence[float], peer: Sequence[float]) -> Interval:
 def overhead_ratio(ours: Sequence[float], peer: Sequence[float], bare: Sequence[float]) -> Interval:
     """Returns median(ours - bare) / median(peer - bare), differences taken within a round.
 
-    Raises NotResolved where the peer's overhead cannot be told from zero in these rounds: the
+    Raises NotResolved where the peer's overhead may be zero in these rounds: the
     ratio would have no bounded interval.
     """
     a, b, base = _paired(ours, peer, bare)

@@ -87,7 +87,7 @@ class Shortage:
     """Takes memory away from one rank, once, inside backward.
 
     It does so in the gradient hook of an early layer, which runs late in backward, in the last piece of the batch: the
-    first bucket has left, and the backward of the layers below still has to allocate. Half of the budget comes back
+    first bucket is launched, and the backward of the layers below still has to allocate. Half of the budget comes back
     after the step.
     """
 

@@ -3,12 +3,14 @@
 base -> memory -> step -> ladder -> { sizer | reducer | probes } -> { pipeline | launch } -> bindings
 
 Folders of a layer have an order of their own (FOLDERS; "" is the files beside them): each may use lower levels.
-A public header belongs to the folder that has a source of its name.
+A public header belongs to the folder that has a source of its name. What is in the folders stays small: check_sizes.py.
 """
 
 import re
 import sys
 from pathlib import Path
+
+import check_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
@@ -90,7 +92,7 @@ def check(file: Path) -> list[str]:
 
 def main() -> int:
     files = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cpp"})
-    problems = [problem for file in files for problem in check(file)]
+    problems = [problem for file in files for problem in check(file)] + check_sizes.problems()
     print(*problems, f"layers: {len(files)} files, {len(problems)} problems", sep="\n")
     return 1 if problems or not files else 0
 

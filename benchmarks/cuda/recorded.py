@@ -1,4 +1,4 @@
-"""What torch's CUDA allocator is asked for and what it then has, event by event, in torch's own words."""
+"""What torch's CUDA allocator is asked for and what it then has, event by event, as torch reports it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Moment = tuple[int, int]  # bytes allocated, and reserved
 class Recorded:
     """`run()` on the device: its pool before, its requests, and what was allocated and reserved behind each.
 
-    `allocated` has None where torch's profiler does not tell it: of some frees between two operators.
+    `allocated` has None where torch's profiler does not report it: of some frees between two operators.
     """
 
     def __init__(self, run: Callable[[], object]) -> None:

@@ -18,7 +18,7 @@ IDS = ("pipeline.split_live", "pipeline.split_time")
 WIDTH, HEADS, TOKENS, ROWS, BLOCKS = 128, 8, 128, 2, 2
 WHOLE, OURS, TORCHS = "whole backward", "brimful", "torch.distributed.pipelining"
 WAYS = (WHOLE, OURS, TORCHS)
-ORDERS = tuple(itertools.permutations(WAYS))  # what ran before tells what the heap is like
+ORDERS = tuple(itertools.permutations(WAYS))  # what ran before decides what the heap is like
 WARM_UP = 6
 ROUNDS, QUICK_ROUNDS = 240, 6
 
@@ -52,7 +52,7 @@ class Case:
         self.gradient = torch.randn(ROWS, TOKENS, WIDTH)
 
     def run(self, way: str, between: Callable[[str], None] = lambda _: None) -> None:
-        """Runs forward and backward; `between` is told when each part has ended."""
+        """Runs forward and backward; `between` is called when each part has ended."""
         from brimful import _C
 
         x = self.value.detach().requires_grad_()

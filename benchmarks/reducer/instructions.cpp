@@ -15,6 +15,8 @@
 #include <string>
 #include <vector>
 
+#include "reducer/whole_path.h"
+
 extern "C" __attribute__((noinline)) void brimful_bench_step(const std::function<void()>& step) {
   step();
 }
@@ -100,13 +102,6 @@ Step torch_step(const std::shared_ptr<Net>& net, const at::Tensor& x, const Grou
   };
 }
 
-template <typename Options>
-void take_whole_path(Options& options) {
-  if constexpr (requires { options.whole_path; }) {
-    options.whole_path = true;
-  }
-}
-
 Step make_step(const std::string& mode, const Group& group) {
   at::manual_seed(0);
   const auto net = std::make_shared<Net>();
@@ -122,7 +117,7 @@ Step make_step(const std::string& mode, const Group& group) {
   }
   TORCH_CHECK_VALUE(mode == "brimful", "unknown mode (mode: ", mode, ")");
   brimful::ReducerOptions options;
-  take_whole_path(options);
+  const brimful::WholePath whole_path;
   options.plan = "registration";  // no change of plan among the few steps that are counted
   const auto model =
       std::make_shared<brimful::DistributedDataParallel<Net>>(net, group, std::move(options));

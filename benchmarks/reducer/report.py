@@ -43,7 +43,7 @@ class Request:
 
 
 class Unmeasured(Exception):
-    """A figure that ran and has no value; its words become the reason."""
+    """A figure that ran and has no value; its message becomes the reason."""
 
 
 def why_not(by_rank: Sequence[Samples]) -> str | None:

@@ -1,4 +1,4 @@
-"""Steps in which a random half of the parameters is unused, without the wrapper being told."""
+"""Steps in which a random half of the parameters is unused, which the wrapper does not know."""
 
 from __future__ import annotations
 

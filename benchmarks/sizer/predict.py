@@ -1,4 +1,4 @@
-"""How well a step's peak, forward, backward and optimizer, is told from three small sizes; exact bytes."""
+"""How well a step's peak, forward, backward and optimizer, is forecast from three small sizes; exact bytes."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _trial(
         return sweep.judge_optimizer(result, plain) if mine else result.error
     errors = [error for _, error, _ in everybody]
     if any(error is not None for error in errors):
-        return result.error  # the other rank tells its own
+        return result.error  # the other rank reports its own
     splits = tuple(tuple(split or ()) for split, _, _ in everybody)
     if splits not in clean:
         clean[splits] = subject.run(split=result.split, is_clean=True)

@@ -87,7 +87,7 @@ class Subject:
     ) -> Result:
         """One step and the optimizer's; `fault` is the phase and the index of the refused allocation.
 
-        `hears_of`: the rank that fails in its optimizer; this one begins another step, which must tell it so.
+        `hears_of`: the rank that fails in its optimizer; this one begins another step, which must report that.
         `is_clean`: what is in use afterwards is what it should be after others.
         """
         self._reset()

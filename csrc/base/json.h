@@ -1,19 +1,11 @@
 #pragma once
 #include <brimful/export.h>
 #include <cstdint>
-#include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
 namespace brimful {
-
-/// One JSON object of numbers; from_json gives back the same doubles, bit for bit.
-/// @throws c10::ValueError if a value is not finite or a key is not UTF-8
-BRIMFUL_API std::string to_json(const std::map<std::string, double>& values);
-
-/// @throws c10::ValueError unless `text` is one JSON object whose values are all numbers
-BRIMFUL_API std::map<std::string, double> from_json(const std::string& text);
 
 /// One JSON list of lists of integers.
 BRIMFUL_API std::string lists_to_json(const std::vector<std::vector<int64_t>>& lists);

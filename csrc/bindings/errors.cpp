@@ -118,18 +118,8 @@ bool is_out_of_memory(const py::error_already_set& error) {
   return error.matches(PyExc_RuntimeError) && !error.matches(py::handle(types.distributed)) &&
          is_out_of_memory_message(py::str(error.value()).cast<std::string>());
 }
-}  // namespace
 
-void throw_to_core(py::error_already_set& error) {
-  // A peer's failure is not this rank's own shortage, although it is an out-of-memory error to Python.
-  if (error.matches(py::handle(types.rank_failed)) || !is_out_of_memory(error)) {
-    throw error;
-  }
-  const auto text = py::str(error.value()).cast<std::string>();
-  C10_THROW_ERROR(OutOfMemoryError, text);
-}
-
-void bind_errors(py::module_& m) {
+void make_types(py::module_& m) {
   const py::object out_of_memory = py::module_::import("torch").attr("OutOfMemoryError");
   types.out_of_memory = py::object(out_of_memory).release().ptr();
   types.accelerator =
@@ -163,7 +153,9 @@ void bind_errors(py::module_& m) {
       "The ranks' models differ in the number, shape, dtype or values of their parameters, or "
       "their sizers in the state that they loaded.",
       py::make_tuple(py::handle(PyExc_ValueError)));
-  py::register_local_exception_translator(&translate);
+}
+
+void set_throwers() {
   // From an autograd callback only an error that Python has set reaches the caller of backward() with its type.
   detail::set_rank_failed_thrower([](const RankFailed& error) {
     const py::gil_scoped_acquire gil;
@@ -176,6 +168,9 @@ void bind_errors(py::module_& m) {
     PyErr_SetString(types.plan_mismatch, error.what_without_backtrace());
     throw py::error_already_set();
   });
+}
+
+void bind_log(py::module_& m) {
   m.def("_set_log_sink", [](py::function write) {
     // Leaked: lines may come while the interpreter ends.
     auto* kept = new py::function(std::move(write));
@@ -193,6 +188,23 @@ void bind_errors(py::module_& m) {
   });
   m.def("_set_log_level", [](int level) { set_log_level(static_cast<LogLevel>(level)); });
   m.def("_log_level", [] { return static_cast<int>(log_level()); });
+}
+}  // namespace
+
+void throw_to_core(py::error_already_set& error) {
+  // A peer's failure is not this rank's own shortage, although it is an out-of-memory error to Python.
+  if (error.matches(py::handle(types.rank_failed)) || !is_out_of_memory(error)) {
+    throw error;
+  }
+  const auto text = py::str(error.value()).cast<std::string>();
+  C10_THROW_ERROR(OutOfMemoryError, text);
+}
+
+void bind_errors(py::module_& m) {
+  make_types(m);
+  py::register_local_exception_translator(&translate);
+  set_throwers();
+  bind_log(m);
 }
 
 }  // namespace brimful

@@ -27,7 +27,7 @@ class PythonForm : public pipeline::Form {
   PythonForm(const PythonForm&) = delete;
   PythonForm& operator=(const PythonForm&) = delete;
 
-  std::string describe() const override {
+  std::string to_string() const override {
     const Gil gil;
     return type_name(skeleton_);
   }
@@ -100,7 +100,7 @@ py::object as_object(const pipeline::Value& value) {
   }
   const auto* form = dynamic_cast<const PythonForm*>(value.form.get());
   TORCH_CHECK_TYPE(form != nullptr, "a stage of Python got a value of another language (form: ",
-                   value.form->describe(), "); pass tensors between such stages");
+                   value.form->to_string(), "); pass tensors between such stages");
   size_t next = 0;
   return rebuilt(form->skeleton(), BlockMasks::close, [&](const py::handle& leaf) -> py::object {
     return leaf.is(placeholder()) ? py::cast(value.tensors.at(next++))

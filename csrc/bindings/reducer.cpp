@@ -3,8 +3,11 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <utility>
+
 #include "bindings/structure.h"
 #include "reducer/at_exit.h"
+#include "reducer/whole_path.h"
 
 namespace brimful {
 namespace {
@@ -19,11 +22,11 @@ std::optional<c10::ScalarType> dtype_of(const py::object& dtype) {
   TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "wire_dtype must be a torch.dtype");
   return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
 }
-}  // namespace
 
-void bind_reducer(py::module_& m) {
-  using NoGil = py::call_guard<py::gil_scoped_release>;
-  m.def("_release_groups", &release_groups, NoGil());
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using ReducerClass = py::class_<Reducer, std::shared_ptr<Reducer>>;
+
+void bind_figures(py::module_& m) {
   py::class_<Reducer::Counters>(m, "ReducerCounters", "What a reducer has done since it was made.")
       .def_readonly("steps", &Reducer::Counters::steps)
       .def_readonly("launches", &Reducer::Counters::launches)
@@ -47,41 +50,47 @@ void bind_reducer(py::module_& m) {
       .def_readonly("straggler", &StepTimes::straggler)
       .def_readonly("straggler_ms", &StepTimes::straggler_ms)
       .def_readonly("buckets", &StepTimes::buckets);
-  py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
-      .def(py::init([](std::vector<at::Tensor> parameters, std::vector<at::Tensor> buffers,
-                       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                       std::vector<std::string> names, std::vector<bool> sparse,
-                       std::vector<bool> renormalised, std::vector<at::Tensor> frozen,
-                       std::optional<double> bucket_cap_mb, double first_bucket_cap_mb,
-                       std::vector<double> bucket_cap_mb_list, std::string plan,
-                       const py::object& wire_dtype, bool error_feedback,
-                       std::optional<double> gradient_predivide_factor, bool whole_path,
-                       bool broadcast_buffers, bool synchronise_at_start) {
-             ReducerOptions options;
-             options.bucket_cap_mb = bucket_cap_mb;
-             options.first_bucket_cap_mb = first_bucket_cap_mb;
-             options.bucket_cap_mb_list = std::move(bucket_cap_mb_list);
-             options.plan = std::move(plan);
-             options.wire_dtype = dtype_of(wire_dtype);
-             options.error_feedback = error_feedback;
-             options.gradient_predivide_factor = gradient_predivide_factor;
-             options.whole_path = whole_path;
-             options.broadcast_buffers = broadcast_buffers;
-             options.synchronise_at_start = synchronise_at_start;
-             options.names = std::move(names);
-             options.sparse = std::move(sparse);
-             options.renormalised = std::move(renormalised);
-             options.frozen = std::move(frozen);
-             options.forwards_announced = true;
-             const py::gil_scoped_release no_gil;
-             return Reducer::create(std::move(parameters), std::move(buffers), group, options);
-           }),
-           py::arg("parameters"), py::arg("buffers"), py::arg("group"), py::kw_only(),
-           py::arg("names"), py::arg("sparse"), py::arg("renormalised"), py::arg("frozen"),
-           py::arg("bucket_cap_mb"), py::arg("first_bucket_cap_mb"), py::arg("bucket_cap_mb_list"),
-           py::arg("plan"), py::arg("wire_dtype"), py::arg("error_feedback"),
-           py::arg("gradient_predivide_factor"), py::arg("whole_path"),
-           py::arg("broadcast_buffers"), py::arg("synchronise_at_start"))
+}
+
+void bind_create(ReducerClass& reducer) {
+  reducer.def(py::init([](std::vector<at::Tensor> parameters, std::vector<at::Tensor> buffers,
+                          const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                          std::vector<std::string> names, std::vector<bool> sparse,
+                          std::vector<bool> renormalised, std::vector<at::Tensor> frozen,
+                          std::optional<double> bucket_cap_mb, double first_bucket_cap_mb,
+                          std::vector<double> bucket_cap_mb_list, std::string plan,
+                          const py::object& wire_dtype, bool error_feedback,
+                          std::optional<double> gradient_predivide_factor, bool whole_path,
+                          bool broadcast_buffers, bool synchronise_at_start) {
+                ReducerOptions options;
+                options.bucket_cap_mb = bucket_cap_mb;
+                options.first_bucket_cap_mb = first_bucket_cap_mb;
+                options.bucket_cap_mb_list = std::move(bucket_cap_mb_list);
+                options.plan = std::move(plan);
+                options.wire_dtype = dtype_of(wire_dtype);
+                options.error_feedback = error_feedback;
+                options.gradient_predivide_factor = gradient_predivide_factor;
+                options.broadcast_buffers = broadcast_buffers;
+                options.synchronise_at_start = synchronise_at_start;
+                options.names = std::move(names);
+                options.sparse = std::move(sparse);
+                options.renormalised = std::move(renormalised);
+                options.frozen = std::move(frozen);
+                options.forwards_announced = true;
+                const WholePath taken(whole_path);
+                const py::gil_scoped_release no_gil;
+                return Reducer::create(std::move(parameters), std::move(buffers), group, options);
+              }),
+              py::arg("parameters"), py::arg("buffers"), py::arg("group"), py::kw_only(),
+              py::arg("names"), py::arg("sparse"), py::arg("renormalised"), py::arg("frozen"),
+              py::arg("bucket_cap_mb"), py::arg("first_bucket_cap_mb"),
+              py::arg("bucket_cap_mb_list"), py::arg("plan"), py::arg("wire_dtype"),
+              py::arg("error_feedback"), py::arg("gradient_predivide_factor"),
+              py::arg("whole_path"), py::arg("broadcast_buffers"), py::arg("synchronise_at_start"));
+}
+
+void bind_buckets(ReducerClass& reducer) {
+  reducer
       .def(
           "register_comm_hook",
           [](Reducer& reducer, py::object state, py::object hook, const std::string& name) {
@@ -99,51 +108,81 @@ void bind_reducer(py::module_& m) {
            [](const Reducer& reducer) { return to_chrome_trace(reducer.times(), reducer.rank()); })
       .def("describe_plan", &Reducer::describe_plan)
       .def_property_readonly("names", &Reducer::names)
-      .def("prepare_forward", &Reducer::prepare_forward, NoGil())
-      .def(
-          "watch",
-          [](Reducer& reducer, const py::object& outputs) {
-            for_each_tensor(outputs, [&](const at::Tensor& output) { reducer.watch(output); });
-            reducer.forward_done();
-          },
-          py::arg("outputs"))
       .def("replace_buffer", &Reducer::replace_buffer, py::arg("before"), py::arg("now"))
-      .def("begin_join", &Reducer::begin_join, py::arg("mean_of_active"), py::arg("throw_early"))
-      .def("join_step", &Reducer::join_step, py::arg("keep_gradients") = false, NoGil())
-      .def("require_data", &Reducer::require_data, NoGil())
-      .def("any_rank", &Reducer::any_rank, py::arg("own"), NoGil())
-      .def("call_off", &Reducer::call_off)
-      .def("end_join", &Reducer::end_join)
-      .def_property_readonly("active", [](const Reducer& reducer) { return reducer.active(); })
       .def("broadcast", &Reducer::broadcast, py::arg("tensors"), py::arg("source"), NoGil())
-      .def("begin_scope", &Reducer::begin_scope, NoGil())
-      .def("end_scope_ok", &Reducer::end_scope_ok, NoGil())
-      .def(
-          "end_scope_failed",
-          [](Reducer& reducer, bool out_of_memory, const std::string& text) {
-            reducer.end_scope_failed(kind_of(out_of_memory), text);
-          },
-          py::arg("out_of_memory"), py::arg("text"), NoGil())
-      .def(
-          "publish_failure",
-          [](Reducer& reducer, bool out_of_memory, const std::string& text) {
-            reducer.publish_failure(kind_of(out_of_memory), text);
-          },
-          py::arg("out_of_memory"), py::arg("text"), NoGil())
-      .def(
-          "announce_failure",
-          [](Reducer& reducer, bool out_of_memory, const std::string& text, int64_t patience_ms) {
-            reducer.announce_failure(kind_of(out_of_memory), text, patience_ms);
-          },
-          py::arg("out_of_memory"), py::arg("text"), py::arg("patience_ms"), NoGil())
-      .def_property("sync", &Reducer::sync, &Reducer::set_sync)
-      .def_property_readonly("owes", &Reducer::owes)
       .def_property_readonly("counters", &Reducer::counters)
       .def_property_readonly("plan", &Reducer::plan)
       .def_property_readonly("rank", &Reducer::rank)
       .def_property_readonly("world_size", &Reducer::world_size)
       .def_property_readonly("launched", &Reducer::launched)
       .def_property_readonly("buckets", &Reducer::buckets);
+}
+
+/// A method of the reducer's loop; Python's class has both.
+template <typename Result, typename... Args>
+auto of_loop(Result (PlainLoop::*method)(Args...)) {
+  return [method](Reducer& reducer, Args... args) -> Result {
+    return (reducer.loop().*method)(std::forward<Args>(args)...);
+  };
+}
+
+void bind_loop(ReducerClass& reducer) {
+  reducer.def("prepare_forward", of_loop(&PlainLoop::prepare_forward), NoGil())
+      .def(
+          "watch",
+          [](Reducer& reducer, const py::object& outputs) {
+            auto& loop = reducer.loop();
+            for_each_tensor(outputs, [&](const at::Tensor& output) { loop.watch(output); });
+            loop.forward_done();
+          },
+          py::arg("outputs"))
+      .def("begin_join", of_loop(&PlainLoop::begin_join), py::arg("mean_of_active"),
+           py::arg("throw_early"))
+      .def("join_step", of_loop(&PlainLoop::join_step), py::arg("keep_gradients") = false, NoGil())
+      .def("require_data", of_loop(&PlainLoop::require_data), NoGil())
+      .def("any_rank", of_loop(&PlainLoop::any_rank), py::arg("own"), NoGil())
+      .def("call_off", of_loop(&PlainLoop::call_off))
+      .def("end_join", of_loop(&PlainLoop::end_join))
+      .def_property_readonly("active", [](Reducer& reducer) { return reducer.loop().active(); })
+      .def("begin_scope", of_loop(&PlainLoop::begin_scope), NoGil())
+      .def("end_scope_ok", of_loop(&PlainLoop::end_scope_ok), NoGil())
+      .def_property(
+          "sync", [](Reducer& reducer) { return reducer.loop().sync(); },
+          [](Reducer& reducer, bool sync) { reducer.loop().set_sync(sync); })
+      .def_property_readonly("owes", [](Reducer& reducer) { return reducer.loop().owes(); });
+}
+
+void bind_failures(ReducerClass& reducer) {
+  reducer
+      .def(
+          "end_scope_failed",
+          [](Reducer& reducer, bool out_of_memory, const std::string& text) {
+            reducer.loop().end_scope_failed(kind_of(out_of_memory), text);
+          },
+          py::arg("out_of_memory"), py::arg("text"), NoGil())
+      .def(
+          "publish_failure",
+          [](Reducer& reducer, bool out_of_memory, const std::string& text) {
+            reducer.loop().publish_failure(kind_of(out_of_memory), text);
+          },
+          py::arg("out_of_memory"), py::arg("text"), NoGil())
+      .def(
+          "announce_failure",
+          [](Reducer& reducer, bool out_of_memory, const std::string& text, int64_t patience_ms) {
+            reducer.loop().announce_failure(kind_of(out_of_memory), text, patience_ms);
+          },
+          py::arg("out_of_memory"), py::arg("text"), py::arg("patience_ms"), NoGil());
+}
+}  // namespace
+
+void bind_reducer(py::module_& m) {
+  m.def("_release_groups", &release_groups, NoGil());
+  bind_figures(m);
+  ReducerClass reducer(m, "Reducer");
+  bind_create(reducer);
+  bind_buckets(reducer);
+  bind_loop(reducer);
+  bind_failures(reducer);
 }
 
 }  // namespace brimful

@@ -46,15 +46,7 @@ void look_beyond(const SmallSteps& steps, StepSummary& found) {
   found.largest_rows = steps.largest_rows();
 }
 
-}  // namespace
-
-void bind_summary(py::module_& m) {
-  py::class_<MemorySpan>(m, "_MemorySpan")
-      .def(py::init([](std::vector<int64_t> modules, bool backward, int64_t peak_bytes,
-                       int64_t change_bytes) {
-             return MemorySpan{std::move(modules), backward, peak_bytes, change_bytes};
-           }),
-           py::arg("modules"), py::arg("backward"), py::arg("peak_bytes"), py::arg("change_bytes"));
+void bind_figures(py::module_& m) {
   py::class_<ModuleRow>(m, "ModuleRow", "What one module takes, with all that is inside it.")
       .def(py::init<>())
       .def_readwrite("name", &ModuleRow::name)
@@ -86,12 +78,26 @@ void bind_summary(py::module_& m) {
       .def_readwrite("optimizer_peak_bytes", &StepSummary::optimizer_peak_bytes)
       .def_readwrite("peak_bytes", &StepSummary::peak_bytes)
       .def_readwrite("predicted_bytes", &StepSummary::predicted_bytes)
+      .def_readwrite("margin_bytes", &StepSummary::margin_bytes)
+      .def_readwrite("workspaces_unknown", &StepSummary::workspaces_unknown)
       .def_readwrite("bytes_per_row", &StepSummary::bytes_per_row)
       .def_readwrite("limit_bytes", &StepSummary::limit_bytes)
       .def_readwrite("largest_rows", &StepSummary::largest_rows)
       .def("__str__", [](const StepSummary& self) { return to_string(self); })
       .def("to_dict", &summary_as_dict)
       .def("_repr_html_", [](const StepSummary& self) { return to_html(self); });
+}
+
+}  // namespace
+
+void bind_summary(py::module_& m) {
+  py::class_<MemorySpan>(m, "_MemorySpan")
+      .def(py::init([](std::vector<int64_t> modules, bool backward, int64_t peak_bytes,
+                       int64_t change_bytes) {
+             return MemorySpan{std::move(modules), backward, peak_bytes, change_bytes};
+           }),
+           py::arg("modules"), py::arg("backward"), py::arg("peak_bytes"), py::arg("change_bytes"));
+  bind_figures(m);
   py::class_<SmallSteps>(m, "_SmallSteps", "What steps with a few rows say of those with more.")
       .def(py::init([](py::handle device) { return SmallSteps(as_device(device)); }),
            py::arg("device"))
@@ -102,6 +108,8 @@ void bind_summary(py::module_& m) {
           "predict",
           [](const SmallSteps& self, StepSummary& found) {
             found.predicted_bytes = self.peak_bytes(found.rows);
+            found.margin_bytes = self.margin_bytes(found.rows);
+            found.workspaces_unknown = self.workspaces_unknown();
           },
           py::arg("found"))
       .def("look_beyond", &look_beyond, py::arg("found"));

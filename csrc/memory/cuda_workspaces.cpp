@@ -14,7 +14,7 @@ const at::DataPtr& pointer_of(const Sized& workspace) {
   return workspace.first;
 }
 
-size_t bytes_of(const Sized& workspace, UsualBytes /*usual*/) {
+size_t size_of(const Sized& workspace, UsualBytes /*usual*/) {
   return workspace.second;
 }
 
@@ -23,7 +23,7 @@ size_t bytes_of(const Sized& workspace, UsualBytes /*usual*/) {
   return workspace;
 }
 
-[[maybe_unused]] size_t bytes_of(const at::DataPtr& /*workspace*/, UsualBytes usual) {
+[[maybe_unused]] size_t size_of(const at::DataPtr& /*workspace*/, UsualBytes usual) {
   return usual();
 }
 
@@ -37,7 +37,7 @@ void add(std::vector<CudaWorkspace>& found, at::cuda::WorkspaceMapWithMutex& kep
   for (const auto& [handle_and_stream, workspace] : kept.map) {
     const at::DataPtr& pointer = pointer_of(workspace);
     if (pointer.device() == device) {
-      found.push_back({pointer.get(), static_cast<int64_t>(bytes_of(workspace, usual))});
+      found.push_back({pointer.get(), static_cast<int64_t>(size_of(workspace, usual))});
     }
   }
 }

@@ -9,6 +9,7 @@
 #include <system_error>
 #include <utility>
 #include <vector>
+#include "base/fnv.h"
 #include "base/json.h"
 #include "base/whole_file.h"
 
@@ -19,12 +20,10 @@ constexpr std::string_view kMagic = "brimful memory\n";
 constexpr uint64_t kVersion = 2;  // 1 had no host, command and pid
 constexpr size_t kSumBytes = 8;
 
-uint64_t sum_of(std::string_view bytes) {  // FNV-1a
-  uint64_t sum = 0xcbf29ce484222325ULL;
-  for (const char byte : bytes) {
-    sum = (sum ^ static_cast<uint8_t>(byte)) * 0x100000001b3ULL;
-  }
-  return sum;
+uint64_t sum_of(std::string_view bytes) {
+  Fnv<uint64_t> sum;
+  sum.add(bytes);
+  return sum.value();
 }
 
 class Writer {

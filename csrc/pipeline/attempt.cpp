@@ -78,10 +78,10 @@ ActionFailure Pipeline::State::failure_outside(std::exception_ptr error) const {
 
 void Pipeline::State::begin(Call& call) {
   doing = "a call begins: the ranks compare what they were given";
-  // Later steps have as many microbatches as the first one on all ranks, unless they depend on the rows. Those of
-  // inference do, for a batch may have fewer rows.
-  if (options.peers &&
-      (!agreed_ || microbatch_rows > 0 || !call.trains || options.peers->wants_links())) {
+  // Later steps have as many microbatches as the first one on all ranks, until memory runs out: then they depend on the
+  // rows, and on the memory of each rank. Those of inference depend on the rows, for a batch may have fewer.
+  if (options.peers && (!agreed_ || policies.of(call.trains).piece_rows() > 0 || !call.trains ||
+                        options.peers->wants_links())) {
     meet(call);
   }
   find_ref(call);
@@ -99,6 +99,7 @@ void Pipeline::State::meet(Call& call) {
   own.may_split = may_split();
   own.ties = tied.size();
   own.links = options.peers->wants_links() ? random_link_name() : 0;
+  own.microbatches = call.microbatches();
   try {
     if (call.refused) {
       std::rethrow_exception(call.refused);
@@ -106,10 +107,11 @@ void Pipeline::State::meet(Call& call) {
     if (!agreed_) {
       tied.make_room();
     }
-    own.setup = number_of(to_csv(schedule(call.microbatches, call.trains)) +
-                          std::to_string(options.max_retries) + "/" +
-                          c10::DeviceTypeName(options.devices[0].type()) + "/" +
-                          std::to_string(replicas->world_size()));
+    const auto first = first_microbatches(call.trains, call.rows);
+    own.setup =
+        number_of(to_csv(schedule(first, call.trains)) + std::to_string(options.max_retries) + "/" +
+                  c10::DeviceTypeName(options.devices[0].type()) + "/" +
+                  std::to_string(replicas->world_size()));
   } catch (...) {
     call.refused = std::current_exception();
     own.kind = Status::error;
@@ -129,6 +131,9 @@ void Pipeline::State::meet(Call& call) {
   }
   may_split_ = all.may_split;
   any_tied_ = all.ties > 0;
+  if (all.microbatches != call.microbatches()) {  // another rank has less memory
+    call.retry.set_plan(ExecutionPlan::in_pieces(call.rows, all.microbatches));
+  }
   agreed_ = all.kind == Status::ok;
   hear_meeting(call, all);
   if (call.runs && all.links > 0) {
@@ -140,7 +145,7 @@ void Pipeline::State::connect(Call& call, int64_t name) {
   PeerVerdict own;
   own.rank = options.peers->rank();
   try {
-    options.peers->connect(name, rank_of_stage(schedule(call.microbatches, call.trains)));
+    options.peers->connect(name, rank_of_stage(schedule(call.microbatches(), call.trains)));
   } catch (...) {
     call.refused = std::current_exception();
     own.kind = Status::error;
@@ -245,7 +250,7 @@ StepResult Pipeline::State::run(Call& call) {
   doing = call.trains ? "a step: its actions" : "inference: its actions";
   trying([&] { call.group.begin_attempt(0); });
   const bool has_order = trying([&] {
-    call.order = schedule(call.microbatches, call.trains);
+    call.order = schedule(call.microbatches(), call.trains);
     if (call.runs && options.peers) {
       options.peers->require_links(rank_of_stage(call.order));
     }
@@ -288,11 +293,11 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
     return own;
   }
   const auto& failure = *result.failure;
-  const bool again = call.retries < options.max_retries && !call.refused;
+  const bool again = call.retry.may_repeat() && !call.refused;
   if (call.group.late_gradient() && again) {
     own.kind = Status::retry;
   } else if (failure.kind == Status::out_of_memory) {
-    own.refine = again && call.microbatches < call.rows && may_split_ && !options.fixed_schedule;
+    own.refine = again && call.microbatches() < call.rows && may_split_ && !options.fixed_schedule;
     own.kind = own.refine ? Status::retry : Status::out_of_memory;
   } else {
     own.kind = Status::error;

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "sizer/retry.h"
+
 namespace brimful::pipeline {
 
 /// A stage's BatchNorms and where they are in the step.
@@ -46,6 +48,7 @@ struct Call {
   int64_t rows = 0;
   const PipelineWork& work;
   StepGroup group;  ///< the replicas' reducers, and parameters that are in none
+  Retry retry;      ///< its plan is the attempt's
   bool trains = true;
   std::exception_ptr refused{};  ///< what went wrong before the first action
   bool is_told = false;          ///< on another rank, which says so
@@ -54,14 +57,12 @@ struct Call {
   bool runs = true;   ///< false: all ranks of this pipeline know of it, and none waits for messages
   double ref = 1;     ///< losses' weights are divided by it on all replicas
   uint32_t mark = 0;  ///< of what the replicas must have alike
-  int64_t microbatches = 1;
-  int64_t retries = 0;
   std::vector<int64_t> split{};  ///< of a short batch the last ones are empty
   Schedule order{};
-  std::vector<TriedSplit> tried{};
 
+  int64_t microbatches() const { return retry.plan().pieces; }
   /// Microbatches that have rows.
-  int64_t filled() const { return std::min(rows, microbatches); }
+  int64_t filled() const { return std::min(rows, microbatches()); }
 };
 
 }  // namespace brimful::pipeline

@@ -10,7 +10,7 @@
 #include <typeinfo>
 
 #include "base/format.h"
-#include "pipeline/schedule/describe_action.h"
+#include "pipeline/schedule/action_sentence.h"
 
 namespace brimful::pipeline {
 
@@ -49,7 +49,7 @@ std::string to_string(const ActionFailure& failure) {
     text << "step of rank " << failure.rank << ", outside its actions";
     return text.str();
   }
-  text << describe(failure.action) << " (";
+  text << to_sentence(failure.action) << " (";
   if (!failure.stage.empty()) {
     text << failure.stage << "; ";
   }

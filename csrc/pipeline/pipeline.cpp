@@ -1,16 +1,14 @@
-// A step as attempts: one stands, is repeated with more microbatches, or fails the step with nothing left of it.
+// A step of all stages: one attempt of it stands, or it fails with nothing left of it.
 #include <ATen/ATen.h>
 #include <brimful/error.h>
-#include <brimful/log.h>
 #include <brimful/memory/stats.h>
-#include <brimful/sizer/pieces.h>
 
 #include <algorithm>
-#include <numeric>
 #include <unordered_set>
+#include <utility>
 
-#include "base/format.h"
 #include "pipeline/failure.h"
+#include "pipeline/peaks.h"
 #include "pipeline/pipeline_state.h"
 #include "pipeline/report.h"
 #include "step/kept_gradients.h"
@@ -18,30 +16,6 @@
 
 namespace brimful::pipeline {
 namespace {
-
-/// The peak of each device whose memory is counted, while it lives.
-class Peaks {
- public:
-  explicit Peaks(const std::vector<c10::Device>& devices) : devices_(distinct(devices)) {
-    std::erase_if(devices_,
-                  [](c10::Device device) { return !device.is_cpu() && !device.is_cuda(); });
-    for (const auto device : devices_) {
-      scopes_.push_back(std::make_unique<memory::PeakScope>(device));
-    }
-  }
-  std::vector<std::pair<c10::Device, int64_t>> bytes() const {
-    std::vector<std::pair<c10::Device, int64_t>> result;
-    for (size_t i = 0; i < devices_.size(); ++i) {
-      result.emplace_back(devices_[i], scopes_[i]->peak_bytes());
-    }
-    return result;
-  }
-
- private:
-  std::vector<c10::Device> devices_;
-  std::vector<std::unique_ptr<memory::PeakScope>> scopes_;
-};
-
 void require_work(const PipelineWork& work) {
   if (work.refused) {
     std::rethrow_exception(work.refused);
@@ -50,14 +24,6 @@ void require_work(const PipelineWork& work) {
 
 void require_rows(int64_t rows) {
   TORCH_CHECK_VALUE(rows > 0, "the batch is empty (rows: 0)");
-}
-
-/// The last batch of an epoch may have fewer rows than microbatches. There are as many all the same, since what moves
-/// between the ranks must not depend on rows that they may have been given unlike.
-std::vector<int64_t> split_of(const Call& call) {
-  auto split = split_rows(call.rows, call.filled());
-  split.resize(call.microbatches);
-  return split;
 }
 
 /// Without the microbatches that had no rows.
@@ -72,16 +38,7 @@ void drop_empty(const Call& call, Schedule& order, StepResult& result) {
   }
 }
 
-int64_t total_bytes(const std::vector<std::pair<c10::Device, int64_t>>& peaks) {
-  return std::accumulate(peaks.begin(), peaks.end(), int64_t{0},
-                         [](int64_t sum, const auto& peak) { return sum + peak.second; });
-}
 }  // namespace
-
-int64_t Pipeline::State::microbatches_for(int64_t rows) const {
-  return std::max(options.microbatches,
-                  microbatch_rows > 0 ? pieces_for(rows, microbatch_rows) : 1);
-}
 
 bool Pipeline::State::may_split() const {
   return std::all_of(norms.begin(), norms.end(),
@@ -108,12 +65,12 @@ void Pipeline::State::stand(const Call& call, StepResult result, const PeerVerdi
   outcome.loss = outcome.weight > 0 ? verdict.loss_sum / outcome.weight : 0;
   outcome.microbatches = call.filled();
   outcome.split.assign(call.split.begin(), call.split.begin() + call.filled());
-  outcome.retries = call.retries;
+  outcome.retries = call.retry.retries();
   outcome.total_ms = static_cast<double>(result.end_ns - result.begin_ns) / 1e6;
   last_total_ = outcome.weight > 0 ? outcome.weight : last_total_;
   last_result = std::move(result);
   last_schedule = call.order;
-  if (call.filled() < call.microbatches) {
+  if (call.filled() < call.microbatches()) {
     drop_empty(call, last_schedule, last_result);
   }
   outcome.stages = last_notes = notes_of(*executor, last_schedule, last_result);
@@ -160,9 +117,8 @@ void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& v
       rethrow(std::move(*result.failure));
     }
     if (own_verdict(call, result).kind == verdict.kind) {
-      throw too_large(*result.failure, call.rows, std::move(call.tried), options.max_retries,
-                      options.devices[options.peers ? 0 : result.failure->rank],
-                      options.fixed_schedule.has_value());
+      throw too_large(*result.failure, call.rows, call.retry.tried(), options.max_retries,
+                      device_of(*result.failure), options.fixed_schedule.has_value());
     }
   }
   const auto where =
@@ -191,73 +147,6 @@ void Pipeline::State::require_usable() const {
       under_way, "); make a new one");
 }
 
-void Pipeline::State::refine(Call& call, const StepResult& result, const PeerVerdict& verdict) {
-  std::string where = " on rank " + std::to_string(verdict.rank);
-  if (result.failure && result.failure->index >= 0) {
-    last_failure = result.failure;
-    last_failure->error = nullptr;
-    where = " in the " + pipeline::to_string(*result.failure);
-  }
-  if (result.drew_together) {
-    log(LogLevel::info,
-        "the step is repeated as it was: its stages draw random numbers, and take turns from now");
-    return;
-  }
-  if (!verdict.refine) {
-    log(LogLevel::info, "the step is repeated as it was: it failed" + where + " of replica " +
-                            std::to_string(verdict.replica));
-    return;
-  }
-  const auto next = finer(call.rows, call.microbatches);
-  microbatch_rows = (call.rows + next - 1) / next;
-  log(LogLevel::warning, "memory ran out" + where + ": the step is repeated with " +
-                             std::to_string(next) + " microbatches instead of " +
-                             std::to_string(call.microbatches));
-  call.microbatches = next;
-}
-
-StepResult Pipeline::State::run_until_it_stands(Call& call, PeerVerdict& verdict) {
-  begin(call);
-  while (true) {
-    const Peaks peaks(options.devices);
-    call.split =
-        call.refused || call.is_told ? std::vector<int64_t>(call.microbatches) : split_of(call);
-    StepResult result;
-    try {
-      result = run(call);
-      if (!result.abandoned) {
-        verdict = close(call, result);
-      }
-    } catch (...) {
-      undo(call);
-      throw;
-    }
-    if (result.abandoned) {
-      give_up(call, result);
-    }
-    if (verdict.kind == Status::ok) {
-      return result;
-    }
-    undo(call);
-    call.tried.push_back({call.microbatches,
-                          (call.rows + call.microbatches - 1) / call.microbatches,
-                          total_bytes(peaks.bytes())});
-    if (is_failure(verdict.kind)) {
-      raise(call, result, verdict);
-    }
-    refuse_if_thrown(call, [&] {
-      if (call.lost) {
-        std::rethrow_exception(call.lost);
-      }
-    });
-    refine(call, result, verdict);
-    ++call.retries;
-    if (options.peers && options.peers->wants_links()) {
-      meet(call);
-    }
-  }
-}
-
 PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   for (const auto device : options.devices) {
     require_no_capture(device, "a step of a pipeline");
@@ -268,13 +157,13 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   const auto lanes_watched = options.peers ? options.peers->look_after() : std::jthread();
   last_failure.reset();
   const Peaks peaks(options.devices);
-  Call call{rows, work, group_of_step()};
-  call.microbatches = microbatches_for(rows);
+  Call call{rows, work, group_of_step(), retry_of(true, rows)};
   KeptGradients kept;
   const KeptGradients::Scope gradients_back(kept);
   const KeptBatch::Scope lets_go(batch);
   refuse_if_thrown(call, [&] {
     kept.take(trained_of(executor->stages()));  // first: what is refused is undone as a step is
+    choose_microbatches(call);
     capture(call);
     keep(work);
     require_work(work);
@@ -304,12 +193,10 @@ Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
   last_failure.reset();
   auto inference = work;
   inference.loss = nullptr;
-  Call call{rows, inference, StepGroup({}, {})};  // no gradient is this call's to undo
-  call.trains = false;
-  call.microbatches = options.fixed_schedule
-                          ? options.microbatches
-                          : std::min(std::max<int64_t>(rows, 1), microbatches_for(rows));
+  // No gradient is this call's to undo.
+  Call call{rows, inference, StepGroup({}, {}), retry_of(false, rows), false};
   refuse_if_thrown(call, [&] {
+    choose_microbatches(call);
     require_work(work);
     require_rows(rows);
     capture(call);
@@ -362,9 +249,10 @@ std::string Pipeline::trace_svg() const {
 std::string Pipeline::to_string() const {
   const auto now = progress();
   if (now.doing != kIdle) {  // the last step's notes are the call's that is under way
-    return described(*state_->executor, Schedule(), {}) + "\n  now: " + pipeline::to_string(now);
+    return pipeline::to_string(*state_->executor, Schedule(), {}) +
+           "\n  now: " + pipeline::to_string(now);
   }
-  return described(*state_->executor, state_->last_schedule, state_->last_notes);
+  return pipeline::to_string(*state_->executor, state_->last_schedule, state_->last_notes);
 }
 
 }  // namespace brimful::pipeline

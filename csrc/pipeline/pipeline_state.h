@@ -10,6 +10,7 @@
 #include "pipeline/tied_weights.h"
 #include "pipeline/transport/peers.h"
 #include "sizer/one_call.h"
+#include "sizer/retry.h"
 
 namespace brimful::pipeline {
 
@@ -24,7 +25,16 @@ struct Pipeline::State {
                        [](const auto& order) { return !order.empty(); });
   }
 
+  /// What fits. A forward alone holds less than a step.
+  struct Policies {
+    explicit Policies(const std::vector<c10::Device>& devices);
+    RetryPolicy& of(bool trains) { return trains ? training : inference; }
+    RetryPolicy training;
+    RetryPolicy inference;
+  };
+
   PipelineOptions options;
+  Policies policies{options.devices};
   std::vector<std::shared_ptr<StageNorms>> norms;
   Transaction transaction;
   KeptBatch batch;  ///< of the call that is under way
@@ -33,7 +43,6 @@ struct Pipeline::State {
   TiedWeights tied;
   OneCall calls{"pipeline"};
   std::atomic<const char*> doing{kIdle};  ///< for progress()
-  int64_t microbatch_rows = 0;            ///< that fit; 0: memory has not run out yet
   std::atomic<bool> cancelled{false};     ///< by cancel()
   std::optional<ActionFailure> last_failure;
   // Of the last step that stood, for trace() and to_string().
@@ -42,7 +51,6 @@ struct Pipeline::State {
   std::vector<StageNote> last_notes;
 
  private:
-  int64_t microbatches_for(int64_t rows) const;
   StepGroup group_of_step() const;
   bool may_split() const;
 
@@ -77,6 +85,18 @@ struct Pipeline::State {
     }
   }
 
+  // retries.cpp
+  /// Where memory has not run out.
+  int64_t first_microbatches(bool trains, int64_t rows) const;
+  /// Alike on all ranks, as all that were shrunk together remember it.
+  Retry retry_of(bool trains, int64_t rows);
+  /// Fewer microbatches, where this rank has the memory.
+  void choose_microbatches(Call& call);
+  c10::Device device_of(const ActionFailure& failure) const;
+  Ended ended_by(Call& call, const StepResult& result, const PeerVerdict& verdict);
+  Ended attempt(Call& call, PeerVerdict& verdict, StepResult& standing);
+  StepResult run_until_it_stands(Call& call, PeerVerdict& verdict);
+
   // settle.cpp
   /// Makes the gradients of an attempt that stands the step's.
   void settle(Call& call, const PeerVerdict& verdict, const StepResult& result);
@@ -89,15 +109,12 @@ struct Pipeline::State {
   // pipeline.cpp
   void capture(Call& call);
   void keep(const PipelineWork& work);
-  StepResult run_until_it_stands(Call& call, PeerVerdict& verdict);
   void stand(const Call& call, StepResult result, const PeerVerdict& verdict,
              PipelineOutcome& outcome);
   /// Undoes the call; other ranks do not learn of it from this one.
   [[noreturn]] void give_up(Call& call, const StepResult& result);
   void require_usable() const;
   [[noreturn]] void raise(Call& call, StepResult& result, const PeerVerdict& verdict);
-  /// Makes the call's next attempt another one, if it has to be.
-  void refine(Call& call, const StepResult& result, const PeerVerdict& verdict);
   /// Gradients, buffers and random numbers are as before the attempt.
   void undo(Call& call);
   /// What `work` throws fails the call; where other ranks must learn of it, not at once.

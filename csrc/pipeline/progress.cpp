@@ -5,7 +5,7 @@
 #include <sstream>
 
 #include "pipeline/pipeline_state.h"
-#include "pipeline/schedule/describe_action.h"
+#include "pipeline/schedule/action_sentence.h"
 
 namespace brimful::pipeline {
 
@@ -23,7 +23,8 @@ std::string to_string(const PipelineProgress& progress) {
       continue;
     }
     text << "action " << rank.done + 1 << " of " << rank.actions << ", " << to_string(rank.action)
-         << " (" << describe(rank.action) << ")" << (rank.waits ? ", waits for its message" : "");
+         << " (" << to_sentence(rank.action) << ")"
+         << (rank.waits ? ", waits for its message" : "");
     if (rank.seconds > 0) {
       text << ", for " << std::fixed << std::setprecision(1) << rank.seconds << " s";
     }

@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <optional>
 #include <sstream>
 
 #include "base/chrome_trace.h"
 #include "base/format.h"
+#include "memory/tensor_bytes.h"
 #include "pipeline/schedule/picture_parts.h"
 #include "pipeline/transport/peers.h"
 
@@ -54,23 +56,16 @@ const char* category_of(ActionKind kind) {
   return kind == ActionKind::forward ? "forward" : is_compute(kind) ? "backward" : "transfer";
 }
 
-int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
-  int64_t bytes = 0;
-  for (const auto& tensor : tensors) {
-    bytes += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
-  }
-  return bytes;
+int64_t total_bytes_of(const std::vector<at::Tensor>& tensors) {
+  return std::accumulate(
+      tensors.begin(), tensors.end(), int64_t{0},
+      [](int64_t sum, const auto& tensor) { return sum + memory::bytes_of(tensor); });
 }
 
 int64_t gradient_bytes(const Stage& stage) {
-  int64_t bytes = 0;
-  for (const auto& parameter : stage.parameters) {
-    const auto& gradient = parameter.grad();
-    bytes += gradient.defined() && gradient.layout() == at::kStrided
-                 ? static_cast<int64_t>(gradient.nbytes())
-                 : 0;
-  }
-  return bytes;
+  return std::accumulate(
+      stage.parameters.begin(), stage.parameters.end(), int64_t{0},
+      [](int64_t sum, const auto& p) { return sum + memory::bytes_of(p.grad()); });
 }
 
 /// The numbers of this process's stages among all.
@@ -136,9 +131,9 @@ std::vector<StageNote> notes_of(const Executor& executor, const Schedule& schedu
   for (size_t i = 0; i < executor.stages().size(); ++i) {
     const auto& stage = executor.stages()[i];
     auto& note = notes.at(numbers[i]);
-    note.parameter_bytes = bytes_of(stage.parameters);
+    note.parameter_bytes = total_bytes_of(stage.parameters);
     note.gradient_bytes = gradient_bytes(stage);
-    note.buffer_bytes = bytes_of(stage.buffers);
+    note.buffer_bytes = total_bytes_of(stage.buffers);
   }
   for (const auto& order : result.times) {
     for (const auto& time : order) {
@@ -181,7 +176,7 @@ std::string trace_svg(const Schedule& schedule, const StepResult& result) {
   return to_picture_svg({measured_of(schedule, result), planned_of(schedule, result)});
 }
 
-std::string described(const Executor& executor, const Schedule& last_schedule,
+std::string to_string(const Executor& executor, const Schedule& last_schedule,
                       const std::vector<StageNote>& last_notes) {
   double busy = 0;
   for (const auto& note : last_notes) {
@@ -206,8 +201,8 @@ std::string described(const Executor& executor, const Schedule& last_schedule,
          << (stages[i].name.empty() ? "" : " (" + stages[i].name + ")") << ": "
          << (stages[i].parameters.empty() ? std::string("no device of its own")
                                           : stages[i].parameters[0].device().str())
-         << ", " << count << " parameters, " << format_bytes(bytes_of(stages[i].parameters));
-    if (const auto buffers = bytes_of(stages[i].buffers); buffers > 0) {
+         << ", " << count << " parameters, " << format_bytes(total_bytes_of(stages[i].parameters));
+    if (const auto buffers = total_bytes_of(stages[i].buffers); buffers > 0) {
       text << ", buffers " << format_bytes(buffers);
     }
     if (last_notes.empty()) {

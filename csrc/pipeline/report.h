@@ -19,7 +19,7 @@ std::string trace_json(const Schedule& schedule, const StepResult& result);
 std::string trace_svg(const Schedule& schedule, const StepResult& result);
 
 /// A line for the pipeline and one for each stage.
-std::string described(const Executor& executor, const Schedule& last_schedule,
+std::string to_string(const Executor& executor, const Schedule& last_schedule,
                       const std::vector<StageNote>& last_notes);
 
 }  // namespace brimful::pipeline

@@ -1,7 +1,7 @@
 brimful_sources(LIGHT
+  schedule/action_sentence.cpp
   schedule/checker.cpp
   schedule/communication.cpp
-  schedule/describe_action.cpp
   schedule/findings.cpp
   schedule/picture_svg.cpp
   schedule/picture_text.cpp
@@ -22,6 +22,7 @@ brimful_sources(HEAVY
   progress.cpp
   replicas.cpp
   report.cpp
+  retries.cpp
   settle.cpp
   tied_weights.cpp
   backward/graph_cut.cpp

@@ -89,32 +89,34 @@ void with_elements(const at::Tensor& buffer, const Visit& visit) {
 }
 }  // namespace
 
-Layout Arenas::carve(const BucketPlan& plan, int64_t tail_numel,
-                     const std::vector<at::Tensor>& parameters, bool dense) {
-  const auto kind_of = [](const BucketPlan::Bucket& bucket) {
-    return Kind(c10::toRealValueType(bucket.dtype), bucket.device.str());
-  };
-  const auto is_flat = [](const auto& bucket) { return !bucket.sparse && !bucket.direct; };
-  const auto tail_of = [&](const BucketPlan::Bucket& bucket) {
-    return &bucket == &plan.buckets.back() ? tail_numel : 0;
-  };
-  const auto numel_of = [&](const BucketPlan::Bucket& bucket) {  // in every plan the same in sum
-    const auto dtype = c10::toRealValueType(bucket.dtype);
-    const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype));
-    int64_t numel = 0;
-    for (const auto i : bucket.parameters) {
-      numel += aligned(reals_of(parameters[i]), element_bytes);
-    }
-    return numel + tail_of(bucket);
-  };
-  std::map<Kind, int64_t> numels;
-  for (const auto& bucket : plan.buckets) {
-    if (is_flat(bucket)) {
-      numels[kind_of(bucket)] += numel_of(bucket);
-    }
+namespace {
+bool is_flat(const BucketPlan::Bucket& bucket) {
+  return !bucket.sparse && !bucket.direct;
+}
+
+int64_t element_bytes_of(const BucketPlan::Bucket& bucket) {
+  return static_cast<int64_t>(c10::elementSize(c10::toRealValueType(bucket.dtype)));
+}
+}  // namespace
+
+Arenas::Kind Arenas::kind_of(const BucketPlan::Bucket& bucket) {
+  return {c10::toRealValueType(bucket.dtype), bucket.device.str()};
+}
+
+/// In every plan the same in sum.
+int64_t Arenas::numel_of(const BucketPlan::Bucket& bucket,
+                         const std::vector<at::Tensor>& parameters) {
+  int64_t numel = 0;
+  for (const auto i : bucket.parameters) {
+    numel += aligned(reals_of(parameters[i]), element_bytes_of(bucket));
   }
+  return numel;
+}
+
+void Arenas::provide(const std::map<Kind, int64_t>& numels) {
   std::erase_if(memory_, [&](const auto& entry) {
-    return !numels.contains(entry.first) || numels[entry.first] != entry.second.numel();
+    const auto wanted = numels.find(entry.first);
+    return wanted == numels.end() || wanted->second != entry.second.numel();
   });
   for (const auto& [kind, numel] : numels) {
     auto& memory = memory_[kind];
@@ -124,13 +126,27 @@ Layout Arenas::carve(const BucketPlan& plan, int64_t tail_numel,
       const auto options = at::TensorOptions().dtype(kind.first).device(kind.second);
       memory = allocate_ ? allocate_(numel, options) : at::zeros({numel}, options);
     }
-    numels[kind] = 0;  // from here on: how much of it is given away
   }
+}
+
+Layout Arenas::carve(const BucketPlan& plan, int64_t tail_numel,
+                     const std::vector<at::Tensor>& parameters, bool dense) {
+  const auto tail_of = [&](const BucketPlan::Bucket& bucket) {
+    return &bucket == &plan.buckets.back() ? tail_numel : 0;
+  };
+  std::map<Kind, int64_t> numels;
+  for (const auto& bucket : plan.buckets) {
+    if (is_flat(bucket)) {
+      numels[kind_of(bucket)] += numel_of(bucket, parameters) + tail_of(bucket);
+    }
+  }
+  provide(numels);
 
   // Not views to autograd: LibTorch's zero_grad() detaches gradients in place, which views refuse.
   const at::AutoDispatchBelowADInplaceOrView no_view_metadata;
   Layout layout;
   layout.slots.resize(parameters.size());
+  std::map<Kind, int64_t> taken;
   for (const auto& planned : plan.buckets) {
     const auto index = static_cast<int64_t>(layout.buckets.size());
     Bucket bucket;
@@ -144,15 +160,14 @@ Layout Arenas::carve(const BucketPlan& plan, int64_t tail_numel,
       bucket.sparse_zero = sparse_scaled(at::zeros_like(parameters[planned.parameters[0]]), 1);
     } else if (is_flat(planned)) {
       const auto kind = kind_of(planned);
-      const auto element_bytes = static_cast<int64_t>(c10::elementSize(kind.first));
-      auto& taken = numels[kind];
-      const auto room = memory_[kind].narrow(0, taken, numel_of(planned));
-      taken += room.numel();
+      const auto room =
+          memory_[kind].narrow(0, taken[kind], numel_of(planned, parameters) + tail_of(planned));
+      taken[kind] += room.numel();
       int64_t offset = 0;
       for (const auto i : planned.parameters) {
         const auto numel = reals_of(parameters[i]);
         layout.slots[i].view = view_like(room.narrow(0, offset, numel), parameters[i]);
-        offset += dense ? numel : aligned(numel, element_bytes);
+        offset += dense ? numel : aligned(numel, element_bytes_of(planned));
       }
       bucket.gradients = room.narrow(0, 0, offset);
       bucket.flat = room.narrow(0, 0, offset + tail_of(planned));

@@ -42,8 +42,8 @@ struct Bucket {
   std::optional<c10::Stream>
       stream;           ///< the last one that worked on it in this backward; not on the CPU
   int64_t pending = 0;  ///< gradients that this backward still owes
-  bool left = false;
-  std::chrono::steady_clock::time_point left_at;
+  bool launched = false;
+  std::chrono::steady_clock::time_point launched_at;
   c10::intrusive_ptr<c10d::Work> work;
   c10::intrusive_ptr<c10::ivalue::Future> hooked;  ///< of a communication hook
   at::Tensor hook_result;
@@ -74,6 +74,12 @@ class Arenas {
 
  private:
   using Kind = std::pair<c10::ScalarType, std::string>;  ///< real dtype, device
+  static Kind kind_of(const BucketPlan::Bucket& bucket);
+  /// Without the tail, and with the gaps behind its gradients.
+  static int64_t numel_of(const BucketPlan::Bucket& bucket,
+                          const std::vector<at::Tensor>& parameters);
+  /// Zeroed memory of just these sizes.
+  void provide(const std::map<Kind, int64_t>& numels);
   Allocate allocate_;
   std::map<Kind, at::Tensor> memory_;
 };

@@ -98,7 +98,7 @@ std::optional<DeviceClock::Times> DeviceClock::read() const {
   }
   try {
     const auto last = points_.begin() + static_cast<std::ptrdiff_t>(buckets_);
-    // Not so if the step began, or left a bucket, in a stream that the others did not wait for.
+    // Not so if the step began, or launched a bucket, in a stream that the others did not wait for.
     const bool known = passed(begin_) && passed(work_) && passed(end_) &&
                        std::all_of(points_.begin(), last,
                                    [&](const Points& points) {

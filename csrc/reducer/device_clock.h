@@ -43,7 +43,7 @@ class DeviceClock {
     std::optional<double> work_ms;
     std::vector<Bucket> buckets;
   };
-  /// Nothing if the step began or left a bucket in a stream that its end did not wait for.
+  /// Nothing if the step began or launched a bucket in a stream that its end did not wait for.
   std::optional<Times> read() const;
 
  private:

@@ -1,4 +1,5 @@
-// Torch's NCCL groups make a stream wait and not the host: a host that then waits for the stream hears of no rank that died.
+// Torch's NCCL groups make a stream wait and not the host: a host that then waits for the stream does not learn that a rank
+// has died.
 #include "reducer/device_wait.h"
 
 #include <algorithm>

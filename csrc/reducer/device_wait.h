@@ -14,7 +14,7 @@ namespace brimful {
 bool waits_in_streams(c10d::ProcessGroup& group, c10::Device device);
 
 /// When to give up what is under way: from the backend's timeout on torch's watchdog may end the process. None: it does not
-/// tell its timeout.
+/// say its timeout.
 std::optional<std::chrono::milliseconds> patience_of(c10d::Backend& backend);
 
 /// @throws std::runtime_error if the backend has found an error

@@ -10,7 +10,7 @@ class GradientView {
  public:
   /// A new tensor over `place`; remembered, not owned.
   at::Tensor over(const at::Tensor& place);
-  /// The place is about to get other values: what over() gave last, if somebody still has it, gets memory of its own.
+  /// The place is about to get other values: what over() gave last, if the program still has it, gets memory of its own.
   void let_go();
 
  private:

@@ -1,18 +1,18 @@
 #include "reducer/owners.h"
 
-#include <brimful/reducer/reducer.h>
-
 #include <algorithm>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 
+#include "reducer/loop_driver.h"
+
 namespace brimful {
 namespace {
 struct OwnerEntry {
-  const Reducer* key = nullptr;
-  std::weak_ptr<Reducer> reducer;
-  std::unordered_set<const c10::TensorImpl*> parameters;  ///< the reducer keeps them alive
+  const LoopDriver* key = nullptr;
+  std::weak_ptr<LoopDriver> loop;
+  std::unordered_set<const c10::TensorImpl*> parameters;  ///< its reducer keeps them alive
   const c10d::ProcessGroup* group = nullptr;
 };
 struct OwnerRegistry {
@@ -25,15 +25,15 @@ OwnerRegistry& owner_registry() {
   return *instance;
 }
 
-/// Only of entries that match: a thread that held another one's reducer might be the last to.
+/// Only of entries that match: a thread that held another one's might be the last to.
 template <typename Matches>
-std::vector<std::shared_ptr<Reducer>> living_owners(const Matches& matches) {
-  std::vector<std::shared_ptr<Reducer>> found;
+std::vector<std::shared_ptr<LoopDriver>> living_owners(const Matches& matches) {
+  std::vector<std::shared_ptr<LoopDriver>> found;
   const std::lock_guard<std::mutex> lock(owner_registry().mutex);
   for (const auto& entry : owner_registry().entries) {
-    auto reducer = matches(entry) ? entry.reducer.lock() : nullptr;
-    if (reducer) {
-      found.push_back(std::move(reducer));
+    auto loop = matches(entry) ? entry.loop.lock() : nullptr;
+    if (loop) {
+      found.push_back(std::move(loop));
     }
   }
   return found;
@@ -58,9 +58,9 @@ std::shared_ptr<GroupTraffic> traffic_of(const c10d::ProcessGroup* group) {
   return traffic;
 }
 
-void own(const std::shared_ptr<Reducer>& reducer, const std::vector<at::Tensor>& parameters,
+void own(const std::shared_ptr<LoopDriver>& loop, const std::vector<at::Tensor>& parameters,
          const c10d::ProcessGroup* group) {
-  OwnerEntry entry{reducer.get(), reducer, {}, group};
+  OwnerEntry entry{loop.get(), loop, {}, group};
   for (const auto& parameter : parameters) {
     entry.parameters.insert(parameter.unsafeGetTensorImpl());
   }
@@ -68,18 +68,18 @@ void own(const std::shared_ptr<Reducer>& reducer, const std::vector<at::Tensor>&
   owner_registry().entries.push_back(std::move(entry));
 }
 
-void disown(const Reducer* reducer) {
+void disown(const LoopDriver* loop) {
   const std::lock_guard<std::mutex> lock(owner_registry().mutex);
   std::erase_if(owner_registry().entries,
-                [&](const OwnerEntry& entry) { return entry.key == reducer; });
+                [&](const OwnerEntry& entry) { return entry.key == loop; });
 }
 
-std::vector<std::shared_ptr<Reducer>> owners_of(const std::vector<at::Tensor>& parameters) {
+std::vector<std::shared_ptr<LoopDriver>> owners_of(const std::vector<at::Tensor>& parameters) {
   return living_owners([&](const OwnerEntry& entry) { return shares_any(entry, parameters); });
 }
 
-std::vector<std::shared_ptr<Reducer>> reducers_beside(const std::vector<at::Tensor>& parameters,
-                                                      const c10d::ProcessGroup* group) {
+std::vector<std::shared_ptr<LoopDriver>> reducers_beside(const std::vector<at::Tensor>& parameters,
+                                                         const c10d::ProcessGroup* group) {
   return living_owners([&](const OwnerEntry& entry) {
     return entry.group == group || shares_any(entry, parameters);
   });

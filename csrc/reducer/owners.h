@@ -11,7 +11,7 @@ class ProcessGroup;
 }
 
 namespace brimful {
-class Reducer;
+class LoopDriver;
 
 /// What the reducers of a group share on this rank.
 struct GroupTraffic {
@@ -24,14 +24,14 @@ struct GroupTraffic {
 };
 std::shared_ptr<GroupTraffic> traffic_of(const c10d::ProcessGroup* group);
 
-/// The reducers of this process. From any thread.
-void own(const std::shared_ptr<Reducer>& reducer, const std::vector<at::Tensor>& parameters,
+/// The reducers of this process, by their loops. From any thread.
+void own(const std::shared_ptr<LoopDriver>& loop, const std::vector<at::Tensor>& parameters,
          const c10d::ProcessGroup* group);
-void disown(const Reducer* reducer);
+void disown(const LoopDriver* loop);
 /// Those that have one of these parameters.
-std::vector<std::shared_ptr<Reducer>> owners_of(const std::vector<at::Tensor>& parameters);
+std::vector<std::shared_ptr<LoopDriver>> owners_of(const std::vector<at::Tensor>& parameters);
 /// Those, and the others of the group, oldest first.
-std::vector<std::shared_ptr<Reducer>> reducers_beside(const std::vector<at::Tensor>& parameters,
-                                                      const c10d::ProcessGroup* group);
+std::vector<std::shared_ptr<LoopDriver>> reducers_beside(const std::vector<at::Tensor>& parameters,
+                                                         const c10d::ProcessGroup* group);
 
 }  // namespace brimful

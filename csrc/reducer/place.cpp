@@ -1,9 +1,8 @@
 // How a gradient gets into its bucket: moved into the flat buffer, or, if it is large, left where it lies.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <brimful/error.h>
 
-#include "reducer/reducer_state.h"
+#include "reducer/engine.h"
 
 namespace brimful {
 namespace {
@@ -26,89 +25,70 @@ bool is_sole_owner(const at::Tensor& gradient, const at::Tensor& arrived) {
 }
 }  // namespace
 
-// A gradient of another shape would be read past its end, or be broadcast without a word; another size on the wire than
-// the other ranks' would end their processes (gloo).
-void Reducer::State::require_unchanged(int64_t parameter, const at::Tensor& gradient) const {
-  const auto& slot = slots[parameter];
-  const auto& info = infos[parameter];
-  const auto& now = parameters[parameter];
-  const bool same_shape =
-      slot.view.defined() ? gradient.sizes() == slot.view.sizes() : gradient.numel() == slot.numel;
-  if (same_shape && now.scalar_type() == info.dtype && now.device() == info.device) [[likely]] {
-    return;
-  }
-  throw PlanMismatch(
-      c10::str("a parameter changed after its module was wrapped (parameter: ", name_of(parameter),
-               ", wrapped with ", info.numel, " elements of ", info.dtype, " on ", info.device,
-               ", now ", now.sizes(), " of ", now.scalar_type(), " on ", now.device(),
-               "); wrap the module again, on all ranks"));
-}
-
-void Reducer::place(int64_t parameter, const at::Tensor& arrived) {
-  auto& s = *s_;
+void Engine::place(int64_t parameter, const at::Tensor& arrived) {
   const at::NoGradGuard no_grad;
-  auto& gradient = s.parameters[parameter].mutable_grad();
-  const auto& slot = s.slots[parameter];
-  auto& bucket = s.buckets[slot.bucket];
+  auto& gradient = s_.layout.parameters[parameter].mutable_grad();
+  const auto& slot = s_.layout.slots[parameter];
+  auto& bucket = s_.layout.buckets[slot.bucket];
   if (gradient.defined() && gradient.requires_grad()) {
-    begin_backward_at(gradient);  // a loss of it reaches the parameters too
+    driver_->watch_gradient(gradient);  // a loss of it reaches the parameters too
   }
   if (bucket.direct) {
     place_direct(parameter, arrived);
     return;
   }
   if (!gradient.defined()) {
-    s.used[parameter] = 0;
+    s_.attempt.used[parameter] = 0;
     if (slot.view.defined()) {
-      s.views[parameter].let_go();
+      s_.layout.views[parameter].let_go();
       set_zero(slot.view);
     } else {
       bucket.own.reset();
     }
     return;
   }
-  s.require_unchanged(parameter, gradient);
-  s.used[parameter] = 1;
-  const double scale = bucket.wire || s.is_hooked(slot.bucket) ? 1.0 : s.scale;
+  s_.layout.require_unchanged(parameter, gradient);
+  s_.attempt.used[parameter] = 1;
+  const double scale =
+      bucket.wire || s_.hooks.takes(s_.layout, slot.bucket) ? 1.0 : s_.attempt.scales.gradients;
   if (!slot.view.defined()) {
-    if (s.launching || s.completing) {
-      bucket.own = sparse_scaled(gradient, s.sparse_scale);
+    if (s_.attempt.launching || s_.attempt.completing) {
+      bucket.own = sparse_scaled(gradient, s_.attempt.scales.sparse);
     }
   } else if (!is_alias(gradient, slot.view)) {
-    s.views[parameter].let_go();
+    s_.layout.views[parameter].let_go();
     copy_scaled(slot.view, gradient, scale);
     if (!gradient.requires_grad()) {
-      gradient = s.views[parameter].over(slot.view);
-    } else if (s.launching || s.completing) {
-      s.with_history.push_back(parameter);
+      gradient = s_.layout.views[parameter].over(slot.view);
+    } else if (s_.attempt.launching || s_.attempt.completing) {
+      s_.attempt.with_history.push_back(parameter);
     }
   } else if (scale != 1) {
     slot.view.mul_(scale);
   }
 }
 
-void Reducer::place_direct(int64_t parameter, const at::Tensor& arrived) {
-  auto& s = *s_;
-  const auto& owner = s.parameters[parameter];
+void Engine::place_direct(int64_t parameter, const at::Tensor& arrived) {
+  const auto& owner = s_.layout.parameters[parameter];
   auto& gradient = owner.mutable_grad();
-  const auto index = s.slots[parameter].bucket;
-  auto& bucket = s.buckets[index];
+  const auto index = s_.layout.slots[parameter].bucket;
+  auto& bucket = s_.layout.buckets[index];
   if (!gradient.defined()) {
-    s.used[parameter] = 0;
+    s_.attempt.used[parameter] = 0;
     return;
   }
-  s.require_unchanged(parameter, gradient);
-  s.used[parameter] = 1;
+  s_.layout.require_unchanged(parameter, gradient);
+  s_.attempt.used[parameter] = 1;
   const bool as_it_is =
       gradient.layout() == at::kStrided && gradient.strides() == owner.strides() &&
       gradient.scalar_type() == owner.scalar_type() && gradient.device() == owner.device() &&
       !gradient.is_conj() && !gradient.is_neg() && is_sole_owner(gradient, arrived);
   const bool has_history = gradient.requires_grad();
-  if (has_history && (s.launching || s.completing)) {
+  if (has_history && (s_.attempt.launching || s_.attempt.completing)) {
     bucket.own = at::empty_like(owner.detach());
-    const bool as_gradient = bucket.wire || s.is_hooked(index);
-    copy_scaled(bucket.own, gradient, as_gradient ? 1.0 : s.scale);
-    s.with_history.push_back(parameter);
+    const bool as_gradient = bucket.wire || s_.hooks.takes(s_.layout, index);
+    copy_scaled(bucket.own, gradient, as_gradient ? 1.0 : s_.attempt.scales.gradients);
+    s_.attempt.with_history.push_back(parameter);
   }
   if (has_history) {
     return;
@@ -119,18 +99,17 @@ void Reducer::place_direct(int64_t parameter, const at::Tensor& arrived) {
     fresh.copy_(gradient);
     gradient = std::move(fresh);
   }
-  if (!bucket.wire && !s.is_hooked(index) && s.scale != 1) {
-    gradient.mul_(s.scale);
+  if (!bucket.wire && !s_.hooks.takes(s_.layout, index) && s_.attempt.scales.gradients != 1) {
+    gradient.mul_(s_.attempt.scales.gradients);
   }
-  if (s.launching) {
+  if (s_.attempt.launching) {
     bucket.own = gradient;
   }
 }
 
-void Reducer::add_again(int64_t parameter, const at::Tensor& gradient) {
-  auto& s = *s_;
-  const auto& slot = s.slots[parameter];
-  auto& bucket = s.buckets[slot.bucket];
+void Engine::add_again(int64_t parameter, const at::Tensor& gradient) {
+  const auto& slot = s_.layout.slots[parameter];
+  auto& bucket = s_.layout.buckets[slot.bucket];
   if (!gradient.defined()) {
     return;
   }
@@ -139,9 +118,10 @@ void Reducer::add_again(int64_t parameter, const at::Tensor& gradient) {
     place(parameter, gradient);
     return;
   }
-  auto& sum = s.parameters[parameter].mutable_grad();
+  auto& sum = s_.layout.parameters[parameter].mutable_grad();
   const auto& placed = bucket.direct ? bucket.own : slot.view;
-  const double scale = bucket.wire || s.is_hooked(slot.bucket) ? 1.0 : s.scale;
+  const double scale =
+      bucket.wire || s_.hooks.takes(s_.layout, slot.bucket) ? 1.0 : s_.attempt.scales.gradients;
   if (!placed.defined()) {
     place(parameter, gradient);
   } else if (is_alias(sum, placed)) {
@@ -152,30 +132,18 @@ void Reducer::add_again(int64_t parameter, const at::Tensor& gradient) {
     copy_scaled(placed, sum, scale);  // it keeps its graph
   } else {
     placed.add_(gradient, scale);  // autograd has made a new sum beside what was placed
-    sum = bucket.direct ? placed : s.views[parameter].over(placed);
+    sum = bucket.direct ? placed : s_.layout.views[parameter].over(placed);
   }
 }
 
-void Reducer::let_go_of_earlier(int64_t index) {
-  auto& s = *s_;
-  for (const auto parameter : s.buckets[index].parameters) {
-    const auto& gradient = s.parameters[parameter].grad();
-    if (gradient.defined() && is_alias(gradient, s.slots[parameter].view)) {
-      continue;  // of this step
-    }
-    s.let_go_of(parameter);
-  }
-}
-
-void Reducer::fill(int64_t index) {
-  auto& s = *s_;
-  for (const auto parameter : s.buckets[index].parameters) {
-    if (s.seen[parameter] != s.generation) {
+void Engine::fill(int64_t index) {
+  for (const auto parameter : s_.layout.buckets[index].parameters) {
+    if (s_.attempt.seen[parameter] != s_.attempt.generation) {
       place(parameter, {});
     }
   }
-  if (s.buckets[index].pending > 0) {
-    s.watch.ready(index);
+  if (s_.layout.buckets[index].pending > 0) {
+    s_.watch.ready(index);
   }
 }
 

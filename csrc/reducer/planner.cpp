@@ -102,7 +102,7 @@ void Planner::learn_order(const std::vector<int64_t>& arrivals) {
   }
   for (auto i = static_cast<int64_t>(parameters_.size()) - 1; i >= 0; --i) {
     if (!came[i]) {
-      options_.order.push_back(i);  // unused ones go last, where they delay nobody
+      options_.order.push_back(i);  // unused ones go last, where they delay no other
     }
   }
 }
@@ -116,14 +116,10 @@ void Planner::collect_cost(const StepTimes& times) {
   }
 }
 
-void Planner::make_candidates(const StepTimes& times, const std::vector<int64_t>& arrivals) {
-  const auto cost = fit_wire_cost(cost_samples_);
-  std::ostringstream report;
-  if (cost) {
-    report << "a collective takes " << cost->startup_ms << " ms and "
-           << cost->ms_per_byte * static_cast<double>(kMiB) << " ms a MiB\n";
-  }
-  // Gradients come evenly between the first bucket's first and the last one's last: enough to rule out.
+namespace {
+/// By parameter. Gradients come evenly between the first bucket's first and the last one's last: enough to rule out.
+std::vector<double> ready_ms_of(const StepTimes& times, const std::vector<int64_t>& arrivals,
+                                size_t parameters) {
   double begin = times.total_ms;
   double end = 0;
   for (const auto& bucket : times.buckets) {
@@ -132,11 +128,23 @@ void Planner::make_candidates(const StepTimes& times, const std::vector<int64_t>
       end = std::max(end, bucket.ready_ms);
     }
   }
-  std::vector<double> ready(parameters_.size(), end);
+  std::vector<double> ready(parameters, end);
   for (size_t k = 0; k < arrivals.size(); ++k) {
     ready[arrivals[k]] =
         begin + (end - begin) * static_cast<double>(k + 1) / static_cast<double>(arrivals.size());
   }
+  return ready;
+}
+}  // namespace
+
+void Planner::make_candidates(const StepTimes& times, const std::vector<int64_t>& arrivals) {
+  const auto cost = fit_wire_cost(cost_samples_);
+  std::ostringstream report;
+  if (cost) {
+    report << "a collective takes " << cost->startup_ms << " ms and "
+           << cost->ms_per_byte * static_cast<double>(kMiB) << " ms a MiB\n";
+  }
+  const auto ready = ready_ms_of(times, arrivals, parameters_.size());
   std::vector<double> predicted;
   for (const int64_t cap : {25 * kMiB, kMiB, 5 * kMiB, 10 * kMiB, 50 * kMiB, int64_t{1} << 50}) {
     auto options = options_;

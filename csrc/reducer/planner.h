@@ -24,7 +24,8 @@ double predict_end_ms(const std::vector<std::pair<double, double>>& ready_ms_and
                       const WireCost& cost);
 
 /// Finds the bucket plan on rank 0: the order of gradients from the first step; then, where sizes are free, each cap that
-/// the fitted cost does not rule out is tried for some steps in turn, and the fastest stays. Pure but for its memory of what it was told.
+/// the fitted cost does not rule out is tried for some steps in turn, and the fastest stays. Pure but for its memory of
+/// what it was given.
 class Planner {
  public:
   Planner(std::vector<ParameterInfo> parameters, PlanOptions options, bool tune_sizes);

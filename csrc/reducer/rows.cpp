@@ -11,9 +11,8 @@
 #include <algorithm>
 
 #include "base/units.h"
-#include "reducer/device_wait.h"
+#include "reducer/engine.h"
 #include "reducer/group_calls.h"
-#include "reducer/reducer_state.h"
 
 namespace brimful {
 namespace {
@@ -90,20 +89,9 @@ at::Tensor sum_of(const Gathering& gathering, const std::vector<int64_t>& rows_b
 }
 }  // namespace
 
-std::vector<int64_t> Reducer::State::own_rows() const {
-  std::vector<int64_t> rows;
-  for (const auto& bucket : buckets) {
-    if (bucket.sparse()) {
-      rows.push_back(bucket.own.defined() ? bucket.own._nnz() : 0);
-    }
-  }
-  return rows;
-}
-
-void Reducer::exchange_rows() {
-  auto& s = *s_;
+void Engine::exchange_rows() {
   std::vector<Bucket*> sparse;
-  for (auto& bucket : s.buckets) {
+  for (auto& bucket : s_.layout.buckets) {
     if (bucket.sparse()) {
       sparse.push_back(&bucket);
     }
@@ -115,8 +103,8 @@ void Reducer::exchange_rows() {
   const memory::Unlimited unlimited;  // all ranks have accepted: no way back
   std::optional<memory::UnlimitedEverywhere> also_the_groups_threads;
   std::vector<Gathering> gatherings;
-  const auto rows_of = [&](size_t i) { return s.tail->rows(static_cast<int64_t>(i)); };
-  s.waiting_since = std::chrono::steady_clock::now();
+  const auto rows_of = [&](size_t i) { return s_.layout.tail->rows(static_cast<int64_t>(i)); };
+  s_.link.waiting_since = std::chrono::steady_clock::now();
   try {
     for (size_t i = 0; i < sparse.size(); ++i) {
       auto& bucket = *sparse[i];
@@ -124,39 +112,40 @@ void Reducer::exchange_rows() {
       const auto most = *std::max_element(rows.begin(), rows.end());
       auto& gathering =
           gatherings.emplace_back(Gathering{Packing(bucket.sparse_zero, most), {}, {}, {}});
-      if (most == 0 || s.world_size == 1) {
+      if (most == 0 || s_.link.world_size == 1) {
         continue;
       }
       if (!also_the_groups_threads) {  // until the last all_gather has ended
         also_the_groups_threads.emplace();
       }
-      s.require_group(bucket.device);
+      s_.link.require(bucket.device);
       const memory::CategoryScope messages(memory::Category::communication);
       gathering.sent = gathering.packing.pack(bucket.own);
       gathering.received =
-          at::empty({s.world_size, gathering.sent.numel()}, gathering.sent.options()).unbind();
+          at::empty({s_.link.world_size, gathering.sent.numel()}, gathering.sent.options())
+              .unbind();
       std::vector<at::Tensor> inputs{gathering.sent};
       std::vector<std::vector<at::Tensor>> outputs{gathering.received};
       const WithoutPythonObjects without;
-      gathering.work = s.group->allgather(outputs, inputs);
-      ++s.counters.launches;
+      gathering.work = s_.link.group->allgather(outputs, inputs);
+      ++s_.counters.launches;
     }
     for (size_t i = 0; i < sparse.size(); ++i) {
       auto& bucket = *sparse[i];
       if (gatherings[i].work) {
-        wait_for(*gatherings[i].work, bucket.device);
+        s_.link.wait_for(*gatherings[i].work, bucket.device);
         bucket.own = sum_of(gatherings[i], rows_of(i), bucket.sparse_zero);
       } else if (!bucket.own.defined()) {
         bucket.own = bucket.sparse_zero.clone();
       }
     }
   } catch (const std::exception&) {
-    s.broken = std::current_exception();
-    auto failure = failure_of(s.broken);
-    failure.rank = s.rank;
-    failure.step = s.step - 1;
-    leave_word(failure);
-    throw_broken(s.step - 1, "the rows of sparse gradients", failure.text);
+    s_.link.broken = std::current_exception();
+    auto failure = failure_of(s_.link.broken);
+    failure.rank = s_.link.rank;
+    failure.step = s_.attempt.step - 1;
+    s_.link.board->try_post(failure);
+    s_.link.throw_broken(s_.attempt.step - 1, "the rows of sparse gradients", failure.text);
   }
 }
 

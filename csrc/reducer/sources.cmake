@@ -2,25 +2,30 @@ brimful_sources(LIGHT
   scaled_copy.cpp)
 brimful_sources(HEAVY
   agree.cpp
+  at_exit.cpp
   bucket.cpp
   bucket_plan.cpp
-  comm_hook.cpp
+  bucket_set.cpp
+  create.cpp
   device_clock.cpp
   device_wait.cpp
+  engine.cpp
   finish.cpp
   foreign.cpp
   gradient_view.cpp
   gradients.cpp
   graph_hooks.cpp
+  group_link.cpp
+  hook_chain.cpp
   join.cpp
   launch.cpp
-  layout.cpp
+  loop_driver.cpp
+  loop_failures.cpp
+  loop_turns.cpp
   owners.cpp
-  peers.cpp
   place.cpp
-  plain.cpp
+  plan_tuner.cpp
   planner.cpp
-  planning.cpp
   reducer.cpp
   rows.cpp
   stopwatch.cpp

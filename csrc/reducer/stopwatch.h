@@ -26,7 +26,7 @@ class Stopwatch {
     }
   }
   void begin_step();
-  /// Of the backward in which buckets leave.
+  /// Of the backward in which buckets are launched.
   void begin_backward(size_t buckets);
   /// A gradient of the bucket came; returns the time for end_copy.
   Clock::time_point gradient(int64_t bucket);

@@ -17,7 +17,7 @@ bool own_loop(const at::Tensor& gradients, const at::Tensor& buffer) {
          buffer.scalar_type() == at::kBFloat16;
 }
 
-/// Whether all values of the gradients are among the wire's.
+/// Whether all values of the gradients are values of the reduction dtype too.
 bool widens(const at::Tensor& gradients, const at::Tensor& buffer) {
   return gradients.element_size() < buffer.element_size();
 }

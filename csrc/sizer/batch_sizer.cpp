@@ -74,7 +74,7 @@ void BatchSizer::tell_failure(FailureKind kind, const std::string& text) {
 
 void BatchSizer::fail_optimizer(const std::string& text) {
   const auto half = "the optimizer failed in the middle of its step (" + text + ")";
-  // No shortage to the others: nobody can go on without a checkpoint.
+  // No shortage to the others: no rank can go on without a checkpoint.
   tell_failure(Status::error, half);
   throw HalfStepError(half + "; parameters may be half updated: load a checkpoint");
 }

@@ -58,7 +58,7 @@ class BatchSizer::State {
   void check_input(const StepInput& input);
   void capture(const StepInput& input, const PieceWork& work);
   void check_limit();
-  /// All ranks run the same number of pieces; alone there is nobody to keep step with.
+  /// All ranks run the same number of pieces; alone there is no rank to keep step with.
   bool in_lockstep() const { return options_.lockstep && group_.world_size() > 1; }
   Outcome run(const StepInput& input, const PieceWork& work);
   std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork& work,

@@ -10,7 +10,7 @@
 namespace brimful::detail {
 
 /// What went into each module's forward and came out of it: once for the whole batch, and once for each piece. The modules'
-/// language tells it of every call. Not thread-safe.
+/// language reports every call to it. Not thread-safe.
 class BRIMFUL_API CallLog {
  public:
   struct Rows {

@@ -4,6 +4,7 @@
 
 #include "sizer/batch_sizer_state.h"
 #include "sizer/too_large.h"
+#include "step/failures.h"
 #include "step/remedy.h"
 
 namespace brimful {
@@ -63,6 +64,9 @@ void BatchSizer::State::throw_too_large(const AttemptResult& result, const StepI
 }
 
 void BatchSizer::State::require_room_for_optimizer(const StepInput& input) const {
+  if (!options_.device.is_cpu()) {
+    return;  // where an allocator's cache may have the room, or have it in pieces of no use
+  }
   const auto bytes = options_.optimizer_bytes();
   const auto now = memory::stats(options_.device);
   if (bytes == 0 || !now.limit_bytes ||
@@ -82,15 +86,12 @@ void BatchSizer::State::throw_failure(const AttemptResult& result, const StepInp
       (result.records.empty() || result.records[group_.rank()].verdict == Status::out_of_memory)) {
     throw_too_large(result, input, outcome);
   }
-  auto failed = ranks_with(result.records, Status::out_of_memory);
-  const bool memory = !failed.empty();
-  if (!memory) {
-    failed = ranks_with(result.records, Status::error);
+  const auto failures = group_.failures(result.records);
+  if (failures.empty()) {  // left lockstep: no record came
+    detail::throw_rank_failed(-1, steps_, Status::error,
+                              "step " + std::to_string(steps_) + " failed on " + result.text);
   }
-  detail::throw_rank_failed(
-      failed.empty() ? -1 : failed.front(), steps_, memory ? Status::out_of_memory : Status::error,
-      "step " + std::to_string(steps_) + " failed on " +
-          (result.records.empty() ? result.text : group_.failure_texts(result.records)));
+  throw_step_failed(steps_, failures);
 }
 
 }  // namespace brimful

@@ -17,7 +17,8 @@ namespace brimful {
 namespace {
 constexpr int64_t kFirstTracedRows = 2;  // of the first traced size; BatchNorm refuses one row
 constexpr int64_t kCheckedRows = 16;
-constexpr double kGoodEnough = 0.01;  // of the peak: else a larger size is traced
+constexpr double kGoodEnough = 0.01;   // of the peak: else a larger size is traced
+constexpr double kMostGuessed = 0.02;  // of the peak of a piece that fits: likewise
 constexpr double kMoreMargin = 0.02;
 
 /// Divides the peak among what is known to be held, and the rest.
@@ -109,19 +110,25 @@ Rehearsal BatchSizer::State::rehearse(const StepInput& input, const PieceWork& w
     return now.fits(*model, kCheckedRows) ? kCheckedRows
                                           : now.largest_rows(*model, kCheckedRows) * 4 / 5;
   };
+  const auto asked = [&] { return room().largest_rows(*model, *input.rows); };
   try {
     trace(kFirstTracedRows);  // what is allocated once and for all
     traced = {};
     trace(kFirstTracedRows);
     trace(kFirstTracedRows + 1);
     int64_t rows = model ? checked_rows() : 0;
+    // A library's workspaces may jump at any size on CUDA: of fewer rows the batch itself is run.
+    if (options_.device.is_cuda()) {
+      rows = std::min(rows, *input.rows);
+    }
     while (model && rows > kFirstTracedRows + 1 && rows <= *input.rows) {
       const auto told = static_cast<double>(model->peak_bytes(rows));
       if (!trace(rows)) {
         break;
       }
       const auto peak = static_cast<double>(memory::peak_bytes(traced.second.back().trace));
-      if (std::abs(told - peak) <= kGoodEnough * peak) {
+      if (std::abs(told - peak) <= kGoodEnough * peak &&
+          (!model || model->guessed_share(asked()) <= kMostGuessed)) {
         break;
       }
       rows *= 2;
@@ -148,6 +155,7 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
   const auto take = [&](const ForecastRoom& room) {
     plan.used_bytes = room.used_bytes();
     plan.limit_bytes = room.capacity_bytes();
+    plan.workspaces_unknown = room.workspaces_unknown();
   };
   const auto known = forecasts_.find(input.kind);
   const auto kind = fingerprint(input.kind);
@@ -198,6 +206,9 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
   }
   plan.peak_bytes = plan.used_bytes + need.peak_bytes;
   plan.reserved_bytes = need.reserved_bytes;
+  plan.margin_bytes = room.margin_bytes(model_of(*forecast, split), split.front());
+  const auto whole = plan.pieces == 1 ? need : room.need(forecast->first, rows);
+  plan.whole_bytes = whole.reserved_bytes.value_or(plan.used_bytes + whole.peak_bytes);
   return plan;
 }
 
@@ -217,6 +228,9 @@ std::optional<Plan> BatchSizer::State::plan(const StepInput& input, const PieceW
     plan->peak_bytes = std::max(plan->peak_bytes, plan->used_bytes + of_optimizer);
     if (plan->reserved_bytes) {
       plan->reserved_bytes = std::max(*plan->reserved_bytes, plan->peak_bytes);
+    }
+    if (plan->whole_bytes) {
+      plan->whole_bytes = std::max(*plan->whole_bytes, plan->peak_bytes);
     }
     plan->pieces = std::ssize(split_of(*input.rows, plan->pieces));
     divide(*plan, options_.standing_bytes ? options_.standing_bytes() : StandingBytes{});

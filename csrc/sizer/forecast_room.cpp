@@ -1,5 +1,6 @@
 #include "sizer/forecast_room.h"
 
+#include <ATen/Context.h>
 #include <brimful/memory/stats.h>
 
 #include <algorithm>
@@ -17,6 +18,7 @@ constexpr size_t kBesideBlocks = 32;
 constexpr int64_t kShareOfMoreRoom = 64;  // that is worth another look at what does not fit
 constexpr uint64_t kBehindAll = uint64_t{1}
                                 << 62;  // names of blocks that are no event, and no address
+constexpr double kMostOffLine = 0.05;  // as a margin: what is off its line is read off as too large
 constexpr int64_t kBoundlessBytes = int64_t{1} << 50;
 
 uint64_t address_of(const at::Tensor& tensor) {
@@ -100,7 +102,14 @@ std::vector<memory::CachingRequest> ForecastRoom::requests(const PeakModel& mode
 }
 
 int64_t ForecastRoom::margin_bytes(const PeakModel& model, int64_t rows) const {
-  return static_cast<int64_t>(static_cast<double>(model.peak_bytes(rows)) * margin_);
+  // On CUDA what is off its line is a workspace, whose size a library chooses by the shape.
+  const auto share = margin_ + (pool_ ? std::min(model.off_line(), kMostOffLine) : 0);
+  return static_cast<int64_t>(static_cast<double>(model.peak_bytes(rows)) * share);
+}
+
+bool ForecastRoom::workspaces_unknown() const {
+  const auto& context = at::globalContext();
+  return pool_ && context.userEnabledCuDNN() && context.benchmarkCuDNN();
 }
 
 int64_t ForecastRoom::bytes_on_cpu(const PeakModel& model, int64_t rows) const {

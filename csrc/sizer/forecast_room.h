@@ -11,7 +11,7 @@
 
 namespace brimful {
 
-/// What a device, as it is now, has for work that a PeakModel tells. On the CPU bytes count, up to the limit; on CUDA the
+/// What a device, as it is now, has for work that a PeakModel knows. On the CPU bytes count, up to the limit; on CUDA the
 /// work's requests go through a model of torch's allocator.
 class ForecastRoom {
  public:
@@ -20,7 +20,7 @@ class ForecastRoom {
 
   /// `margin`: the share of a peak by which forecasts were found to be short.
   ForecastRoom(c10::Device device, double margin, Beside beside = Beside::small_blocks);
-  /// Nothing can be told of it: a limit is missing, or the allocator is not torch's own.
+  /// Nothing is known of it: a limit is missing, or the allocator is not torch's own.
   static bool is_known(c10::Device device);
 
   /// As if the storages of these were gone.
@@ -42,6 +42,10 @@ class ForecastRoom {
   bool fits(const PeakModel& model, int64_t rows) const;
   /// The most rows, up to `at_most`, that fit; 0 if not even one does. On CUDA more may fit where fewer do not.
   int64_t largest_rows(const PeakModel& model, int64_t at_most) const;
+  /// What a forecast may be short by, which is kept free.
+  int64_t margin_bytes(const PeakModel& model, int64_t rows) const;
+  /// Of work that is not traced with what it will take: cuDNN tries algorithms at each new shape.
+  bool workspaces_unknown() const;
   /// Over what is in use.
   int64_t bytes() const { return room_bytes_; }
   int64_t used_bytes() const { return used_bytes_; }
@@ -54,7 +58,6 @@ class ForecastRoom {
     int64_t standing_bytes;  ///< that stay
   };
   int64_t bytes_on_cpu(const PeakModel& model, int64_t rows) const;
-  int64_t margin_bytes(const PeakModel& model, int64_t rows) const;
   /// Those of the batch too.
   std::vector<memory::CachingRequest> requests(const PeakModel& model, int64_t rows,
                                                Beside beside) const;

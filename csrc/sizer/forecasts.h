@@ -34,7 +34,7 @@ class BRIMFUL_API Forecasts {
   std::optional<SharedForecast> find(const RowKind& kind);
   /// Returns the forecast of what was rehearsed.
   SharedForecast keep(const RowKind& kind, Rehearsal rehearsal);
-  /// A forecast that was too small is not told again: the next batch of its kind is rehearsed.
+  /// A forecast that was too small is not given again: the next batch of its kind is rehearsed.
   void distrust(const RowKind& kind);
 
   size_t rehearsed() const { return rehearsed_.size(); }
@@ -42,7 +42,7 @@ class BRIMFUL_API Forecasts {
  private:
   struct Entry {
     RowKind kind;
-    Rehearsal rehearsal;  ///< empty for what is told, or to be rehearsed
+    Rehearsal rehearsal;  ///< empty for what is known, or to be rehearsed
     SharedForecast forecast;
   };
   using Entries = std::list<Entry>;

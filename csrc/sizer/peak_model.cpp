@@ -100,11 +100,14 @@ PeakModel::Event PeakModel::event_of(const std::vector<double>& bytes) const {
   event.traced = bytes;
   event.per_row = bytes.back() / most;
   const double before = bytes[bytes.size() - 2];
-  if (!is_everywhere && before != 0) {  // two sizes of the largest have it: they tell how it grows
+  if (!is_everywhere && before != 0) {  // two sizes of the largest have it: they show how it grows
     const double slope = (bytes.back() - before) / (most - rows_[rows_.size() - 2]);
     event.per_row = bytes.back() < 0 ? std::clamp(slope, event.per_row, 0.)
                                      : std::clamp(slope, 0., event.per_row);
   }
+  const double grown = (bytes.back() - bytes.front()) / (most - rows_.front());
+  event.least_per_row = bytes.back() < 0 ? std::clamp(grown, event.per_row, 0.)
+                                         : std::clamp(grown, 0., event.per_row);
   return event;
 }
 
@@ -112,11 +115,16 @@ double PeakModel::bytes_of(const Event& event, double rows) const {
   if (event.traced.empty()) {
     return event.constant + event.per_row * rows;
   }
-  const auto padded = [](double bytes) {
-    return bytes < 0 ? bytes - kPartPagesBytes : bytes > 0 ? bytes + kPartPagesBytes : 0;
+  const bool on_cuda = !blocks_.empty();
+  const double pages = on_cuda ? 0 : kPartPagesBytes;
+  const auto padded = [&](double bytes) {
+    return bytes < 0 ? bytes - pages : bytes > 0 ? bytes + pages : 0;
   };
   if (rows >= rows_.back()) {
     return padded(event.traced.back() + event.per_row * (rows - rows_.back()));
+  }
+  if (on_cuda) {  // a workspace, which may be as large just behind the smaller size
+    return event.traced[std::lower_bound(rows_.begin(), rows_.end(), rows) - rows_.begin()];
   }
   const auto behind = std::upper_bound(rows_.begin() + 1, rows_.end() - 1, rows) - rows_.begin();
   const double share = (rows - rows_[behind - 1]) / (rows_[behind] - rows_[behind - 1]);
@@ -143,6 +151,23 @@ int64_t PeakModel::peak_bytes(int64_t rows) const {
     peak = std::max(peak, used);
   }
   return static_cast<int64_t>(std::ceil(peak));
+}
+
+double PeakModel::guessed_share(int64_t rows) const {
+  const double behind = std::max(0., static_cast<double>(rows) - rows_.back());
+  double used = 0;
+  double least_used = 0;
+  double peak = 0;
+  double least = 0;
+  for (const auto& event : events_) {
+    const double bytes = bytes_of(event, static_cast<double>(rows));
+    used += bytes;
+    least_used +=
+        bytes - (event.traced.empty() ? 0 : behind * (event.per_row - event.least_per_row));
+    peak = std::max(peak, used);
+    least = std::max(least, least_used);
+  }
+  return peak > 0 ? (peak - least) / peak : 0;
 }
 
 int64_t PeakModel::largest_rows(int64_t bytes, int64_t at_most) const {

@@ -29,7 +29,8 @@ class BRIMFUL_API PeakModel {
  public:
   /// The lines go through the two smallest sizes. An allocation that is not on its line at the largest one (a library
   /// rounds it up to pages, say) is read off between the traced sizes and grows in proportion behind them, with a few
-  /// pages more: too large rather than too small. Where sizes do not have the same allocations (several threads share the
+  /// pages more: too large rather than too small. On CUDA (where `blocks` are known) it has no pages more, and is between
+  /// two traced sizes as at the larger one: a workspace jumps. Where sizes do not have the same allocations (several threads share the
   /// work from some number of rows on, and each takes a buffer), what only some have is read off in the same way, unless
   /// the peaks of the larger sizes are what the smaller ones say.
   /// Nothing where the sequences of allocations are too different to be made one.
@@ -44,6 +45,9 @@ class BRIMFUL_API PeakModel {
   int64_t peak_bytes(int64_t rows) const;
   /// The most rows, up to `at_most`, whose peak is within `bytes`; 0 if not even one row's is.
   int64_t largest_rows(int64_t bytes, int64_t at_most) const;
+  /// Share of the peak of so many rows that it would lack if allocations off their lines grew behind the traced sizes as they
+  /// did between them, and not in proportion: a larger traced size says which it is.
+  double guessed_share(int64_t rows) const;
   /// Share of allocated bytes, at the largest traced size, that did not lie on their lines.
   double off_line() const { return off_line_; }
 
@@ -52,7 +56,8 @@ class BRIMFUL_API PeakModel {
     double constant = 0;
     double per_row = 0;  ///< off its line: behind the traced sizes
     std::vector<double>
-        traced;  ///< off its line: bytes at the traced sizes, 0 where it is not there
+        traced;                ///< off its line: bytes at the traced sizes, 0 where it is not there
+    double least_per_row = 0;  ///< by the smallest and the largest traced size
   };
   /// Of traces with one sequence of events.
   explicit PeakModel(const std::vector<TracedRows>& traces);

@@ -17,13 +17,13 @@ constexpr int64_t kLeastRows = 2;     // BatchNorm refuses one row
 constexpr size_t kSizesKept = 1024;   // batches of many sizes
 constexpr int64_t kEstimateSlackBytes = 16384;  // of an estimate: losses, weights, alignment
 
-int64_t bytes_of(PieceHistory::Room room) {
+int64_t bytes_in(PieceHistory::Room room) {
   return room.value_or(std::numeric_limits<int64_t>::max());
 }
 
 /// What a batch more or less holds makes no other room: loaders have one less at the end of their data.
 bool is_much_more(PieceHistory::Room room, PieceHistory::Room than) {
-  return than && static_cast<double>(bytes_of(room)) >
+  return than && static_cast<double>(bytes_in(room)) >
                      kMoreRoom * static_cast<double>(std::max<int64_t>(*than, 0));
 }
 
@@ -64,13 +64,13 @@ void PieceHistory::note(int64_t piece_rows, int64_t pieces, int64_t bytes, Room 
   const auto [place, is_new] = peaks.try_emplace(piece_rows, Peak{bytes, room});
   auto& peak = place->second;
   peak.bytes = std::max(peak.bytes, bytes);
-  peak.in = bytes_of(room) < bytes_of(peak.in) ? room : peak.in;
+  peak.in = bytes_in(room) < bytes_in(peak.in) ? room : peak.in;
 }
 
 bool PieceHistory::has_fitted(int64_t piece_rows, int64_t pieces, Room room) const {
   const auto& peaks = pieces == 1 ? whole_ : several_;
   return std::any_of(peaks.lower_bound(piece_rows), peaks.end(),
-                     [&](const auto& peak) { return bytes_of(peak.second.in) <= bytes_of(room); });
+                     [&](const auto& peak) { return bytes_in(peak.second.in) <= bytes_in(room); });
 }
 
 double PieceHistory::usable_share(int64_t step) const {
@@ -87,7 +87,7 @@ void PieceHistory::note_failure(int64_t piece_rows, int64_t pieces, Room room, i
   const bool again = is_blocked(piece_rows, room, std::numeric_limits<int64_t>::min());
   wait_steps_ = again ? std::min(2 * wait_steps_, kLongestWait) : kFirstWait;
   if (again) {  // that more rows fail too says nothing new of fewer
-    ran_out_->room = bytes_of(ran_out_->room) < bytes_of(room) ? room : ran_out_->room;
+    ran_out_->room = bytes_in(ran_out_->room) < bytes_in(room) ? room : ran_out_->room;
     ran_out_->until_step = step + wait_steps_;
   } else {
     ran_out_ = RanOut{piece_rows, room, step + wait_steps_};
@@ -116,7 +116,7 @@ int64_t PieceHistory::coarser(int64_t rows, int64_t pieces, Room room, int64_t s
     const auto piece_rows = pieces_for(rows, fewer);
     const auto bytes = need(piece_rows, fewer);
     const bool fits = has_fitted(piece_rows, fewer, room);
-    if (bytes && *bytes <= bytes_of(fits ? room : usable) && !is_blocked(piece_rows, room, step)) {
+    if (bytes && *bytes <= bytes_in(fits ? room : usable) && !is_blocked(piece_rows, room, step)) {
       return fewer;
     }
   }

@@ -5,7 +5,7 @@
 
 namespace brimful::detail {
 namespace {
-// A pair of tensors is a pair of columns, such as inputs and targets: nobody's batch has two rows only.
+// A pair of tensors is a pair of columns, such as inputs and targets: no batch has two rows only.
 constexpr int64_t kFewColumns = 2;
 
 bool holds_tensors(const AlikeList& list) {

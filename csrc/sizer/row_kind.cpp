@@ -2,6 +2,8 @@
 #include <brimful/sizer/row_kind.h>
 #include <c10/core/WrapDimMinimal.h>
 
+#include "base/fnv.h"
+
 namespace brimful {
 
 void RowKind::add(const at::Tensor& tensor, std::optional<int64_t> row_dim) {
@@ -29,17 +31,14 @@ void RowKind::add(const at::Tensor& tensor, std::optional<int64_t> row_dim) {
 }
 
 uint32_t fingerprint(const RowKind& kind) {
-  uint32_t hash = 2166136261;  // FNV-1a
-  const auto add = [&](uint64_t byte) { hash = (hash ^ static_cast<uint32_t>(byte)) * 16777619; };
-  for (const char letter : kind.form) {
-    add(static_cast<unsigned char>(letter));
-  }
+  Fnv<uint32_t> hash;
+  hash.add(kind.form);
   for (const auto size : kind.sizes) {
     for (int shift = 0; shift < 64; shift += 8) {
-      add(static_cast<uint64_t>(size) >> shift & 0xFF);
+      hash.add(static_cast<uint8_t>(static_cast<uint64_t>(size) >> shift));
     }
   }
-  return hash;
+  return hash.value();
 }
 
 }  // namespace brimful

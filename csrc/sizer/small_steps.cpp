@@ -9,6 +9,7 @@ namespace {
 constexpr int64_t kSmallestRows = 2;  // BatchNorm refuses one
 constexpr int64_t kFirstCheckedRows = 16;
 constexpr double kCloseEnough = 0.01;  // of the peak: else twice as many rows are run
+constexpr double kMostGuessed = 0.02;  // of the peak of all rows: likewise
 constexpr int64_t kMostRows = int64_t{1} << 40;
 }  // namespace
 
@@ -33,7 +34,8 @@ void SmallSteps::run(int64_t rows, const StepWith& step_with) {
       const auto told = static_cast<double>(model_->peak_bytes(few));
       trace(few, step_with(few));
       const auto peak = static_cast<double>(memory::peak_bytes(traces_.back().trace));
-      if (std::abs(told - peak) <= kCloseEnough * peak) {
+      if (std::abs(told - peak) <= kCloseEnough * peak &&
+          (!model_ || model_->guessed_share(rows) <= kMostGuessed)) {
         break;
       }
     }
@@ -66,6 +68,14 @@ std::optional<int64_t> SmallSteps::peak_bytes(int64_t rows) const {
   return model_ && room_
              ? std::optional(room_->used_bytes() + room_->need(*model_, rows).peak_bytes)
              : std::nullopt;
+}
+
+int64_t SmallSteps::margin_bytes(int64_t rows) const {
+  return model_ && room_ ? room_->margin_bytes(*model_, rows) : 0;
+}
+
+bool SmallSteps::workspaces_unknown() const {
+  return model_ && room_ && room_->workspaces_unknown();
 }
 
 std::optional<int64_t> SmallSteps::limit_bytes() const {

@@ -23,7 +23,7 @@ class BRIMFUL_API SmallSteps {
   explicit SmallSteps(c10::Device device) : device_(device) {}
 
   /// Runs steps with two and three rows, and with more to check, each with fewer than `rows`; none where the device's
-  /// allocator does not tell what it is asked for. After an error of theirs nothing is known.
+  /// allocator does not report what it is asked for. After an error of theirs nothing is known.
   void run(int64_t rows, const StepWith& step_with);
   /// One more, of all rows.
   void run_whole(int64_t rows, const Step& step);
@@ -33,6 +33,10 @@ class BRIMFUL_API SmallSteps {
             const std::vector<at::Tensor>& gone);
   /// In all, of a step with so many rows; nothing where steps follow no law, or before look().
   std::optional<int64_t> peak_bytes(int64_t rows) const;
+  /// What peak_bytes() may be short by; 0 before look().
+  int64_t margin_bytes(int64_t rows) const;
+  /// As of a Plan; false where nothing is known.
+  bool workspaces_unknown() const;
   /// Of a step that stays within limit_bytes().
   std::optional<int64_t> largest_rows() const;
   /// On CUDA without a limit what the device has for tensors.

@@ -30,7 +30,7 @@ struct Shortfall {
   int64_t max_retries = 0;
   bool may_split = true;                  ///< batch_norm: refuse allows none
   std::vector<TriedSplit> tried;          ///< the last one is that which failed the step
-  std::optional<StandingBytes> standing;  ///< nothing: nobody can say
+  std::optional<StandingBytes> standing;  ///< nothing: not known
   int64_t used_bytes = 0;                 ///< with the work's tensors gone, gradients still there
   int64_t optimizer_bytes = 0;            ///< beyond those: gradients to come and the optimizer
   int64_t rows_done = 0;                  ///< of a mapping

@@ -10,7 +10,7 @@ namespace brimful {
 namespace {
 constexpr const char* kGivenUp = "given_up";
 
-/// On a thread that nobody waits for.
+/// On a thread that no rank waits for.
 template <typename Work>
 auto ask_aside(Work work) {
   std::packaged_task<decltype(work())()> task(std::move(work));

@@ -10,7 +10,7 @@
 
 namespace brimful {
 
-/// Where the ranks of a group leave word of their failures, and read that of others: in the group's store. Its server may
+/// Where the ranks of a group post their failures, and read those of others: in the group's store. Its server may
 /// be a process that is stopped and never answers, so the store is asked on threads of their own, and a call waits for its
 /// answer no longer than for `patience`. A group may have no store: then nothing is left and nothing known.
 /// Thread-safe.
@@ -22,9 +22,9 @@ class FailureBoard {
   /// `prefix`: of the keys in the store, the same on all ranks.
   FailureBoard(c10::intrusive_ptr<c10d::Store> store, std::string prefix);
 
-  /// Where a rank leaves word of its failure in a step.
+  /// Where a rank posts its failure in a step.
   static std::string place_of(int64_t step, int rank);
-  /// Leaves word. The first one at a place stays: later ones know less.
+  /// Posts. The first one at a place stays: later ones know less.
   /// @throws std::exception if the store is gone or does not answer
   void post(const std::string& place, const Failure& failure,
             Patience patience = kAnswerPatience) const;
@@ -37,7 +37,7 @@ class FailureBoard {
   /// What lies there now.
   /// @throws std::exception if the store is gone or does not answer
   std::optional<Failure> find(const std::string& place, Patience patience = kAnswerPatience) const;
-  /// The lowest other rank's that has left word of a failure in this step; nothing if the store is gone.
+  /// Of the lowest other rank that has posted a failure in this step; nothing if the store is gone.
   std::optional<Failure> find_other(int64_t step, int own_rank, int world_size) const;
   /// What lies there within `patience` of the store's answer; else a failure that says that it did not arrive.
   Failure await(const std::string& place, Patience patience) const;

@@ -9,16 +9,10 @@
 #include <optional>
 
 #include "base/format.h"
+#include "memory/tensor_bytes.h"
 
 namespace brimful {
 namespace {
-int64_t bytes_of(const at::Tensor& gradient) {
-  if (gradient.layout() == at::kSparse) {
-    return static_cast<int64_t>(gradient._values().nbytes() + gradient._indices().nbytes());
-  }
-  return gradient.layout() == at::kStrided ? static_cast<int64_t>(gradient.nbytes()) : 0;
-}
-
 at::Tensor apart(const at::Tensor& gradient) {
   if (gradient.layout() != at::kStrided || gradient.storage().use_count() == 1) {
     return gradient;
@@ -49,7 +43,7 @@ void KeptGradients::take(const std::vector<at::Tensor>& parameters) {
       unlimited.emplace();
       kept = apart(gradient);
     }
-    bytes_ += bytes_of(kept);
+    bytes_ += memory::bytes_of(kept);
     kept_.emplace_back(parameter, std::move(kept));
     gradient.reset();
   }

@@ -46,7 +46,7 @@ constexpr std::array<std::string_view, 8> kUnclearTexts{
     "GET was unable to find an engine to execute this computation",
     "Unable to find a valid cuDNN algorithm to run convolution",
 };
-// The context is broken: every later call of the process fails too. torch appends the error's name to its words.
+// The context is broken: every later call of the process fails too. torch appends the error's name to its message.
 constexpr std::array<std::string_view, 14> kLostTexts{
     "NCCL",
     "device-side assert triggered",

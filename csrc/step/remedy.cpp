@@ -34,7 +34,7 @@ std::optional<int64_t> bytes_in(std::string_view text) {
   return std::nullopt;
 }
 
-/// The size that stands in front of `what`: number and unit, two words.
+/// The size that stands in front of `what`: number and unit, with a space between.
 std::optional<int64_t> bytes_before(std::string_view message, std::string_view what) {
   const auto end = message.find(what);
   if (end == std::string_view::npos) {

@@ -28,7 +28,7 @@ enum class Remedy : uint8_t {
 };
 BRIMFUL_API Remedy remedy_for(const Refusal& refusal);
 
-/// True if the same work may fit when torch's cache on `device` is given back, by the words of what ran out and, where
+/// True if the same work may fit when torch's cache on `device` is given back, by the message of what ran out and, where
 /// they do not say it, by what the cache holds now.
 BRIMFUL_API bool release_helps(const std::string& shortage, c10::Device device);
 

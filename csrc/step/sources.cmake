@@ -5,7 +5,7 @@ brimful_sources(HEAVY
   engine_queue.cpp
   failure.cpp
   failure_board.cpp
-  failure_words.cpp
+  failures.cpp
   kept_batch.cpp
   kept_gradients.cpp
   no_capture.cpp

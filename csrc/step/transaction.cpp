@@ -93,7 +93,7 @@ void Transaction::restore() {
   }
 }
 
-// A module of C++ lets nobody put the tensor back that it had.
+// In a module of C++ the tensor that it had cannot be put back.
 void Transaction::restore_replaced() {
   const auto now = current_();
   for (size_t i = 0; i < std::min(now.size(), buffers_.size()); ++i) {

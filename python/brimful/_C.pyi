@@ -599,6 +599,12 @@ class Plan:
     @property
     def limit_bytes(self) -> int | None: ...
     @property
+    def margin_bytes(self) -> int: ...
+    @property
+    def workspaces_unknown(self) -> bool: ...
+    @property
+    def whole_bytes(self) -> int | None: ...
+    @property
     def parameter_bytes(self) -> int: ...
     @property
     def gradient_bytes(self) -> int: ...
@@ -1090,6 +1096,8 @@ class StepSummary:
     optimizer_peak_bytes: int
     peak_bytes: int
     predicted_bytes: int | None
+    margin_bytes: int
+    workspaces_unknown: bool
     bytes_per_row: float | None
     limit_bytes: int | None
     largest_rows: int | None

@@ -1,4 +1,8 @@
-"""A batch size that fits, found by trying; the ranks agree on each try in C++."""
+"""A batch size that fits, found by trying; the ranks agree on each try in C++.
+
+The retry driver of steps is not used here: it cuts known rows into smaller pieces, and here each try is other work,
+whose size is the caller's (``reduce_batch_size_fn``) or accelerate's rule.
+"""
 
 from __future__ import annotations
 

@@ -27,10 +27,11 @@ from typing import Any
 import torch
 
 from brimful import memory
+from brimful._modules import unwrapped
 from brimful._process_end import is_out_of_memory, text_of
 from brimful.errors import explain
 from brimful.finder import _clean
-from brimful.memory._summary import summary
+from brimful.memory._summary import _Step, summary
 from brimful.monitor import gpus
 from brimful.sizer import BatchSizer, _trial
 from brimful.sizer._trial import Trial, WouldRunOut
@@ -137,7 +138,8 @@ def probe(build: Callable[[Config], tuple[Any, ...]]) -> Callable[[Config], int]
 
     ``build(config)`` returns ``(model, batch, loss_fn)``, or with the optimizer after them; ``loss_fn(model, batch)``.
     A few rows are run, see ``BatchSizer.plan``; where memory follows no law, the batch. Each config is asked for once.
-    On CUDA it is what torch's allocator reserves, as a limit counts it. Peaks on the CPU are only near those of a GPU,
+    On CUDA it is what torch's allocator reserves, as a limit counts it, and where neither a few rows nor the batch can
+    be run, all that the device has. Peaks on the CPU are only near those of a GPU,
     whose allocator takes whole segments, and whose libraries other workspaces.
     """
     known: dict[str, int] = {}
@@ -154,12 +156,45 @@ def probe(build: Callable[[Config], tuple[Any, ...]]) -> Callable[[Config], int]
 
 def _probed(build: Callable[[Config], tuple[Any, ...]], config: Config) -> int:
     before = {on: memory.stats(on).reserved_bytes for on in _devices_in_use()}
-    model, batch, loss_fn, optimizer = (*build(config), None)[:4]
+    try:
+        model, batch, loss_fn, optimizer = (*build(config), None)[:4]
+        device, peak_bytes = _whole_bytes(model, batch, loss_fn, optimizer)
+        if peak_bytes is None:
+            _clean()
+            with _trial.unlimited(device):
+                peak_bytes = (
+                    _most_reserved(model, batch, loss_fn, optimizer, device)
+                    if device.type == "cuda"
+                    else summary(model, batch, loss_fn=loss_fn, optimizer=optimizer).peak_bytes
+                )
+        return peak_bytes - before.get(device, 0)
+    except torch.OutOfMemoryError as error:  # also where the batch alone is too large
+        if "CUDA" not in str(error):
+            raise
+        return _free_and_total(_device(None))[1]
+
+
+def _whole_bytes(
+    model: Any, batch: Any, loss_fn: Any, optimizer: Any
+) -> tuple[torch.device, int | None]:
+    """The model's device, and by a plan what the batch takes there in one piece."""
     sizer = BatchSizer(model, optimizer, local=True)
     planned = _trial.without_limit(lambda: sizer.plan(batch, loss_fn), sizer._device)
-    if planned is not None and planned.pieces == 1:
-        return _trial.bytes_of(planned) - before.get(sizer._device, 0)
-    return summary(model, batch, loss_fn=loss_fn, optimizer=optimizer).peak_bytes
+    return sizer._device, None if planned is None else planned.whole_bytes
+
+
+def _most_reserved(
+    model: Any, batch: Any, loss_fn: Any, optimizer: Any, device: torch.device
+) -> int:
+    """By torch's allocator in a step of the model, which is the probe's own and need not stay as it is."""
+    step = _Step(unwrapped(model), loss_fn, optimizer, True, None)
+    _clean()
+    torch.cuda.reset_peak_memory_stats(device)
+    with torch.random.fork_rng([device]):
+        for _ in range(2):  # the first one makes the optimizer's state
+            step.run(batch)
+            step.model.zero_grad()
+    return torch.cuda.max_memory_reserved(device)
 
 
 def fraction(peak_bytes: int, total_bytes: int, headroom: float = 1.15) -> float:

@@ -11,6 +11,16 @@ def _allocator(settings: str) -> dict[str, str]:
     return {"PYTORCH_CUDA_ALLOC_CONF": settings, "PYTORCH_ALLOC_CONF": settings}
 
 
+def _tests(folder: str, limit_s: float) -> Part:
+    return Part(
+        f"tests_{folder}",
+        "tests",
+        f"Python tests marked gpu: {folder}",
+        limit_s,
+        {TESTS: folder},
+    )
+
+
 @dataclass(frozen=True)
 class Part:
     """`limit_s`: when the part's process is ended. `module`: of tools.gpu.parts."""
@@ -22,6 +32,19 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+TESTS = "GPU_CHECK_TESTS"  # the variable that names a folder of tests/python
+# Of tests/python, those that have tests marked gpu: a part each, so that --resume runs what is left of them. Not
+# project, whose tests marked gpu are of this command, and of pages about the simulated device.
+FOLDERS = {
+    "faults": 240,
+    "launch": 120,
+    "memory": 240,
+    "pipeline": 240,
+    "probes": 120,
+    "reducer": 120,
+    "search": 120,
+    "sizer": 480,
+}
 PARTS = [
     Part("versions", "versions", "versions, the device, brimful doctor"),
     Part("recorded", "recorded", "allocator statistics against those of the simulated device"),
@@ -38,6 +61,6 @@ PARTS = [
     Part("kernels", "kernels", "kernels of brimful's own against their fallbacks", 30),
     Part("sanitizer", "sanitizer", "compute-sanitizer on a small step", 300),
     Part("tests_cpp", "tests_cpp", "C++ tests marked gpu", 240),
-    Part("tests", "tests", "Python tests marked gpu", 480),
+    *(_tests(folder, limit_s) for folder, limit_s in FOLDERS.items()),
 ]
 BY_NAME = {part.name: part for part in PARTS}

@@ -125,7 +125,7 @@ class Chart:
             )
 
     def mark(self, at: float, text: str, colour: str = RED) -> None:
-        """A vertical line with its words above, to the left of it where there is no room to the right."""
+        """A vertical line with its text above, to the left of it where there is no room to the right."""
         x, bottom = self.x(at), TOP + self._inner_height()
         side = "end" if x + 6.4 * len(text) > WIDTH - RIGHT else ""
         self._body.append(

@@ -129,7 +129,7 @@ def draw_categories() -> str:
 
 
 def draw_forecast() -> str:
-    """Peaks told from 2, 3 and 16 rows, the peaks of the steps themselves, and what two peaks would tell."""
+    """Peaks forecast from 2, 3 and 16 rows, the peaks of the steps themselves, and what two peaks would forecast."""
     model = mlp(512, 6)
     optimizer = torch.optim.Adam(model.parameters())
 

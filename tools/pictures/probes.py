@@ -84,7 +84,7 @@ def train(model, optimizer, after_step):
 
 
 def draw_leak_rule() -> str:
-    """Of each line, the steps whose tensors live when a LeakFinder tells the one that grows."""
+    """Of each line, the steps whose tensors live when a LeakFinder names the one that grows."""
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64))
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     lines = {

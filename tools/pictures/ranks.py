@@ -20,7 +20,7 @@ Span = tuple[float, float, str]
 
 
 class Diary:
-    """Spans of forward, backward and waiting of one rank, told by hooks of its parameters."""
+    """Spans of forward, backward and waiting of one rank, reported by hooks of its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.spans: list[Span] = []

@@ -1,6 +1,5 @@
 #pragma once
-// Everything that brimful offers to C++ programs but launch/checkpoint.h and sizer/batch_norms.h, which take more of torch
-// in; and c10d::ProcessGroup, which programs call. Files that need one part compile faster with that part's header.
+// The classes of the tutorials, and c10d::ProcessGroup; leaves out what fewer programs use, to be included by name.
 #include <brimful/error.h>
 #include <brimful/launch/distributed_sampler.h>
 #include <brimful/launch/init_from_env.h>

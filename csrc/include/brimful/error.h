@@ -31,7 +31,7 @@ using FailureKind = Status;
 class BRIMFUL_API RankFailed : public c10::Error {
  public:
   RankFailed(int rank, int64_t step, FailureKind kind, const std::string& message);
-  /// The lowest rank that failed, or -1 where the process group broke and nobody posted a failure.
+  /// The lowest rank that failed, or -1 where the process group broke and no rank posted a failure.
   int rank() const { return rank_; }
   /// The step's number, counted from 0 by the reducer; -1 outside of steps, in a checkpoint.
   int64_t step() const { return step_; }

@@ -5,7 +5,7 @@
 #include <brimful/step/oom.h>
 
 #include "pipeline/executor/executor_impl.h"
-#include "pipeline/schedule/describe_action.h"
+#include "pipeline/schedule/action_sentence.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -42,12 +42,12 @@ void Executor::Impl::note_failure(int rank, int index, std::exception_ptr error)
 }
 
 void Executor::Impl::end_from_outside() {
-  ended_.store(true, std::memory_order_relaxed);
+  signals_.ended.store(true, std::memory_order_relaxed);
   cancel();
 }
 
 void Executor::Impl::cancel() {
-  cancelled_.store(true, std::memory_order_release);
+  signals_.cancelled.store(true, std::memory_order_release);
   for (auto& bell : bells_) {
     bell.ring();
   }
@@ -55,21 +55,21 @@ void Executor::Impl::cancel() {
 
 void Executor::Impl::end_work(int rank) {
   places_[rank].idle.store(true, std::memory_order_release);
-  const std::lock_guard lock(idle_mutex_);
-  if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    idle_.notify_all();
+  const std::lock_guard lock(idle_.mutex);
+  if (idle_.running.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    idle_.all.notify_all();
   }
 }
 
 void Executor::Impl::await_ranks() {
-  std::unique_lock lock(idle_mutex_);
-  idle_.wait(lock, [&] { return running_.load(std::memory_order_acquire) == 0; });
+  std::unique_lock lock(idle_.mutex);
+  idle_.all.wait(lock, [&] { return idle_.running.load(std::memory_order_acquire) == 0; });
 }
 
 bool Executor::Impl::await_ranks(std::chrono::milliseconds patience) {
-  std::unique_lock lock(idle_mutex_);
-  return idle_.wait_for(lock, patience,
-                        [&] { return running_.load(std::memory_order_acquire) == 0; });
+  std::unique_lock lock(idle_.mutex);
+  return idle_.all.wait_for(lock, patience,
+                            [&] { return idle_.running.load(std::memory_order_acquire) == 0; });
 }
 
 void Executor::Impl::ask_for_interrupt(std::exception_ptr& thrown) const {
@@ -95,7 +95,7 @@ bool Executor::Impl::await_end(std::exception_ptr& interrupted) {
     if (again) {
       return false;
     }
-    if (!end && (interrupted || ended_.load(std::memory_order_acquire))) {
+    if (!end && (interrupted || signals_.ended.load(std::memory_order_acquire))) {
       end = Clock::now() + options.patience;
     }
     if (end && Clock::now() >= *end && !await_ranks(std::chrono::milliseconds(0))) {
@@ -118,8 +118,8 @@ void Executor::Impl::abandon() {
     const auto& order = job_.schedule.ranks[first_rank() + i];
     const auto done = places_[i].done.load(std::memory_order_relaxed);
     if (done < std::ssize(order)) {
-      text +=
-          (text.empty() ? "" : ", ") + to_string(order[done]) + " (" + describe(order[done]) + ")";
+      text += (text.empty() ? "" : ", ") + to_string(order[done]) + " (" +
+              to_sentence(order[done]) + ")";
     }
     for (size_t stage = 0; stage < runs_.size(); ++stage) {
       if (rank_of_stage_[stage] == first_rank() + i) {
@@ -127,15 +127,15 @@ void Executor::Impl::abandon() {
       }
     }
   }
-  abandoned_text_ = text.empty() ? "the end of a step" : text;
+  abandoned_.text = text.empty() ? "the end of a step" : text;
   turns_.abandon();
-  self_ = shared_from_this();
-  abandoned_.store(true, std::memory_order_release);
+  abandoned_.self = shared_from_this();
+  abandoned_.is.store(true, std::memory_order_release);
   for (auto& thread : threads_) {
     thread.detach();
   }
   stop();
-  log(LogLevel::warning, "a step was ended while " + abandoned_text_ +
+  log(LogLevel::warning, "a step was ended while " + abandoned_.text +
                              " went on; the pipeline cannot be used any more");
 }
 
@@ -143,7 +143,8 @@ void Executor::Impl::abandon() {
 void Executor::Impl::drop_late_gradients(const Stage& stage) {
   for (const auto& parameter : stage.parameters) {
     if (parameter.requires_grad()) {
-      late_gradients_.push_back(parameter.grad());  // a sum that is under way writes there
+      // A sum that is under way writes there.
+      abandoned_.late_gradients.push_back(parameter.grad());
       parameter.register_hook([number = number_](const at::Tensor& /*gradient*/) {
         if (executor_here == number) {
           throw Cancelled();
@@ -155,13 +156,13 @@ void Executor::Impl::drop_late_gradients(const Stage& stage) {
 
 void Executor::Impl::leave_thread() {
   if (threads_left_.fetch_sub(1, std::memory_order_acq_rel) == 1 &&
-      abandoned_.load(std::memory_order_acquire)) {
-    const auto self = std::move(self_);
+      abandoned_.is.load(std::memory_order_acquire)) {
+    const auto self = std::move(abandoned_.self);
   }
 }
 
 std::string Executor::Impl::abandoned() const {
-  return abandoned_.load(std::memory_order_acquire) ? abandoned_text_ : "";
+  return abandoned_.is.load(std::memory_order_acquire) ? abandoned_.text : "";
 }
 
 std::string Executor::abandoned() const {

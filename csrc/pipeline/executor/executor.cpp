@@ -48,7 +48,7 @@ Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
       options(std::move(wanted)),
       bells_(ranks()),
       places_(ranks()),
-      turns_(options.devices, cancelled_),
+      turns_(options.devices, signals_.cancelled),
       number_(++executors) {
   TORCH_CHECK_VALUE(!stages.empty(), "a pipeline has at least one stage (stages: 0)");
   TORCH_CHECK_VALUE(
@@ -62,7 +62,7 @@ Executor::Impl::Impl(std::vector<Stage> stages_of_model, ExecutorOptions wanted)
     bell.set_spin(crowded ? std::chrono::microseconds(0) : options.spin);
   }
   const int callers_threads = at::get_num_threads();
-  running_.store(ranks(), std::memory_order_relaxed);
+  idle_.running.store(ranks(), std::memory_order_relaxed);
   try {
     for (int rank = 0; rank < ranks(); ++rank) {
       threads_.emplace_back([this, rank, callers_threads] {
@@ -91,7 +91,7 @@ Executor::Impl::~Impl() {
 }
 
 void Executor::Impl::stop() {
-  stop_.store(true, std::memory_order_release);
+  signals_.stop.store(true, std::memory_order_release);
   for (auto& bell : bells_) {
     bell.ring();
   }
@@ -125,7 +125,7 @@ Channel* Executor::Impl::connect(int from, int to, int number) {
   if (is_here(from) && is_here(to)) {
     const auto& devices = options.devices;
     channels_.push_back(std::make_unique<LocalChannel>(
-        bells_[to - first_rank()], cancelled_,
+        bells_[to - first_rank()], signals_.cancelled,
         CopyLane::between(devices[from - first_rank()], devices[to - first_rank()])));
   } else if (is_here(from) || is_here(to)) {
     channels_.push_back(options.peers->channel(from, to, number));
@@ -181,7 +181,7 @@ void Executor::Impl::prepare(const Schedule& schedule, const StepWork& work, Ste
 }
 
 StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
-  TORCH_CHECK(!abandoned_, "the pipeline was abandoned (under way: ", abandoned_text_,
+  TORCH_CHECK(!abandoned_.is, "the pipeline was abandoned (under way: ", abandoned_.text,
               "); make a new one");
   TORCH_CHECK_VALUE(!is_forked(),
                     "a pipeline cannot be used in a forked process (made in process: ", process_,
@@ -222,9 +222,9 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
 }
 
 void Executor::Impl::wake_ranks() {
-  cancelled_.store(false, std::memory_order_relaxed);
-  ended_.store(false, std::memory_order_relaxed);
-  running_.store(ranks(), std::memory_order_relaxed);
+  signals_.cancelled.store(false, std::memory_order_relaxed);
+  signals_.ended.store(false, std::memory_order_relaxed);
+  idle_.running.store(ranks(), std::memory_order_relaxed);
   for (auto& place : places_) {
     place.idle.store(false, std::memory_order_relaxed);
   }
@@ -235,18 +235,19 @@ void Executor::Impl::wake_ranks() {
 }
 
 void Executor::Impl::finish(const Schedule& schedule, StepResult& result) {
-  result.cancelled = ended_.exchange(false, std::memory_order_acq_rel);
+  result.cancelled = signals_.ended.exchange(false, std::memory_order_acq_rel);
   std::string left;
   for (auto& run : runs_) {
-    result.peak_live.push_back(run.peak_live);
-    result.peak_live_bytes.push_back(run.peak_live_bytes);
+    result.peak_live.push_back(run.held.peak);
+    result.peak_live_bytes.push_back(run.held.peak_bytes);
     result.split_notes.push_back(run.split_note);
     std::move(run.caller_gradients.begin(), run.caller_gradients.end(),
               std::back_inserter(result.caller_gradients));
     run.caller_gradients.clear();
     left = left.empty() && run.stage != nullptr ? run.left_undone() : left;
   }
-  const bool is_cancelled = cancelled_.load(std::memory_order_relaxed) || result.interrupted;
+  const bool is_cancelled =
+      signals_.cancelled.load(std::memory_order_relaxed) || result.interrupted;
   result.drew_together = turns_.end(!is_cancelled && left.empty());
   if (is_cancelled || !left.empty()) {  // what was under way pins memory
     result.caller_gradients.clear();
@@ -270,9 +271,9 @@ void Executor::Impl::thread_main(int rank) {
   while (true) {
     bells_[rank].wait_until([&] {
       return job_number_.load(std::memory_order_acquire) != done ||
-             stop_.load(std::memory_order_acquire);
+             signals_.stop.load(std::memory_order_acquire);
     });
-    if (stop_.load(std::memory_order_acquire)) {
+    if (signals_.stop.load(std::memory_order_acquire)) {
       return leave_thread();
     }
     ++done;
@@ -291,9 +292,9 @@ void Executor::Impl::run_rank(int rank) {
   const EvidenceScope evidence(options.devices[rank]);
   const DrawWatch watch(turns_.watches());
   RankRun run(job_.work, skips_, job_.result, options.trace, places_[rank].waits, turns_, rank,
-              cancelled_);
+              signals_.cancelled);
   run_actions(first_rank() + rank, run);
-  if (cancelled_.load(std::memory_order_acquire)) {
+  if (signals_.cancelled.load(std::memory_order_acquire)) {
     drop_stages(first_rank() + rank);
   }
 }
@@ -317,7 +318,7 @@ void Executor::Impl::run_actions(int rank, RankRun& run) {
     began = now_ns();
   }
   for (size_t i = 0; i < order.size(); ++i) {
-    if (cancelled_.load(std::memory_order_relaxed)) {
+    if (signals_.cancelled.load(std::memory_order_relaxed)) {
       return drain(rank, i, run);
     }
     const auto& action = order[i];

@@ -54,6 +54,24 @@ class Executor::Impl : public std::enable_shared_from_this<Executor::Impl> {
     std::atomic<bool> idle{true};
   };
 
+  /// To wait until the ranks are.
+  struct Idle {
+    std::mutex mutex;
+    std::condition_variable all;
+    std::atomic<int> running{0};
+  };
+  struct Signals {
+    std::atomic<bool> cancelled{false};
+    std::atomic<bool> ended{false};  ///< by end_from_outside()
+    std::atomic<bool> stop{false};
+  };
+  struct Abandoned {
+    std::atomic<bool> is{false};
+    std::string text;            ///< what still ran
+    std::shared_ptr<Impl> self;  ///< until the last thread of an abandoned run has ended
+    std::vector<at::Tensor> late_gradients;  ///< that an abandoned action may be adding to
+  };
+
   /// Of this process, and the schedule's number of the first of them.
   int ranks() const { return static_cast<int>(options.devices.size()); }
   int first_rank() const { return options.peers ? options.peers->rank() : 0; }
@@ -94,13 +112,9 @@ class Executor::Impl : public std::enable_shared_from_this<Executor::Impl> {
 
   const pid_t process_ = ::getpid();
   std::vector<Bell> bells_;  ///< by rank
-  std::mutex idle_mutex_;
-  std::condition_variable idle_;  ///< the ranks are
+  Idle idle_;
   std::atomic<uint64_t> job_number_{0};
-  std::atomic<int> running_{0};
-  std::atomic<bool> cancelled_{false};
-  std::atomic<bool> ended_{false};  ///< by end_from_outside()
-  std::atomic<bool> stop_{false};
+  Signals signals_;
   Job job_;
   mutable std::mutex job_mutex_;  ///< between progress() and the beginning and end of run()
   std::vector<Place> places_;     ///< by rank
@@ -111,10 +125,7 @@ class Executor::Impl : public std::enable_shared_from_this<Executor::Impl> {
   std::vector<StageRun> runs_;  ///< by stage; empty ones for those of other processes
   std::vector<std::unique_ptr<Channel>> channels_;  ///< that end or begin here
   const uint64_t number_;                           ///< no other executor has it
-  std::atomic<bool> abandoned_{false};
-  std::string abandoned_text_;              ///< what still ran
-  std::shared_ptr<Impl> self_;              ///< until the last thread of an abandoned run has ended
-  std::vector<at::Tensor> late_gradients_;  ///< that an abandoned action may be adding to
+  Abandoned abandoned_;
   std::atomic<int> threads_left_{ranks()};
   std::vector<std::jthread> threads_;  ///< last: they use all of the above
 };

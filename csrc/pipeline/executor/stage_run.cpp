@@ -33,19 +33,18 @@ void StageRun::begin(const Schedule& schedule, const std::vector<int>& rank_of_s
   waiting_gradients.resize(microbatches);
   received.resize(microbatches);
   received_gradients.resize(microbatches);
-  live = peak_live = 0;
-  live_bytes = peak_live_bytes = 0;
+  held = {};
 }
 
 void StageRun::begin_flight(InFlight& flight) {
   flight.phase = Phase::forwarded;
   flight.live = true;
-  peak_live = std::max(peak_live, ++live);
+  held.peak = std::max(held.peak, ++held.now);
 }
 
 void StageRun::end_flight(InFlight& flight) {
-  live -= flight.live ? 1 : 0;
-  live_bytes -= flight.bytes;
+  held.now -= flight.live ? 1 : 0;
+  held.bytes -= flight.bytes;
   flight.drop_inputs();
   auto shapes = std::move(flight.shapes);
   flight = {};
@@ -59,8 +58,8 @@ void StageRun::hold(InFlight& flight, int64_t bytes) {
   }
   bytes = std::max(bytes, -flight.bytes);  // what others had allocated may have gone too
   flight.bytes += bytes;
-  live_bytes += bytes;
-  peak_live_bytes = std::max(peak_live_bytes, live_bytes);
+  held.bytes += bytes;
+  held.peak_bytes = std::max(held.peak_bytes, held.bytes);
 }
 
 std::string StageRun::left_undone() const {

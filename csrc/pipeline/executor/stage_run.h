@@ -41,6 +41,14 @@ struct InFlight {
   std::string input_shapes() const;
 };
 
+/// Microbatches whose graphs a stage holds, and what their actions have left allocated.
+struct Held {
+  int now = 0;
+  int peak = 0;
+  int64_t bytes = 0;
+  int64_t peak_bytes = 0;
+};
+
 /// A stage in the hands of its rank.
 struct StageRun {
   int index = 0;
@@ -60,10 +68,7 @@ struct StageRun {
   std::vector<std::optional<Message>> received;
   std::vector<std::optional<Message>> received_gradients;
   KnownParameters known_parameters;
-  int live = 0;
-  int peak_live = 0;
-  int64_t live_bytes = 0;
-  int64_t peak_live_bytes = 0;
+  Held held;
   bool splits = true;  ///< false: what I would do is a whole backward, since two parts cost more
   std::string split_note;  ///< why its backward is not, or not entirely, split
   std::vector<CallerGradient> caller_gradients;

@@ -65,10 +65,10 @@ Ranks receives_before_use(const Places& places) {
   std::vector<std::vector<Action>> receives(places.size());  // before each action
   for (auto& [ends, messages] : channels) {
     int latest = places.size();
-    for (auto message = messages.rbegin(); message != messages.rend(); ++message) {
-      latest = std::min(latest, message->use);
-      message->use = latest;
-    }
+    std::for_each(messages.rbegin(), messages.rend(), [&](auto& message) {
+      latest = std::min(latest, message.use);
+      message.use = latest;
+    });
     for (const auto& message : messages) {
       receives[message.use].push_back(other_end(message.send));
     }

@@ -9,10 +9,6 @@ constexpr bool is_send(ActionKind kind) {
   return kind == ActionKind::send_forward || kind == ActionKind::send_backward;
 }
 
-constexpr bool is_receive(ActionKind kind) {
-  return kind == ActionKind::receive_forward || kind == ActionKind::receive_backward;
-}
-
 /// B or I: what makes gradients of a stage's inputs.
 constexpr bool gives_input_gradients(ActionKind kind) {
   return kind == ActionKind::backward || kind == ActionKind::backward_input;

@@ -67,6 +67,7 @@ std::vector<MessageOrder> channels_of(const Places& places, ChannelKind kind) {
     (sends ? channel.sends : channel.receives).push_back(place);
   }
   std::vector<MessageOrder> result;
+  result.reserve(channels.size());
   for (auto& [key, channel] : channels) {
     result.push_back(std::move(channel));
   }

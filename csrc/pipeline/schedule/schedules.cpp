@@ -25,7 +25,7 @@ std::vector<Action> in_turns(const std::vector<Action>& forwards, std::vector<Ac
   std::vector<Action> actions;
   const auto count = forwards.size();
   const auto warm_up = std::min<size_t>(turns.warm_up, count);
-  actions.assign(forwards.begin(), forwards.begin() + warm_up);
+  actions.assign(forwards.begin(), forwards.begin() + static_cast<int64_t>(warm_up));
   size_t weights = 0;
   const auto add_weight = [&] {
     actions.push_back(
@@ -78,6 +78,7 @@ std::vector<Action> in_rounds(const std::vector<int>& rounds, std::vector<int> s
 
 std::vector<int> stages_of(int rank, int ranks, int stages_per_rank) {
   std::vector<int> stages;
+  stages.reserve(stages_per_rank);
   for (int i = 0; i < stages_per_rank; ++i) {
     stages.push_back(rank + i * ranks);
   }
@@ -219,6 +220,7 @@ Schedule forward_only(int ranks, int stages_per_rank, int microbatches) {
 
 std::vector<std::string> schedule_names() {
   std::vector<std::string> names;
+  names.reserve(kBuiltIns.size());
   for (const auto& built_in : kBuiltIns) {
     names.emplace_back(built_in.name);
   }

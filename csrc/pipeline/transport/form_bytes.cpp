@@ -68,9 +68,8 @@ std::shared_ptr<const Form> make_form(FormReader& reader) {
 }
 
 void Form::write(FormWriter& /*writer*/) const {
-  TORCH_CHECK_TYPE(false,
-                   "a structure of this kind cannot be sent to another process (form: ", describe(),
-                   "); return tensors, or tuples, lists and dicts of them");
+  TORCH_CHECK_TYPE(false, "a structure of this kind cannot be sent to another process (form: ",
+                   to_string(), "); return tensors, or tuples, lists and dicts of them");
 }
 
 }  // namespace brimful::pipeline

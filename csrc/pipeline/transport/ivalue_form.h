@@ -9,7 +9,7 @@ namespace brimful::pipeline {
 class IValueForm : public Form {
  public:
   explicit IValueForm(c10::IValue skeleton) : skeleton_(std::move(skeleton)) {}
-  std::string describe() const override { return skeleton_.tagKind(); }
+  std::string to_string() const override { return skeleton_.tagKind(); }
   void write(FormWriter& writer) const override;
   const c10::IValue& skeleton() const { return skeleton_; }
 

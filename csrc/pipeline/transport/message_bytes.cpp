@@ -19,7 +19,7 @@ int64_t aligned(int64_t bytes) {
 }
 
 /// The form, and names of what was stashed; most messages have neither.
-std::string text_of(const Message& message) {
+std::string encode_form(const Message& message) {
   if (message.value.form == nullptr && message.stashed.empty()) {
     return {};
   }
@@ -34,7 +34,7 @@ std::string text_of(const Message& message) {
   return writer.bytes();
 }
 
-void read_text(std::string_view text, Message& message) {
+void decode_form(std::string_view text, Message& message) {
   if (text.empty()) {
     return;
   }
@@ -49,7 +49,7 @@ void read_text(std::string_view text, Message& message) {
 }  // namespace
 
 PackedMessage::PackedMessage(const Message& message, int64_t place, int64_t rows)
-    : message_(message), text_(text_of(message)) {
+    : message_(message), text_(encode_form(message)) {
   const auto& tensors = message.value.tensors;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& tensor = tensors[i];
@@ -124,7 +124,8 @@ Message read_message(const at::Tensor& bytes, MakeApart make_apart) {
     payload += aligned(static_cast<int64_t>(tensor.nbytes()));
     message.value.tensors.push_back(std::move(tensor));
   }
-  read_text({reinterpret_cast<const char*>(words), static_cast<size_t>(head.text_bytes)}, message);
+  decode_form({reinterpret_cast<const char*>(words), static_cast<size_t>(head.text_bytes)},
+              message);
   return message;
 }
 

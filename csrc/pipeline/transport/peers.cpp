@@ -33,6 +33,7 @@ PeerVerdict worse(PeerVerdict first, PeerVerdict second) {
   both.weight = first.weight + second.weight;
   both.may_split = first.may_split && second.may_split;
   both.refine = first.refine || second.refine;
+  both.microbatches = std::max(first.microbatches, second.microbatches);
   both.ties = first.ties + second.ties;
   both.links = std::max(first.links, second.links);
   both.lost_link = first.lost_link || second.lost_link;

@@ -15,14 +15,15 @@ namespace brimful::pipeline {
 
 /// What the ranks of a pipeline add up when an attempt has ended. Travels as it lies in memory.
 struct PeerFacts {
-  bool refine = false;     ///< a rank of this pipeline ran out of memory
-  int64_t rows = 0;        ///< that the ranks must have alike
-  int64_t ties = 0;        ///< tied weights, of all ranks
-  int64_t setup = 0;       ///< a number of what else they must have alike; 0: not asked for
-  int64_t links = 0;       ///< new ones' name: the largest of all ranks; 0: no rank wants any
-  bool lost_link = false;  ///< those there are will not deliver all that was sent
-  bool has_more = false;   ///< a rank has more to do once the step stands, in which it may fail
-  bool may_split = true;   ///< no rank's BatchNorms refuse to
+  bool refine = false;       ///< a rank of this pipeline ran out of memory
+  int64_t microbatches = 0;  ///< that a call begins with: the most that a rank asks for
+  int64_t rows = 0;          ///< that the ranks must have alike
+  int64_t ties = 0;          ///< tied weights, of all ranks
+  int64_t setup = 0;         ///< a number of what else they must have alike; 0: not asked for
+  int64_t links = 0;         ///< new ones' name: the largest of all ranks; 0: no rank wants any
+  bool lost_link = false;    ///< those there are will not deliver all that was sent
+  bool has_more = false;     ///< a rank has more to do once the step stands, in which it may fail
+  bool may_split = true;     ///< no rank's BatchNorms refuse to
   double loss_sum = 0;
   double weight = 0;
 };

@@ -101,7 +101,7 @@ c10::IValue to_ivalue(const Value& value) {
   }
   const auto* form = dynamic_cast<const IValueForm*>(value.form.get());
   TORCH_CHECK_TYPE(form != nullptr, "a value of another language reached a stage of C++ (form: ",
-                   value.form->describe(), "); pass tensors between such stages");
+                   value.form->to_string(), "); pass tensors between such stages");
   size_t next = 0;
   return rebuilt(form->skeleton(), [&](const at::Tensor&) { return value.tensors.at(next++); });
 }

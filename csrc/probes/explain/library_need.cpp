@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kHandleBytes = 256 * kMiB;
 // As torch 2.11 to 2.15 choose it: for Hopper and later, and before.
 constexpr int64_t kBlasBytes = 32 * kMiB;
-constexpr int64_t kOlderBlasBytes = 2 * 4096 * kKiB + 8 * 16 * kKiB;
+constexpr int64_t kOlderBlasBytes = int64_t{2} * 4096 * kKiB + int64_t{8} * 16 * kKiB;
 constexpr int kHopper = 9;
 
 /// Of ":4096:2:16:8": pairs of KiB and how often. Nothing where torch would not understand it either.

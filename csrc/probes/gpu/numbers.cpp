@@ -14,7 +14,7 @@ using namespace nvml;
 // More than a context takes: so much in use without a process means that the driver does not name them to us.
 constexpr int64_t kHiddenBytes = int64_t{64} << 20;
 
-bool lost(int status) {
+bool lost(nvml::Status status) {
   return status == kUninitialized || status == kDriverNotLoaded || status == kGpuIsLost ||
          status == kResetRequired;
 }
@@ -26,7 +26,7 @@ class Asker {
 
   std::string text(const char* function) {
     std::array<char, kTextSize> buffer{};
-    const int status = ask({function}, buffer.data(), kTextSize);
+    const nvml::Status status = ask({function}, buffer.data(), kTextSize);
     buffer.back() = '\0';
     return status == kOk ? buffer.data() : "";
   }
@@ -35,22 +35,22 @@ class Asker {
     return ask({function}, &value) == kOk ? std::optional(value) : std::nullopt;
   }
   template <typename... Args>
-  int ask(std::initializer_list<const char*> names, Args... args) {
-    const int status = library_.call(names, device_, args...);
+  nvml::Status ask(std::initializer_list<const char*> names, Args... args) {
+    const nvml::Status status = library_.call(names, device_, args...);
     if (lost(status)) {
       lost_ = status;
     }
     return status;
   }
-  std::optional<int> lost_status() const { return lost_; }
+  std::optional<nvml::Status> lost_status() const { return lost_; }
 
  private:
   const Library& library_;
   Device device_;
-  std::optional<int> lost_;
+  std::optional<nvml::Status> lost_;
 };
 
-std::optional<int64_t> bytes_of(uint64_t bytes) {
+std::optional<int64_t> known_bytes(uint64_t bytes) {
   constexpr auto kMost = uint64_t{1} << 62;
   return bytes < kMost ? std::optional(static_cast<int64_t>(bytes)) : std::nullopt;
 }
@@ -63,23 +63,23 @@ std::optional<bool> yes_or_no(std::optional<uint32_t> number) {
   return number ? std::optional(*number != 0) : std::nullopt;
 }
 
-int read_memory(Asker& asker, Gpu& gpu) {
+nvml::Status read_memory(Asker& asker, Gpu& gpu) {
   MemoryV2 newer{};
   newer.version = kMemoryV2;
-  int status = asker.ask({"nvmlDeviceGetMemoryInfo_v2"}, &newer);
+  nvml::Status status = asker.ask({"nvmlDeviceGetMemoryInfo_v2"}, &newer);
   if (status == kOk && newer.total > 0) {
-    gpu.total_bytes = bytes_of(newer.total);
-    gpu.used_bytes = bytes_of(newer.used);
-    gpu.free_bytes = bytes_of(newer.free);
-    gpu.reserved_bytes = bytes_of(newer.reserved);
+    gpu.total_bytes = known_bytes(newer.total);
+    gpu.used_bytes = known_bytes(newer.used);
+    gpu.free_bytes = known_bytes(newer.free);
+    gpu.reserved_bytes = known_bytes(newer.reserved);
     return status;
   }
   Memory older{};
   status = asker.ask({"nvmlDeviceGetMemoryInfo"}, &older);
   if (status == kOk && older.total > 0) {
-    gpu.total_bytes = bytes_of(older.total);
-    gpu.used_bytes = bytes_of(older.used);
-    gpu.free_bytes = bytes_of(older.free);
+    gpu.total_bytes = known_bytes(older.total);
+    gpu.used_bytes = known_bytes(older.used);
+    gpu.free_bytes = known_bytes(older.free);
     return status;
   }
   return status == kOk ? kNotSupported : status;
@@ -106,7 +106,7 @@ std::optional<std::vector<GpuProcess>> list_processes(Asker& asker,
   std::vector<Info> infos;
   for (int attempt = 0; attempt < 4; ++attempt) {
     auto count = static_cast<uint32_t>(infos.size());
-    const int status = asker.ask(names, &count, infos.data());
+    const nvml::Status status = asker.ask(names, &count, infos.data());
     if (status == kInsufficientSize) {
       infos.resize(size_t{count} * 2 + 8);
       continue;
@@ -116,8 +116,10 @@ std::optional<std::vector<GpuProcess>> list_processes(Asker& asker,
     }
     infos.resize(std::min<size_t>(count, infos.size()));
     std::vector<GpuProcess> found;
+    found.reserve(infos.size());
     for (const auto& info : infos) {
-      found.push_back({info.pid, info.used == kNotAvailable ? std::nullopt : bytes_of(info.used)});
+      found.push_back(
+          {info.pid, info.used == kNotAvailable ? std::nullopt : known_bytes(info.used)});
     }
     return found;
   }
@@ -156,7 +158,7 @@ void read_numbers(Asker& asker, const GpuSurroundings& around, Gpu& gpu) {
   gpu.uuid = asker.text("nvmlDeviceGetUUID");
   gpu.name = asker.text("nvmlDeviceGetName");
   gpu.serial = instance ? "" : asker.text("nvmlDeviceGetSerial");
-  const int memory = read_memory(asker, gpu);
+  const nvml::Status memory = read_memory(asker, gpu);
   if (memory == kNotSupported && !instance && !gpu.mig_mode) {
     take_host_memory(around.root, gpu);
   }
@@ -184,9 +186,9 @@ void read_numbers(Asker& asker, const GpuSurroundings& around, Gpu& gpu) {
     gpu.index = index;
     gpu.mig_index = mig_index;
     gpu.uuid = uuid;
-    gpu.problem = words_of(*status);
+    gpu.problem = nvml::to_string(*status);
   } else if (memory != kOk && memory != kNotSupported) {
-    gpu.problem = words_of(memory);
+    gpu.problem = nvml::to_string(memory);
   }
 }
 
@@ -197,10 +199,11 @@ void read_gpu(const Library& library, const GpuSurroundings& around, int index,
   Gpu gpu;
   gpu.index = index;
   Device device = nullptr;
-  const int status = library.call({"nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex"},
-                                  static_cast<uint32_t>(index), &device);
+  const nvml::Status status =
+      library.call({"nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex"},
+                   static_cast<uint32_t>(index), &device);
   if (status != kOk) {
-    gpu.problem = words_of(status);
+    gpu.problem = nvml::to_string(status);
     gpus.push_back(gpu);
     return;
   }

@@ -3,7 +3,7 @@
 
 namespace brimful::probes::nvml {
 
-std::string words_of(int status) {
+std::string to_string(Status status) {
   switch (status) {
     case kUninitialized:
     case kDriverNotLoaded:
@@ -26,7 +26,7 @@ std::string words_of(int status) {
     case kUnknown:
       return "the driver answers with an internal error";
     default:
-      return "NVML error " + std::to_string(status);
+      return "NVML error " + std::to_string(static_cast<int>(status));
   }
 }
 

@@ -26,7 +26,7 @@ enum Status : int {
   kUnknown = 999,
 };
 /// As text; "NVML error 42" for others.
-std::string words_of(int status);
+std::string to_string(Status status);
 
 struct Memory {
   uint64_t total, free, used;
@@ -61,18 +61,18 @@ class Library {
   Library(const Library&) = delete;
   Library& operator=(const Library&) = delete;
 
-  /// Calls the first of `names` that the library has; the newest come first. Their prototype is int(Args...).
+  /// Calls the first of `names` that the library has; the newest come first. Their prototype is Status(Args...).
   template <typename... Args>
-  int call(std::initializer_list<const char*> names, Args... args) const {
+  Status call(std::initializer_list<const char*> names, Args... args) const {
     for (const char* name : names) {
       if (void* symbol = dlsym(handle_, name)) {
-        return reinterpret_cast<int (*)(Args...)>(symbol)(args...);
+        return reinterpret_cast<Status (*)(Args...)>(symbol)(args...);
       }
     }
     return kFunctionNotFound;
   }
   template <typename... Args>
-  int call(const char* name, Args... args) const {
+  Status call(const char* name, Args... args) const {
     return call({name}, args...);
   }
 

@@ -18,10 +18,10 @@ std::string GpuReader::start() {
   } catch (const std::exception& error) {
     return error.what();
   }
-  const int status = library_->call({"nvmlInit_v2", "nvmlInit"});
+  const nvml::Status status = library_->call({"nvmlInit_v2", "nvmlInit"});
   if (status != kOk) {
     library_ = nullptr;
-    return words_of(status);
+    return nvml::to_string(status);
   }
   return "";
 }
@@ -34,9 +34,10 @@ GpuReport GpuReader::read_started(const GpuSurroundings& around) const {
     report.driver = driver.data();
   }
   uint32_t count = 0;
-  const int status = library_->call({"nvmlDeviceGetCount_v2", "nvmlDeviceGetCount"}, &count);
+  const nvml::Status status =
+      library_->call({"nvmlDeviceGetCount_v2", "nvmlDeviceGetCount"}, &count);
   if (status != kOk) {
-    report.problem = words_of(status);
+    report.problem = nvml::to_string(status);
     return report;
   }
   for (uint32_t index = 0; index < count; ++index) {

@@ -33,6 +33,7 @@ std::vector<const LiveBlock*> samples_of(const Growth& growth,
     }
   }
   std::vector<const LiveBlock*> samples;
+  samples.reserve(by_step.size());
   for (const auto& [step, block] : by_step) {
     samples.push_back(block);
   }
@@ -250,7 +251,7 @@ std::vector<Leak> LeakFinder::judge(const Suspects& suspects) {
 }
 
 /// Each holder once as what may be filling, and once as what is sure, which takes the other's place.
-std::vector<Leak> LeakFinder::settle(std::map<std::string, Leak> by_holder) {
+std::vector<Leak> LeakFinder::settle(std::map<std::string, Leak>&& by_holder) {
   std::vector<Leak> found;
   for (auto& [key, leak] : by_holder) {
     if (!leak.filling) {

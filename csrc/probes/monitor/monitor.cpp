@@ -118,7 +118,7 @@ struct Monitor::Impl {
   std::thread thread;
 };
 
-Monitor::Monitor(MonitorOptions options) {
+Monitor::Monitor(const MonitorOptions& options) {
   TORCH_CHECK_VALUE(options.interval_ms > 0,
                     "the interval must be positive (interval_ms: ", options.interval_ms, ")");
   impl_ = std::make_unique<Impl>(options);

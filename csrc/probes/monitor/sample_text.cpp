@@ -199,7 +199,9 @@ std::string to_prometheus(const Sample& sample) {
     }
     auto& text = lines[name];
     text += text.empty() ? "# TYPE " + name + " gauge\n" : "";
-    text += name + (labels.empty() ? "" : "{" + labels + "}") + " " + number(metric.value) + "\n";
+    text += name;
+    text += labels.empty() ? "" : "{" + labels + "}";
+    text += " " + number(metric.value) + "\n";
   }
   return std::accumulate(lines.begin(), lines.end(), std::string(),
                          [](auto text, const auto& entry) { return text + entry.second; });

@@ -114,6 +114,7 @@ void read_blocks(OomFacts& facts, const std::vector<LiveBlock>& blocks) {
     read_data(facts, blocks, known);
   }
   std::vector<std::pair<uint32_t, OomSite>> sorted;
+  sorted.reserve(sites.size());
   for (const auto& [key, site] : sites) {
     sorted.emplace_back(key.first, site);
   }

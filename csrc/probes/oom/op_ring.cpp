@@ -11,6 +11,7 @@
 #include <mutex>
 #include <sstream>
 #include "memory/cuda.h"
+#include "memory/tensor_bytes.h"
 #include "probes/oom/index_check.h"
 #include "probes/oom/kept_index.h"
 
@@ -80,13 +81,10 @@ bool uses_library(std::string_view op) {
   return std::find(kOps.begin(), kOps.end(), op) != kOps.end();
 }
 
-int64_t bytes_of(c10::ArrayRef<const c10::IValue> inputs) {
+int64_t input_bytes_of(c10::ArrayRef<const c10::IValue> inputs) {
   int64_t bytes = 0;
   for (const auto& input : inputs) {
-    if (input.isTensor() && input.toTensor().defined()) {
-      const auto& tensor = input.toTensor();
-      bytes += tensor.numel() * static_cast<int64_t>(tensor.itemsize());
-    }
+    bytes += input.isTensor() ? memory::bytes_of(input.toTensor()) : 0;
   }
   return bytes;
 }
@@ -114,7 +112,7 @@ void note(const at::RecordFunction& function) {
   }
   if (uses_library(entry.record.name)) {
     entry.record.free_bytes = memory::cuda_recent_free_bytes();
-    entry.record.input_bytes = bytes_of(function.inputs());
+    entry.record.input_bytes = input_bytes_of(function.inputs());
   }
   auto& ours = ring();
   if (ours.owner != getpid()) {

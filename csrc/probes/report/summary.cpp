@@ -87,6 +87,12 @@ std::string peaks_text(const StepSummary& summary) {
   text += "; in use before the step " + format_bytes(summary.used_bytes);
   if (summary.predicted_bytes) {
     text += "; predicted from small batches " + format_bytes(*summary.predicted_bytes);
+    if (summary.margin_bytes > 0) {
+      text += ", may be short by " + format_bytes(summary.margin_bytes);
+    }
+    if (summary.workspaces_unknown) {
+      text += ", without the workspaces that cuDNN's benchmark mode tries";
+    }
   }
   return text;
 }

@@ -49,9 +49,11 @@ def summary(
     its forwards left in memory, ``saved_bytes`` what they saved for backward and no module had saved before,
     ``forward_peak_bytes`` and ``backward_peak_bytes`` the most that the device held in all while it ran. ``peak_bytes``
     is the step's, to the byte on the CPU. ``predicted_bytes`` is what steps with a few rows had said of it (batches of
-    four rows and more; ``None`` where they follow no law, or a CUDA allocator is not torch's own), ``largest_rows`` the
-    largest batch that stays within ``limit_bytes`` (``memory.set_limit``; on CUDA without one what the device has). As
-    text it is a table, in a notebook too; ``to_dict()`` is plain.
+    four rows and more; ``None`` where they follow no law, or a CUDA allocator is not torch's own), ``margin_bytes``
+    what that may be short by (on CUDA: the share that follows no line in the rows), ``workspaces_unknown`` that
+    cuDNN's benchmark mode tries algorithms of which it knows nothing, ``largest_rows`` the largest batch that stays
+    within ``limit_bytes`` (``memory.set_limit``; on CUDA without one what the device has). As text it is a table, in a
+    notebook too; ``to_dict()`` is plain.
 
     Parameters, gradients, buffers, the optimizer, random numbers (torch's, Python's, numpy's), hooks, modes and the
     batch are as before afterwards, also where it raises; copies of the batch and the buffers, and with an optimizer of

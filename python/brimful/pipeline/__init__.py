@@ -105,7 +105,8 @@ class Pipeline:
 
     When memory runs out in any stage, all stop, what the step has done is undone (gradients, buffers, random numbers),
     and it is repeated with twice the microbatches, at most ``max_retries`` times; later steps begin with what has
-    fitted. A ``Schedule`` is of one number of microbatches: its step is not repeated; a function of the number is.
+    fitted, and with fewer microbatches again when there is room. A ``Schedule`` is of one number of microbatches: its
+    step is not repeated; a function of the number is.
     ``batch_norm`` says what to do about BatchNorm, which normalises every microbatch by itself, as in
     ``BatchSizer``; ``"rescale"`` moves running statistics once a step, as the whole batch does. ``batch_dim``, or
     ``size_fn`` and ``split_fn``, say how batch and target are cut, and ``scaler`` scales the loss's gradient, as there.
@@ -159,29 +160,8 @@ class Pipeline:
         copies = _arguments.copies_of(tied)
         if microbatches is not None:
             microbatches = _arguments.whole_number("microbatches", microbatches, 1)
-        chosen = (
-            _stages.devices_of(stages, devices)
-            if group is None
-            else [_stages.own_device(stages, devices)]
-        )
         count = _microbatches(microbatches, schedule)
-        if devices is not None and group is None:
-            _stages.move(stages, _stages.stage_devices(stages, chosen, schedule, count))
-        elif devices is not None:
-            _stages.move(stages, chosen * len(stages))
-        parts = [_stages.parts_of(index, stage) for index, stage in enumerate(stages)]
-        reducing = [*stages]
-        if loss_fn is not None and self._has_last(schedule, group, len(stages), count):
-            device = chosen[-1]
-            if devices is not None and group is None:
-                device = _stages.stage_devices(stages, chosen, schedule, count)[-1]
-            if devices is not None:
-                _stages.move(
-                    _stages.own_modules(loss_fn), [device] * len(_stages.own_modules(loss_fn))
-                )
-            _stages.add_loss(parts, loss_fn)
-            _stages.require_reduced(loss_fn, stages)
-            reducing.append(loss_fn)
+        chosen, parts, reducing = _stages.placed(stages, devices, schedule, count, loss_fn, group)
         self._stages = stages
         self._group = group
         self._loss_fn = _arguments.function("loss_fn", loss_fn)
@@ -209,20 +189,9 @@ class Pipeline:
                 split_fn=_arguments.function("split_fn", split_fn),
             ),
             group=group,
-            reducers=_stages.reducers_of(reducing),
+            reducers=reducing,
             tied=copies,
         )
-
-    @staticmethod
-    def _has_last(schedule: Any, group: Any, own: int, microbatches: int) -> bool:
-        """Whether the last stage, and with it the loss, is in this process."""
-        if group is None:
-            return True
-        if isinstance(schedule, str):
-            schedule = _C.Schedule(schedule, group.size(), microbatches, stages_per_rank=own)
-        elif not isinstance(schedule, _C.Schedule):
-            schedule = schedule(microbatches)
-        return bool(schedule.rank_of_stage[-1] == group.rank())
 
     def _require_taken(self, names: Iterable[str]) -> None:
         for name in names:

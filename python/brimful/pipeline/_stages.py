@@ -155,3 +155,41 @@ def move(stages: Sequence[Any], devices: Sequence[torch.device]) -> None:
     for stage, device in zip(stages, devices, strict=True):
         if isinstance(stage, torch.nn.Module):
             stage.to(device)
+
+
+def _has_last(schedule: Any, group: Any, own: int, microbatches: int) -> bool:
+    """Whether the last stage, and with it the loss, is in this process."""
+    if group is None:
+        return True
+    if isinstance(schedule, str):
+        schedule = _C.Schedule(schedule, group.size(), microbatches, stages_per_rank=own)
+    elif not isinstance(schedule, _C.Schedule):
+        schedule = schedule(microbatches)
+    return bool(schedule.rank_of_stage[-1] == group.rank())
+
+
+def placed(
+    stages: Sequence[Any],
+    devices: Sequence[Any] | None,
+    schedule: Any,
+    microbatches: int,
+    loss_fn: Any,
+    group: Any,
+) -> tuple[list[torch.device], list[Parts], list[_C.Reducer]]:
+    """The ranks' devices, what the stages consist of, and their reducers; moves modules to devices that are given."""
+    chosen = devices_of(stages, devices) if group is None else [own_device(stages, devices)]
+    own = chosen * len(stages)
+    if devices is not None and group is None:
+        own = stage_devices(stages, chosen, schedule, microbatches)
+    if devices is not None:
+        move(stages, own)
+    parts = [parts_of(index, stage) for index, stage in enumerate(stages)]
+    reducing = [*stages]
+    if loss_fn is not None and _has_last(schedule, group, len(stages), microbatches):
+        modules = own_modules(loss_fn)
+        if devices is not None:
+            move(modules, [own[-1]] * len(modules))
+        add_loss(parts, loss_fn)
+        require_reduced(loss_fn, stages)
+        reducing.append(loss_fn)
+    return chosen, parts, reducers_of(reducing)

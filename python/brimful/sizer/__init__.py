@@ -20,6 +20,7 @@ from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
 from brimful.sizer import _trial
 from brimful.sizer._ladder import LadderModules, rungs_of
+from brimful.sizer._next_step import taken
 from brimful.sizer._optimizer_room import OptimizerRoom
 
 __all__ = ["NO_DATA", "BatchSizer"]
@@ -101,7 +102,7 @@ def _scaler_tensors(scaler: Any, device: torch.device) -> tuple[torch.Tensor, to
 
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t.device == device)
+    return sum(taken(t.numel() * t.element_size(), device) for t in tensors if t.device == device)
 
 
 def _checked(batch: Any, loss_fn: Any, split: Sequence[int] | None) -> list[int] | None:
@@ -412,8 +413,12 @@ class BatchSizer:
         than ``limit_bytes`` where nothing fits), and None on the CPU; ``limit_bytes`` is the limit, on CUDA without one
         what the device has; ``parameter_bytes``,
         ``gradient_bytes``, ``optimizer_bytes`` (state), ``buffer_bytes`` and ``activation_bytes`` (the rest)
-        add up to it. None where memory follows no law that is known, rows differ in what they hold (jagged,
-        sparse, PackedSequence), the batch has fewer than three rows, or a CUDA allocator is not torch's own.
+        add up to it. ``margin_bytes`` is what the peak may be short by, and is kept free: what earlier forecasts were
+        short by, and on CUDA the share of a step that follows no line in the rows, such as cuDNN's workspaces;
+        ``workspaces_unknown`` that cuDNN's benchmark mode tries algorithms whose workspaces are in no forecast;
+        ``whole_bytes`` what the batch would take in one piece, of what ``limit_bytes`` bounds. None where memory
+        follows no law that is known, rows differ in what they hold (jagged, sparse, PackedSequence), the batch has
+        fewer than three rows, or a CUDA allocator is not torch's own.
         """
         _checked(batch, loss_fn, None)
         self._room.keep()
@@ -488,8 +493,8 @@ class BatchSizer:
         return self._core.report()
 
     def _optimizer_bytes(self) -> int:
-        """What a step's gradients and the optimizer's step will take beyond what is in use without them (CPU)."""
-        if self._device.type != "cpu" or not self._optimizers:
+        """What a step's gradients and the optimizer's step will take beyond what is in use without them."""
+        if not self._optimizers:
             return 0
         return self._room.next_step_bytes() + self._gradient_bytes
 

@@ -27,14 +27,21 @@ class NextStep(NamedTuple):
 
 
 _NOTHING = NextStep(0, 0, [])
+_CUDA_BLOCK_BYTES = 512
+
+
+def taken(bytes: int, device: torch.device) -> int:
+    """What an allocator gives for so many bytes."""
+    return -(-bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES if device.type == "cuda" else bytes
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Counts the bytes of storages that are made inside."""
+    """Counts the bytes of storages that are made inside, as they would be on `device`."""
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor], device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.bytes = self.peak_bytes = 0
+        self._device = device
         self._keys = {storage._cdata for tensor in known for storage in _storages(tensor)}
 
     def __torch_dispatch__(
@@ -49,12 +56,14 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._keys:
+        on_host = self._device.type != "cpu" and storage.device.type == "cpu"
+        if key in self._keys or on_host:
             return
         self._keys.add(key)
-        self.bytes += storage.nbytes()
+        bytes = taken(storage.nbytes(), self._device)
+        self.bytes += bytes
         self.peak_bytes = max(self.peak_bytes, self.bytes)
-        weakref.finalize(storage, self._forget, key, storage.nbytes()).atexit = False
+        weakref.finalize(storage, self._forget, key, bytes).atexit = False
 
     def _forget(self, key: int, bytes: int) -> None:
         self._keys.discard(key)
@@ -155,6 +164,7 @@ def _rehearse(
             **group,
             "params": [twins[p] for p in group["params"]],
             **{key: False for key in ("fused", "capturable") if group.get(key)},
+            **({"foreach": True} if _is_foreach_by_default(step, group) else {}),
         }
         for group in groups
     ]
@@ -166,14 +176,40 @@ def _rehearse(
             )
     known = [t for p in twins.values() for t in (p, p.grad) if t is not None]
     known += [t for t in tree_leaves(dict(stand_in.state)) if isinstance(t, torch.Tensor)]
-    with torch.no_grad(), _Live(known) as live:
+    target = next(iter(twins)).device if twins else torch.device("cpu")
+    with torch.no_grad(), _Live(known, target) as live:
         step(stand_in)
+    counters = {  # that are on the host in the stand-ins
+        parameter
+        for group in groups
+        for parameter in group["params"]
+        if group.get("fused") or group.get("capturable")
+    }
     states = [
-        (parameter, _specs(parameter, stand_in.state[twin]))
+        (parameter, _specs(parameter, stand_in.state[twin], parameter in counters))
         for parameter, twin in twins.items()
         if not optimizer.state.get(parameter)
     ]
-    return NextStep(live.bytes, live.peak_bytes, states)
+    more = sum(
+        taken(value.nbytes, parameter.device)
+        for parameter, _ in states
+        if parameter in counters and parameter.device.type != "cpu"
+        for value in tree_leaves(stand_in.state[twins[parameter]])
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    )
+    return NextStep(live.bytes + more, live.peak_bytes + more, states)
+
+
+def _is_foreach_by_default(step: Callable[..., Any], group: dict[str, Any]) -> bool:
+    """As torch chooses where nothing is said: Adafactor alone does not."""
+    return (
+        group.get("foreach", False) is None
+        and group.get("fused") is None
+        and not group.get("differentiable")
+        and not isinstance(group.get("lr"), torch.Tensor)
+        and step.__module__ != "torch.optim._adafactor"
+        and all(p.device.type == "cuda" for p in group["params"])
+    )
 
 
 def _twin(parameter: torch.Tensor, device: torch.device | str, sparse: bool) -> torch.Tensor:
@@ -192,9 +228,15 @@ def _state_twin(tensor: torch.Tensor, device: torch.device | str) -> torch.Tenso
     return torch.zeros_like(tensor, device=device)
 
 
-def _specs(parameter: torch.Tensor, state: dict[str, Any]) -> list[_Spec]:
+def _specs(
+    parameter: torch.Tensor, state: dict[str, Any], counters_are_beside: bool
+) -> list[_Spec]:
     return [
-        (value.shape, value.dtype, parameter.device if value.is_meta else value.device)
+        (
+            value.shape,
+            value.dtype,
+            parameter.device if value.is_meta or counters_are_beside else value.device,
+        )
         for value in tree_leaves(state)
         if isinstance(value, torch.Tensor)
     ]

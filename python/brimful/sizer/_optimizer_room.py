@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from brimful import _C
-from brimful.sizer._next_step import NextStep, next_step
+from brimful.sizer._next_step import NextStep, next_step, taken
 
 
 class OptimizerRoom:
@@ -52,7 +52,12 @@ class OptimizerRoom:
         total = most = 0
         for optimizer, kept in self._kept.items():
             found = self._next(optimizer)
-            total -= sum(t.nbytes for tensors in kept.values() for t in tensors)
+            total -= sum(
+                taken(tensor.nbytes, tensor.device)
+                for parameter, tensors in kept.items()
+                for tensor in tensors
+                if tensor.device == parameter.device  # else a counter on the host
+            )
             most = max(most, total + found.peak_bytes)
             total += found.kept_bytes
         return most

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
@@ -47,24 +48,26 @@ class Trial:
     def before_step(
         self, sizer: BatchSizer, plan: Callable[[], _C.Plan | None], accumulate: bool
     ) -> None:
-        """Raise WouldRunOut if the first step of a sizer cannot be run under its device's limit."""
+        """Raise WouldRunOut if the first step of a sizer cannot be run under its device's limit, or on it."""
         self.has_sizer = True
         self._rows = self._rows if accumulate else 0
         if sizer in self._planned:
             return
         self._planned.add(sizer)
         limit_bytes = memory.stats(sizer._device).limit_bytes
-        if limit_bytes is None:
+        if limit_bytes is None and (sizer._device.type == "cpu" or not self._whole):
             return
         planned = without_limit(plan, sizer._device) if self._whole else plan()
-        if planned is None:
+        if limit_bytes is None and planned is not None:
+            limit_bytes = planned.limit_bytes  # what the device has
+        if planned is None or limit_bytes is None:
             return
         needed = bytes_of(planned)
         if self._whole and (planned.pieces > 1 or needed > limit_bytes):
             bounded = plan()  # on CUDA a limit leaves less in the cache
             if bounded is not None and bounded.pieces == 1:
                 return
-            needed = max(needed, planned.limit_bytes or 0)
+            needed = max(needed, planned.whole_bytes or 0, limit_bytes + planned.pieces - 1)
         if needed > limit_bytes:
             raise WouldRunOut(needed, limit_bytes)
 
@@ -97,15 +100,22 @@ current: Callable[[], Trial | None] = _current.get
 
 def without_limit(plan: Callable[[], _C.Plan | None], device: torch.device) -> _C.Plan | None:
     """What a step takes of the device's memory where no limit makes it smaller."""
-    limit_bytes = memory.stats(device).limit_bytes
-    if limit_bytes is not None:
-        memory.set_limit(device, None)
-    try:
+    with unlimited(device):
         planned = plan()
         if planned is not None and device.type == "cuda":
             memory.release_cached(device)  # what the few rows left
             planned = plan()
         return planned
+
+
+@contextmanager
+def unlimited(device: torch.device) -> Iterator[None]:
+    """Without the limit, which holds again afterwards."""
+    limit_bytes = memory.stats(device).limit_bytes
+    if limit_bytes is not None:
+        memory.set_limit(device, None)
+    try:
+        yield
     finally:
         if limit_bytes is not None:
             memory.set_limit(device, limit_bytes)

@@ -68,7 +68,7 @@ TEST_CASE("The peak's categories are those of a count by hand", "[memory][catego
   CHECK(peak.phase == Phase::backward);
 }
 
-TEST_CASE("What outlives its phase is told from what does not", "[memory][categories]") {
+TEST_CASE("What outlives its phase is distinguished from what does not", "[memory][categories]") {
   const Tracking tracking;
   const auto leaf = at::randn({100}).requires_grad_();
   const auto y = leaf.exp();  // saved
@@ -116,8 +116,7 @@ TEST_CASE("A label of a block from before is taken off the rest", "[memory][cate
   CHECK(sum_of(with.by_category) == with.bytes);
 }
 
-TEST_CASE("A freed block of the peak is told from a later one at its address",
-          "[memory][categories]") {
+TEST_CASE("A freed block of the peak is no later one at its address", "[memory][categories]") {
   BlockTable table;
   const std::lock_guard lock(table.mutex());
   table.start(1, 0, nullptr);

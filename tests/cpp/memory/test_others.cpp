@@ -44,7 +44,7 @@ class MadeUpSystem {
 
 }  // namespace
 
-TEST_CASE("What others hold of the system's memory is told apart", "[memory]") {
+TEST_CASE("What others hold of the system's memory is reported apart", "[memory]") {
   const MadeUpSystem system;
   const auto held = memory::held_by_others_under(system.root, 120 * kMiB);
   CHECK(held.process_bytes == 180 * kMiB);

@@ -262,7 +262,7 @@ TEST_CASE("A file of the first format has no origin but its time", "[memory][rec
   CHECK(to_string(loaded.origin) == "1970-01-01 00:00:00 UTC");
 }
 
-TEST_CASE("A file that is cut off or damaged is told from a recording", "[memory][recording]") {
+TEST_CASE("A file that is cut off or damaged is no recording", "[memory][recording]") {
   const auto path = scratch("bad");
   save_recording(small_recording(), path);
   const auto whole = brimful::read_file(path);

@@ -221,7 +221,7 @@ struct Rank {
   std::unique_ptr<Pipeline> pipe;
 };
 
-/// What a step throws: the words, with the type in front where it is RankFailed.
+/// What a step throws: the message, with the type in front where it is RankFailed.
 std::string thrown_by(Rank& rank) {
   try {
     rank.pipe->step(rank.x, rank.x, half_square);

@@ -143,7 +143,7 @@ TEST_CASE("An error in any action is raised with its place, and leaves nothing o
         REQUIRE(text.find("planted (in the ") == 0);
         REQUIRE(text.find("microbatch " + std::to_string(action.microbatch) + " in stage " +
                           std::to_string(action.stage)) != std::string::npos);
-        // A forward has not taken its input yet; of what comes later the words are there, though I has freed the tensors.
+        // A forward has not taken its input yet; of what comes later the text is there, though I has freed the tensors.
         const auto rows = std::to_string(split[action.microbatch]);
         CAPTURE(text);
         REQUIRE(text.find(action.kind == pipeline::ActionKind::forward
@@ -163,7 +163,7 @@ TEST_CASE("An error in any action is raised with its place, and leaves nothing o
 }
 
 namespace {
-/// What it takes cannot be told from what() alone.
+/// Its constructor needs more than what().
 struct OutOfReach : std::out_of_range {
   explicit OutOfReach(int wanted) : std::out_of_range("out of reach"), index(wanted) {}
   int index;

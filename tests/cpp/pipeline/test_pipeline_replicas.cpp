@@ -247,7 +247,7 @@ TEST_CASE("Copies of a tied weight in replicas get the mean over the rows of all
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 
-TEST_CASE("Buckets leave behind a stage's last backward, before the other stages are done",
+TEST_CASE("Buckets are launched behind a stage's last backward, before the other stages are done",
           "[pipeline][replicas]") {
   const Watchdog watchdog("buckets in the bubble");
   Checks checks;

@@ -139,7 +139,7 @@ TEST_CASE("A rank that has no memory around its actions leaves no other waiting"
 }
 
 // What the first rank's gradient, which is sparse, takes when it is summed comes behind the verdict.
-TEST_CASE("What fails behind the verdict is told to ranks that share no weight",
+TEST_CASE("Ranks that share no weight learn what fails behind the verdict",
           "[pipeline][processes][faults]") {
   const QuietLog quiet;
   const Watchdog watchdog("a failure behind the verdict", std::chrono::seconds(60));

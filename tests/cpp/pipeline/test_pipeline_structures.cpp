@@ -149,7 +149,7 @@ TEST_CASE("What a stage changes in place may be what the one before gives", "[pi
                 mse(model.layers[1]((model.layers[0](data.x) * 1.5).relu()), data.y));
 }
 
-TEST_CASE("Skips twice, of unknown names and that nobody pops are refused", "[pipeline]") {
+TEST_CASE("Skips twice, of unknown names and that no stage pops are refused", "[pipeline]") {
   const Data data;
   const Layers model(2);
   const auto twice = [&](const at::Tensor& x) {
@@ -308,7 +308,7 @@ TEST_CASE("The caller's grad mode and other state hold in the stages", "[pipelin
   CHECK(with_gradients == 6);
 }
 
-TEST_CASE("Bad input is refused with words that say what to do", "[pipeline]") {
+TEST_CASE("Bad input is refused with a message that says what to do", "[pipeline]") {
   const Watchdog watchdog("bad input");
   const Data data;
   const Layers model(2);

@@ -1,6 +1,7 @@
 // A clean step makes as many collectives as it has buckets, and waits once.
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include "reducer/whole_path.h"
 #include "support/catch.h"
 #include "support/checks.h"
 #include "support/counting_backend.h"
@@ -58,7 +59,7 @@ TEST_CASE("A clean step makes as many collectives as it has buckets", "[reducer]
     const CountedGroup counted(group);
     brimful::ReducerOptions buckets;
     buckets.bucket_cap_mb = buckets.first_bucket_cap_mb = cap_mb;
-    buckets.whole_path = true;
+    const brimful::WholePath whole_path;
 
     {
       brimful::DistributedDataParallel<Net> plain(std::make_shared<Net>(), counted.group, buckets);

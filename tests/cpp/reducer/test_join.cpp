@@ -75,14 +75,14 @@ TEST_CASE("A rank that drains keeps the order of a hook's collectives", "[reduce
       checks.expect(spared || error.find("planted") != std::string::npos, error);
       model->update();
     }
-    model.reducer()->begin_join(false, false);
+    model.reducer()->loop().begin_join(false, false);
     for (int step = 0; step < 1 + 2 * rank; ++step) {
       train_once(model, rank, step);
     }
-    while (model.reducer()->join_step()) {
+    while (model.reducer()->loop().join_step()) {
     }
-    model.reducer()->end_join();
-    checks.expect(model.reducer()->active() == std::vector<int>{}, "the join has ended");
+    model.reducer()->loop().end_join();
+    checks.expect(model.reducer()->loop().active() == std::vector<int>{}, "the join has ended");
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }
@@ -92,18 +92,18 @@ TEST_CASE("All ranks raise before a forward that one would miss", "[reducer]") {
   Checks checks;
   run_ranks({2}, [&](int rank, const Group& group) {
     brimful::DistributedDataParallel<Net> model(std::make_shared<Net>(), group, tiny_buckets());
-    model.reducer()->begin_join(false, true);
+    model.reducer()->loop().begin_join(false, true);
     std::string error;
     try {
       for (int step = 0; step < 1 + rank; ++step) {
         model.step([&] { train_once(model, rank, step); });
       }
-      while (model.reducer()->join_step()) {
+      while (model.reducer()->loop().join_step()) {
       }
     } catch (const std::exception& e) {
       error = e.what();
     }
-    model.reducer()->end_join();
+    model.reducer()->loop().end_join();
     checks.expect(error.find("data ended on some ranks") != std::string::npos, error);
     train_once(model, rank, 5);
   });

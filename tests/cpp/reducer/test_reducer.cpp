@@ -203,9 +203,9 @@ TEST_CASE("Whether a backward synchronises is decided when it runs", "[reducer]"
       return output.sum() * 0 + linear_loss(parameters, rank);
     };
     const auto grows = [&](bool before, bool at_backward) {
-      model.reducer()->set_sync(before);
+      model.reducer()->loop().set_sync(before);
       const auto loss = loss_of(model(batch.data));
-      model.reducer()->set_sync(at_backward);
+      model.reducer()->loop().set_sync(at_backward);
       const auto launches = reducer.counters().launches;
       loss.backward();
       return reducer.counters().launches > launches;
@@ -521,15 +521,16 @@ TEST_CASE("A later reducer takes over, and the earlier one says so", "[reducer]"
       checks.expect(at::allclose(sum * 2, summed[0], 1e-12), "ranks have the same");
       empty(net->parameters());
     }
-    for (const auto& use : std::vector<std::function<void()>>{
-             [&] { first(batch.data); }, [&] { early.backward(); },
-             [&] { first.reducer()->begin(0); }, [&] { first.reducer()->join_step(); }}) {
+    for (const auto& use :
+         std::vector<std::function<void()>>{[&] { first(batch.data); }, [&] { early.backward(); },
+                                            [&] { first.reducer()->attempt().begin(0); },
+                                            [&] { first.reducer()->loop().join_step(); }}) {
       const auto caught = catching(use);
       checks.expect(caught.type == Type::other &&
                         caught.text.find("(parameter: first.weight)") != std::string::npos,
                     "ended with '" + caught.text + "'");
     }
-    checks.expect(!first.reducer()->owes(), "owes nothing");
+    checks.expect(!first.reducer()->loop().owes(), "owes nothing");
     const at::NoGradGuard no_grad;
     checks.expect(first(batch.data).defined(), "evaluates");
   });

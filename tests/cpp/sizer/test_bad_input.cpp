@@ -90,7 +90,7 @@ std::vector<BadInput> bad_inputs() {
 
 }  // namespace
 
-TEST_CASE("Bad input fails the step on every rank with its words", "[sizer][bad input]") {
+TEST_CASE("Bad input fails the step on every rank with its message", "[sizer][bad input]") {
   memory::install();
   const int world_size = GENERATE(1, 2, 3);
   const Watchdog watchdog("bad input");

@@ -91,7 +91,7 @@ TEST_CASE("Two lengths that vary by themselves are no line", "[sizer]") {
   CHECK_FALSE(forecasts.find(kind_with({70, 20})));
 }
 
-TEST_CASE("A forecast that was too small is not told again", "[sizer]") {
+TEST_CASE("A forecast that was too small is not given again", "[sizer]") {
   Forecasts forecasts;
   for (const int64_t length : {20, 50, 90, 120}) {
     forecasts.keep(kind_with({length}), rehearsal_of(length));

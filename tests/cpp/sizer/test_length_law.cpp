@@ -74,7 +74,7 @@ std::optional<double> error_at(const std::vector<TracedLength>& all, Work work, 
 }
 }  // namespace
 
-TEST_CASE("Four lengths tell those between and up to a factor of two beyond them", "[sizer]") {
+TEST_CASE("Four lengths show those between and up to a factor of two beyond them", "[sizer]") {
   for (const auto& lengths : std::vector<std::vector<int64_t>>{
            {16, 60, 300, 512}, {250, 255, 256, 258}, {30, 31, 200, 256, 400}}) {
     const auto all = known(attention, lengths);
@@ -88,12 +88,13 @@ TEST_CASE("Four lengths tell those between and up to a factor of two beyond them
   }
 }
 
-TEST_CASE("Three lengths tell nothing: no fourth one checks them", "[sizer]") {
+TEST_CASE("Three lengths show nothing: no fourth one checks them", "[sizer]") {
   CHECK_FALSE(traces_at(known(attention, {16, 60, 300}), 100));
   CHECK_FALSE(traces_at({}, 100));
 }
 
-TEST_CASE("An allocation that grows in steps is told too large rather than too small", "[sizer]") {
+TEST_CASE("An allocation that grows in steps is forecast too large rather than too small",
+          "[sizer]") {
   for (const auto work : {stepped, paged}) {
     const auto all = known(work, {16, 100, 150, 230, 300, 512});
     for (int64_t length = 16; length <= 512; length += 3) {
@@ -119,7 +120,7 @@ TEST_CASE("Where more than a hundredth of the peak is uncertain the length must 
           "[sizer]") {
   const auto all = known(mostly_stepped, {100, 150, 170, 300, 400, 450});
   CHECK_FALSE(traces_at(all, 200));  // 100 or 400 MB
-  CHECK_FALSE(traces_at(all, 800));  // nobody knows
+  CHECK_FALSE(traces_at(all, 800));  // not known
   CHECK(error_at(all, mostly_stepped, 120));
   CHECK(error_at(all, mostly_stepped, 420));
 }

@@ -134,7 +134,7 @@ TEST_CASE("Results keep their structure and their memory format", "[sizer]") {
   CHECK(bytes[0].scalar_type() == at::kByte);
 }
 
-TEST_CASE("A row that does not fit is told with the sizes tried", "[sizer]") {
+TEST_CASE("A row that does not fit is reported with the sizes tried", "[sizer]") {
   const Quiet quiet;
   const auto batch = batch_of_rows(6);
   const auto before = used();
@@ -163,7 +163,7 @@ TEST_CASE("A row that does not fit is told with the sizes tried", "[sizer]") {
                  Catch::Contains("1. raise max_retries, or begin with more pieces (pieces=4)"));
 }
 
-TEST_CASE("A row that does not fit beside the results of others is told with its bytes",
+TEST_CASE("A row that does not fit beside the results of others is reported with its bytes",
           "[sizer]") {
   const Quiet quiet;
   const auto weight = at::zeros({100}, at::kFloat);

@@ -49,7 +49,7 @@ void fill_gradients(const std::vector<at::Tensor>& parameters) {
 }  // namespace
 
 TEST_CASE(
-    "The next step's bytes are told for LibTorch's optimizers, before and after state is made",
+    "The next step's bytes are forecast for LibTorch's optimizers, before and after state is made",
     "[sizer]") {
   const c10::Device cpu(c10::kCPU);
   memory::install();
@@ -84,7 +84,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("An optimizer whose step is not known is told by its first step", "[sizer]") {
+TEST_CASE("An optimizer whose step is not known is judged by its first step", "[sizer]") {
   optim::LBFGS optimizer(parameters());
   CHECK(next_step_bytes(optimizer) == 0);
 }

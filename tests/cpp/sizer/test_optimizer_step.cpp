@@ -32,7 +32,7 @@ struct Limit {
 };
 }  // namespace
 
-TEST_CASE("An error inside the optimizer is a HalfStepError, and told to the other ranks",
+TEST_CASE("An error inside the optimizer is a HalfStepError, and the other ranks learn of it",
           "[sizer][faults]") {
   const Quiet quiet;
   const bool oom = GENERATE(false, true);
@@ -62,7 +62,7 @@ TEST_CASE("An error inside the optimizer is a HalfStepError, and told to the oth
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 
-TEST_CASE("Errors that are told already pass through an optimizer's step", "[sizer][faults]") {
+TEST_CASE("Errors that are announced already pass through an optimizer's step", "[sizer][faults]") {
   BatchSizer sizer(StepGroup({}, {}), Transaction({}, {}));
   CHECK(half_step_words([&] {
           sizer.optimizer_step([] { throw HalfStepError("of another sizer"); });
@@ -147,7 +147,7 @@ TEST_CASE("Ranks that were not updated alike all raise until their parameters ar
     if (rank != idle) {
       update();
     } else {
-      trainer.model.reducer()->discard();
+      trainer.model.reducer()->attempt().discard();
     }
     const auto words = "rank " + std::to_string(1 - idle) +
                        " updated them after the step before, and rank " + std::to_string(idle) +

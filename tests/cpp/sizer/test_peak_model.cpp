@@ -59,6 +59,26 @@ TEST_CASE("What a library rounds up is predicted too large rather than too small
   }
 }
 
+TEST_CASE(
+    "A workspace that jumps on CUDA is as large behind the smaller of two sizes as at the larger",
+    "[sizer]") {
+  const auto scratch = [](int64_t rows) { return rows < 4 ? rows : 1000 * rows; };
+  std::vector<TracedRows> traces;
+  for (const int64_t rows : {2, 3, 16}) {
+    traces.push_back({rows, {100 * rows, scratch(rows), -scratch(rows), -100 * rows}});
+    traces.back().blocks = {{0, -1}, {0, -1}, {0, 1}, {0, 0}};
+  }
+  const auto model = PeakModel::fit(std::move(traces));
+  REQUIRE(model);
+  CHECK(model->off_line() > 0.9);
+  for (const int64_t rows : {4, 5, 9, 15, 16, 17, 200}) {
+    CHECK(model->peak_bytes(rows) >= 100 * rows + scratch(rows));
+  }
+  for (const int64_t rows : {2, 3, 16, 64}) {
+    CHECK(model->peak_bytes(rows) == 100 * rows + scratch(rows));
+  }
+}
+
 TEST_CASE("The most rows that fit are those of a search through all of them", "[sizer]") {
   const auto model = fit(affine, {2, 3});
   REQUIRE(model);
@@ -124,7 +144,7 @@ TEST_CASE("Buffers that threads take from some size on are part of the model", "
   // In proportion to the rows: one size that has them is enough.
   check(fit(90000, 0, {2, 3}), 90000, 0, 1.0);
   check(fit(90000, 0, {2, 3, 16}), 90000, 0, 1.0);
-  // A part does not grow: two sizes tell which.
+  // A part does not grow: two sizes show which.
   check(fit(1000, 2000000, {2, 3, 16}), 1000, 2000000, 1.001);
   check(fit(0, 2000000, {2, 16, 32}), 0, 2000000, 1.001);
   // What one size alone has is taken to grow with the rows: too large rather than too small.

@@ -165,7 +165,7 @@ TEST_CASE("A rank that runs out beside one that fails learns of it", "[sizer][fa
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 
-TEST_CASE("Buffers come from a rank with data though nobody announced any", "[sizer]") {
+TEST_CASE("Buffers come from a rank with data though no rank announced any", "[sizer]") {
   const Quiet quiet;
   const Watchdog watchdog("buffers of ranks without data");
   Checks checks;
@@ -176,7 +176,7 @@ TEST_CASE("Buffers come from a rank with data though nobody announced any", "[si
     trainer.step(batch_of(rank, 0, kRows));
     for (int step = 1; step < 5; ++step) {
       trainer.step(rank == 0 ? std::nullopt : std::optional(batch_of(rank, step, kRows)));
-      // Only in the first of them nobody knew that rank 0 had none.
+      // Only in the first of them no rank knew that rank 0 had none.
       checks.expect(batches_seen() == step, "buffers saw " + std::to_string(batches_seen()) +
                                                 " batches in step " + std::to_string(step));
     }

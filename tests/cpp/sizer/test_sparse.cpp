@@ -1,4 +1,4 @@
-// A model whose last gradient is sparse: its bucket leaves first or early, and the record rides in a dense one.
+// A model whose last gradient is sparse: its bucket is launched first or early, and the record rides in a dense one.
 #include "support/sizer_test.h"
 
 namespace test_sparse {

@@ -43,7 +43,8 @@ TEST_CASE("Of blocks that are not known the last of a size is given back", "[siz
   CHECK(requests[0].stream == 7);
 }
 
-TEST_CASE("A trace is told for other numbers of rows, with the blocks of the largest", "[sizer]") {
+TEST_CASE("A trace is forecast for other numbers of rows, with the blocks of the largest",
+          "[sizer]") {
   const auto traced = [](int64_t rows) {
     return traced_of(rows, {{Kind::take, 1, 100 * rows, 3},
                             {Kind::take, 2, 512, 3},

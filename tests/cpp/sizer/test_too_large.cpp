@@ -1,4 +1,4 @@
-// The words of BatchTooLarge: every fact is in them, and only advice that can help.
+// The message of BatchTooLarge: every fact is in it, and only advice that can help.
 #include "sizer/too_large.h"
 #include "support/catch.h"
 
@@ -37,7 +37,7 @@ Shortfall example() {
   return shortfall;
 }
 
-/// The advice by its first two words.
+/// The advice by how it begins.
 std::vector<std::string> kinds(const Shortfall& shortfall) {
   auto advice = advice_for(shortfall);
   for (auto& line : advice) {
@@ -123,7 +123,7 @@ TEST_CASE("An optimizer without room has the same facts, and other advice", "[si
         Kinds{"raise the", "take an", "freeze parameters", "shard the", "use a"});
 }
 
-TEST_CASE("A mapping that does not fit is told without what is for training",
+TEST_CASE("A mapping that does not fit is reported without what is for training",
           "[sizer][too large]") {
   auto shortfall = example();
   shortfall.of = Shortfall::Of::mapping;

@@ -105,7 +105,7 @@ TEST_CASE("A first step that cannot be repeated with its batch says so", "[sizer
   CHECK_THAT(caught.text, Catch::Contains("(tensor: number 0, shape: [8, 4]); change a copy"));
 }
 
-TEST_CASE("The other ranks hear that a step cannot be repeated", "[sizer][faults]") {
+TEST_CASE("The other ranks learn that a step cannot be repeated", "[sizer][faults]") {
   const Quiet quiet;
   const Watchdog watchdog("a batch that was changed");
   Checks checks;

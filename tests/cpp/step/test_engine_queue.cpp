@@ -55,7 +55,8 @@ auto node_on(const at::Tensor& like) {
 }
 }  // namespace
 
-TEST_CASE("A device's part of a failed backward has ended when its error is told", "[step][gpu]") {
+TEST_CASE("A device's part of a failed backward has ended when its error is raised",
+          "[step][gpu]") {
   BRIMFUL_NEEDS_GPUS(1);
   const auto given = at::ones({4}, at::TensorOptions(at::kCUDA));
   std::shared_ptr<std::atomic<bool>> freed;

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "step/failure_board.h"
+#include "step/failures.h"
 #include "support/catch.h"
 
 namespace test_failure {
@@ -66,6 +67,34 @@ TEST_CASE("A failure arrives as it was sent", "[step][failure]") {
   check_equal(decode_failure(encode(Failure{})), Failure{});
 }
 
+TEST_CASE("Of several failures all ranks raise the first shortage, else the first",
+          "[step][failure]") {
+  const Failure error{0, 0, 3, Status::error, "broken"};
+  const Failure shortage{2, 0, 3, Status::out_of_memory, "no room"};
+  const Failure later{3, 0, 3, Status::out_of_memory, "none here"};
+  const std::vector<Failure> errors{error, {1, 0, 3, Status::error, "too"}};
+  CHECK(brimful::severest(errors).rank == 0);
+  CHECK(to_string(errors) == "rank 0: broken; rank 1: too");
+  try {
+    brimful::throw_step_failed(3, {error, shortage, later});
+    FAIL("nothing was thrown");
+  } catch (const brimful::RankOutOfMemory& raised) {
+    CHECK(raised.rank() == 2);
+    CHECK(raised.step() == 3);
+    CHECK(std::string(raised.what_without_backtrace()) ==
+          "step 3 failed on rank 0: broken; rank 2: out of memory: no room; rank 3: out of memory: "
+          "none here");
+  }
+}
+
+TEST_CASE("A failure that did not arrive has the kind of its rank's record", "[step][failure]") {
+  const FailureBoard nowhere(nullptr, "");
+  const auto failure = brimful::posted_failure(nowhere, "place", 4, Status::out_of_memory);
+  CHECK(failure.rank == 4);
+  CHECK(failure.kind == Status::out_of_memory);
+  CHECK(brimful::posted_failure(nowhere, "place", 4, Status::retry).kind == Status::error);
+}
+
 TEST_CASE("A failure's text is cut where there is no room for all of it", "[step][failure]") {
   auto expected = example();
   const auto whole = encode(expected);
@@ -119,7 +148,7 @@ TEST_CASE("Ranks read on the board what others have left there first", "[step][f
   CHECK(there.find("garbled")->text == "(its message cannot be read; see that rank's own output)");
 }
 
-TEST_CASE("All hear of a rank that has given up", "[step][failure]") {
+TEST_CASE("All learn of a rank that has given up", "[step][failure]") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   FailureBoard here(store, "brimful/1/");
   FailureBoard another(store, "brimful/2/");
@@ -130,7 +159,7 @@ TEST_CASE("All hear of a rank that has given up", "[step][failure]") {
   CHECK_FALSE(another.given_up(milliseconds(10000)));
 }
 
-TEST_CASE("A store that does not answer keeps nobody waiting", "[step][failure]") {
+TEST_CASE("A store that does not answer keeps no rank waiting", "[step][failure]") {
   const auto store = c10::make_intrusive<StoppedStore>();
   FailureBoard board(store, "");
   CHECK_FALSE(board.given_up(milliseconds(1)));

@@ -21,7 +21,7 @@ TEST_CASE("What changed in place is named the first time, and restored from then
   KeptBatch kept;
   const auto before = used_bytes();
   kept.begin({{"x", x}, {"y", y}, {"none", at::Tensor()}});
-  CHECK(used_bytes() == before);  // nobody holds a copy of what nobody changes
+  CHECK(used_bytes() == before);  // there is no copy of what does not change
   kept.restore();
   x.narrow(0, 1, 2).mul_(3);  // as a piece does
   CHECK_THROWS_WITH(kept.restore(), Catch::Contains("(tensor: x, shape: [4, 2]); change a copy"));

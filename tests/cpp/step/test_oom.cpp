@@ -39,7 +39,7 @@ struct Row {
   Shortage shortage;
 };
 
-// The words of research and of torch 2.15's libraries: one row a thing that can be said.
+// Messages from research and from torch 2.15's libraries: one row for each kind.
 const std::vector<Row> kTable{
     {"CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has", Shortage::allocator},
     {"CUDA out of memory. Tried to allocate more than 1EB memory.", Shortage::allocator},
@@ -115,7 +115,7 @@ const MemoryEvidence kShort{200 * kMiB, false};
 const MemoryEvidence kRefused{300 * kMiB, true};
 }  // namespace
 
-TEST_CASE("What an error's words say of memory", "[step]") {
+TEST_CASE("What an error's message says of memory", "[step]") {
   for (const auto& row : kTable) {
     CAPTURE(row.text);
     CHECK(shortage_in(row.text) == row.shortage);
@@ -134,7 +134,7 @@ TEST_CASE("What an error's words say of memory", "[step]") {
   }
 }
 
-TEST_CASE("Torch's typed errors tell more than their words", "[step]") {
+TEST_CASE("Torch's typed errors say more than their messages", "[step]") {
   const auto accelerator = [](int32_t code, const std::string& text) {
     return error_of(c10::AcceleratorError({"f", "f", 0}, code, text));
   };
@@ -144,7 +144,7 @@ TEST_CASE("Torch's typed errors tell more than their words", "[step]") {
   CHECK_FALSE(is_out_of_memory(accelerator(700, "any words"), kShort));
   CHECK_FALSE(is_out_of_memory(error_of(c10::DistBackendError({"f", "f", 0}, "CUDA out of memory")),
                                kShort));
-  // A peer's shortage is told in a peer's words, and is not this rank's own.
+  // A peer's shortage has the peer's message, and is not this rank's own.
   CHECK_FALSE(is_out_of_memory(
       error_of(brimful::RankOutOfMemory(1, 2, "failed on rank 1: CUDA out of memory")), kShort));
   CHECK_FALSE(is_out_of_memory(
@@ -187,7 +187,7 @@ TEST_CASE("Memory errors that lost their type are known by their text", "[step]"
   CHECK_FALSE(is_out_of_memory_message(""));
 }
 
-TEST_CASE("An error is described in its own words, short", "[step]") {
+TEST_CASE("An error is described by its own message, short", "[step]") {
   CHECK(describe(error_of(std::runtime_error("first\nsecond\n\nbacktrace"))) == "first\nsecond");
   CHECK(describe(thrown_by([] { TORCH_CHECK_VALUE(false, "wrong (x: ", 3, ")"); })) ==
         "wrong (x: 3)");

@@ -1,4 +1,4 @@
-// Fragmentation told apart from capacity, from the numbers of a refusal and from torch's words.
+// Fragmentation distinguished from capacity, by the numbers of a refusal and by torch's message.
 #include "step/remedy.h"
 #include "support/catch.h"
 
@@ -44,7 +44,7 @@ TEST_CASE("The cache is released only where its bytes are what is missing", "[st
   CHECK(remedy_for(outside) == Remedy::finer);
 }
 
-TEST_CASE("Torch's words about a refusal are read", "[step]") {
+TEST_CASE("Torch's message about a refusal is read", "[step]") {
   const std::string words =
       "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB of "
       "which 512.00 MiB is free. Process 77 has 120.00 GiB memory in use. 16.00 GiB allowed; Of "
@@ -72,7 +72,7 @@ TEST_CASE("Torch's words about a refusal are read", "[step]") {
   CHECK(remedy_for(*small) == Remedy::finer);
 }
 
-TEST_CASE("Other words are no refusal that could be read", "[step]") {
+TEST_CASE("Another message is no refusal that could be read", "[step]") {
   for (const char* words :
        {"", "CUDA out of memory. Tried to allocate more than 1EB memory.",
         "CUDA out of memory. Tried to allocate 2.00 GiB", "CUDA out of memory. Tried to allocate",

@@ -27,7 +27,7 @@ c10::Event event_at(const c10::Stream& stream) {
   return event;
 }
 
-/// Keeps its tensor until somebody waits, as ProcessGroupNCCL's does.
+/// Keeps its tensor until a thread waits, as ProcessGroupNCCL's does.
 class FakeWork : public c10d::Work {
  public:
   FakeWork(at::Tensor tensor, c10::Event done)

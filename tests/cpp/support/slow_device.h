@@ -9,7 +9,7 @@
 /// once, unless another stream was recorded for it.
 namespace brimful::test::slow_device {
 
-/// What streams of one of its devices (-1: none) do not do, to see that somebody minds.
+/// What streams of one of its devices (-1: none) do not do, to see that a test fails.
 struct Faults {
   int uses_unknown_to_memory = -1;
   int waits_for_no_event = -1;

@@ -86,4 +86,14 @@ void call_with_workspace(const c10::OperatorHandle& op, Stack* stack) {
   call_on_cpu(op, stack);
 }
 
+void call_with_convolution_workspace(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& schema = op.schema();
+  const auto first = stack->end() - static_cast<int64_t>(schema.arguments().size());
+  const Places places = places_of(schema, Stack(first, stack->end()));
+  const c10::OptionalDeviceGuard guard(places.device);
+  const bool is_backward = schema.name() == "aten::convolution_backward";
+  const at::DataPtr lent = convolution_workspace((first + (is_backward ? 1 : 0))->toTensor());
+  call_on_cpu(op, stack);
+}
+
 }  // namespace sim_operators

@@ -9,4 +9,7 @@ void call_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 /// The same for an operator that torch lends a workspace of cuBLAS.
 void call_with_workspace(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
+/// The same for a convolution, where these take workspaces.
+void call_with_convolution_workspace(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
 }  // namespace sim_operators

@@ -81,10 +81,12 @@ std::unique_ptr<torch::Library> install() {
   Quiet quiet;
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   for (const std::string& name : names_with_stand_in()) {
-    library->impl(name.c_str(),
-                  takes_workspace(name)
-                      ? torch::CppFunction::makeFromBoxedFunction<&call_with_workspace>()
-                      : torch::CppFunction::makeFromBoxedFunction<&call_on_cpu>());
+    library->impl(
+        name.c_str(),
+        takes_workspace(name) ? torch::CppFunction::makeFromBoxedFunction<&call_with_workspace>()
+        : takes_convolution_workspace(name)
+            ? torch::CppFunction::makeFromBoxedFunction<&call_with_convolution_workspace>()
+            : torch::CppFunction::makeFromBoxedFunction<&call_on_cpu>());
   }
   library->impl("copy_", TORCH_FN(copy_));
   implement_without_cpu_kernel(*library);

@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 import torch
-from simulation import MIB, calls, sim
+from simulation import MIB, calls, program, sim
 
 
 def test_what_tensors_take_is_counted():
@@ -82,3 +82,25 @@ def test_a_product_has_a_workspace_while_it_is_made():
     product = a @ a
     assert torch.cuda.memory_allocated() - before == product.nbytes
     assert torch.cuda.max_memory_allocated() - before in (32 * MIB, 32 * MIB + product.nbytes)
+
+
+def test_convolutions_take_a_made_up_workspace_that_jumps_once():
+    source = """
+import os, torch
+layer = torch.nn.Conv2d(8, 8, 3, padding=1).cuda()
+for rows in (4, 15, 16, 32):
+    x = torch.randn(rows, 8, 64, 64, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = layer(x)
+    print((torch.cuda.max_memory_allocated() - before - y.nbytes) / x.nbytes, end=" ")
+    y.sum().backward()
+    layer.zero_grad()
+    del x, y
+print(flush=True)
+os._exit(0)  # an autograd thread may still end
+"""
+    _, without = program(source)
+    assert without.split() == ["0.0"] * 4
+    _, told = program(source, SIM_CUDA_CONV_WORKSPACE="16")
+    assert told.split() == ["0.25", "0.25", "4.0", "4.0"]

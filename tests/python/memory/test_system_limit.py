@@ -138,9 +138,9 @@ def test_the_automatic_limit_is_what_system_limit_says(no_limit):
 
 
 @pytest.mark.parametrize("word", ["1 GiB", "AUTO", ""])
-def test_other_words_are_no_limit(word):
+def test_another_text_is_no_limit(word):
     with pytest.raises(
-        ValueError, match=rf"no limit \(bytes: {word}\); pass a number of bytes, 'auto'"
+        ValueError, match=rf"bytes is not a limit \(bytes: {word}\); pass a number of bytes, 'auto'"
     ):
         memory.set_limit("cpu", word)
     assert memory.stats("cpu").limit_bytes is None

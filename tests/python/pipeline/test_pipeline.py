@@ -563,6 +563,42 @@ def test_a_limit_of_memory_is_met_by_more_microbatches():
     assert caught.value.tried and caught.value.device == "cpu"
 
 
+def test_microbatches_grow_again_when_there_is_room_and_not_before():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    x = torch.randn(4096, 128)
+    pipe = Pipeline(split_sequential(model, [2, 2]), microbatches=2, loss_fn=F.mse_loss)
+    pipe.step(x, x)
+    before = used()
+    peak = dict(pipe.step(x, x).peak_bytes)[torch.device("cpu")]
+    brimful.memory.set_limit("cpu", before + (peak - before) // 2)
+    shrunk = pipe.step(x, x)
+    assert shrunk.retries > 0 and shrunk.microbatches > 2
+    later = [pipe.step(x, x) for _ in range(8)]
+    assert sum(outcome.retries for outcome in later) <= 1  # the peak depends on how threads meet
+    assert all(outcome.microbatches >= shrunk.microbatches for outcome in later)
+    brimful.memory.set_limit("cpu", before + 4 * (peak - before))
+    model.zero_grad()
+    outcome = pipe.step(x, x)
+    assert (outcome.microbatches, outcome.retries) == (2, 0)
+    gradients = gradients_of(model)
+    model.zero_grad()
+    F.mse_loss(model(x), x).backward()
+    assert relative_difference(gradients_of(model), gradients) < 1e-5
+
+
+def test_inference_forgets_no_more_than_a_shortage_of_its_own():
+    model = net()
+    x, y = data()
+    stages = [Planted(stage) for stage in split_sequential(model, [2, 2])]
+    pipe = Pipeline(stages, microbatches=2, loss_fn=F.mse_loss)
+    stages[0].at, stages[0].error = 0, torch.OutOfMemoryError("planted")
+    assert pipe.step(x, y).microbatches == 4
+    stages[0].calls, stages[0].at = 0, None
+    pipe.forward(x)
+    assert stages[0].calls == 2  # without graphs there is more room
+
+
 def test_a_fixed_schedule_is_not_repeated_with_more_microbatches():
     model = net()
     x, y = data()

@@ -245,7 +245,9 @@ def test_arrays_and_types_of_ones_own_are_cut_and_what_is_unknown_is_refused():
         pipe.step(x, y, table=table, rows=Rows([1.0] * 3))
     whole = Rows([2.0])
     shared = Pipeline([first, last], microbatches=4, kwargs_dim={"rows": None})
-    assert torch.equal(shared.forward(x, table=table, rows=whole), first(x, table, whole))
+    torch.testing.assert_close(  # a library may multiply eleven rows otherwise than three
+        shared.forward(x, table=table, rows=whole), first(x, table, whole), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("rows, layers", [(11, 3), (2, 3), (4, 8), (3, 2)])

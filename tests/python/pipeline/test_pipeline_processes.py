@@ -147,6 +147,39 @@ def test_a_failure_in_one_process_is_raised_or_repeated_in_all(ranks):
     assert ranks(fail) == [True, True]
 
 
+def grow(here):
+    rank = here.index
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128, dtype=torch.float64) for _ in range(4)))
+    x = torch.randn(4096, 128, dtype=torch.float64)
+    F.mse_loss(model(x), x).backward()
+    gradients = gradients_of(model)
+    model.zero_grad()
+    pipe = pipeline_of(brimful.split_sequential(model, [2, 2]), rank)
+    pipe.step(x, x)
+    before = brimful.memory.stats("cpu").used_bytes
+    peak = dict(pipe.step(x, x).peak_bytes)[torch.device("cpu")]
+    if rank == 1:
+        brimful.memory.set_limit("cpu", before + (peak - before) // 2)
+    shrunk = pipe.step(x, x)
+    assert shrunk.retries > 0 and shrunk.microbatches > 4
+    later = [pipe.step(x, x) for _ in range(8)]
+    assert [outcome.retries for outcome in later] == [0] * 8
+    assert [outcome.microbatches for outcome in later] == [shrunk.microbatches] * 8
+    if rank == 1:
+        brimful.memory.set_limit("cpu", before + 4 * (peak - before))
+    model.zero_grad()
+    outcome = pipe.step(x, x)
+    assert (outcome.microbatches, outcome.retries) == (4, 0)
+    assert close(model, gradients, rank)
+    brimful.memory.set_limit("cpu", None)
+    return True
+
+
+def test_the_microbatches_of_processes_grow_again_when_the_rank_that_ran_out_has_room(ranks):
+    assert ranks(grow) == [True, True]
+
+
 class Plan:
     """Fails one of this rank's actions, once."""
 

@@ -296,7 +296,7 @@ def test_the_doctor_is_content_without_a_driver(machine, capsys, monkeypatch):
         monkeypatch.setenv("MASTER_PORT", str(port))
         status = doctor.main([])
     text = capsys.readouterr().out
-    assert re.search(rf"^warn  port {port} +taken", text, re.M)
+    assert re.search(rf"^warn  port {port} +in use", text, re.M)
     assert "-> another job may be running" in text
     assert re.search(r"^(warn|ok)  +NVML +no NVIDIA driver here", text, re.M)
     assert bool(re.search("^fail", text, re.M)) == (status == 1)

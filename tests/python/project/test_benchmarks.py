@@ -137,7 +137,7 @@ class TestReducerFigure:
 PROFILE = """positions: line
 summary: 1000
 
-fn=brimful::Reducer::launch(long)
+fn=brimful::Engine::launch(long)
 0 40
 cfn=brimful::Tail::write(int)
 calls=2 0

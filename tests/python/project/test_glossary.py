@@ -13,10 +13,20 @@ PAGES = sorted(
 HEADERS = sorted((ROOT / "csrc" / "include").rglob("*.h"))
 SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h"))
 #: Folders whose comments are not kept to it yet.
-OPEN = {"include", "reducer", "sizer", "step"}
-KEPT = [path for path in SOURCES if path.relative_to(ROOT / "csrc").parts[0] not in OPEN]
+OPEN = ("tests/cpp/reducer",)
+
+
+def kept(paths: list[Path]) -> list[Path]:
+    return [path for path in paths if not path.relative_to(ROOT).as_posix().startswith(OPEN)]
+
+
+KEPT = kept(SOURCES)
+CPP_TESTS = kept(
+    [p for p in sorted((ROOT / "tests" / "cpp").rglob("*")) if p.suffix in (".cpp", ".h")]
+)
 MODULES = sorted((ROOT / "python").rglob("*.py"))
 TESTS = sorted((ROOT / "tests" / "python").rglob("*.py"))
+PROGRAMS = sorted(p for f in ("benchmarks", "examples", "tools") for p in (ROOT / f).rglob("*.py"))
 #: What the glossary replaces; code in backticks may have any name.
 REPLACED = {
     r"\b(tells?|told)\b": "inform, report, show",
@@ -61,7 +71,7 @@ def prose_in(module: Path) -> str:
     return re.sub(r"``[^`]*``", "", "\n".join(prose))
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.relative_to(ROOT)))
+@pytest.mark.parametrize("module", MODULES + PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docstrings_and_comments_use_the_words_of_the_glossary(module: Path) -> None:
     assert replaced_in(prose_in(module)) == {}
 
@@ -78,6 +88,17 @@ def test_public_headers_use_the_words_of_the_glossary(header: Path) -> None:
 @pytest.mark.parametrize("source", KEPT, ids=lambda source: str(source.relative_to(ROOT)))
 def test_comments_of_sources_use_the_words_of_the_glossary(source: Path) -> None:
     assert replaced_in(comments_of(source), IN_MESSAGES) == {}
+
+
+def names_of(test: Path) -> str:
+    """Of its cases and sections, which may stand on several lines."""
+    named = re.findall(r'(?:TEST_CASE|SECTION)\(((?:\s*"(?:[^"\\\n]|\\.)*")+)', test.read_text())
+    return "\n".join(re.sub(r'"\s*"', "", name) for name in named)
+
+
+@pytest.mark.parametrize("test", CPP_TESTS, ids=lambda test: str(test.relative_to(ROOT)))
+def test_names_and_comments_of_tests_in_cpp_use_the_words_of_the_glossary(test: Path) -> None:
+    assert replaced_in(comments_of(test) + "\n" + names_of(test), IN_MESSAGES) == {}
 
 
 def texts_of(source: Path) -> list[str]:

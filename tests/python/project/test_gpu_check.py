@@ -1,6 +1,7 @@
 """`make gpu`, every part at a reduced scale on the simulated device: so it is known to work before there is a GPU."""
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import common  # noqa: E402
 from benchmarks.cuda import checks as figures, device, suites  # noqa: E402
 from tools.gpu import __main__ as command, big_models, install, results, runner  # noqa: E402
-from tools.gpu.catalogue import BY_NAME, PARTS, Part  # noqa: E402
+from tools.gpu.catalogue import BY_NAME, FOLDERS, PARTS, TESTS, Part  # noqa: E402
 from tools.gpu.check import Check, check, skipped  # noqa: E402
 from tools.gpu.device import SIMULATED  # noqa: E402
 from tools.gpu.parts import tests as tests_part  # noqa: E402
@@ -144,6 +145,20 @@ def test_without_a_device_nothing_is_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(install, "machine", lambda: json.dumps({**HERE}))
     assert run(tmp_path, "--install") == command.NOTHING
     assert run(tmp_path, "--minutes", "0.01") == command.LEFT
+
+
+def test_each_folder_with_tests_for_a_gpu_is_a_part_of_its_own():
+    tests = ROOT / "tests" / "python"
+    marked = {
+        file.relative_to(tests).parts[0]
+        for file in tests.glob("*/test_*.py")
+        if re.search(r"\bmark\.(real_)?gpu\b", file.read_text())
+    }
+    assert marked - {"project"} == set(FOLDERS)
+    assert set(tests_part.SMALL) == set(FOLDERS)
+    for folder in FOLDERS:
+        part = BY_NAME[f"tests_{folder}"]
+        assert (part.module, part.environment) == ("tests", {TESTS: folder})
 
 
 def test_the_parts_are_listed_and_none_takes_more_than_eight_minutes(capsys):

@@ -323,6 +323,21 @@ def test_on_cuda_a_trial_that_would_run_out_ends_before_its_first_step(on_cuda):
 
 
 @pytest.mark.gpu
+def test_on_cuda_without_a_limit_a_trial_that_would_run_out_ends_before_its_first_step(on_cuda):
+    search._clean()
+    held = torch.empty(torch.cuda.mem_get_info()[0] - 40 * MIB, dtype=torch.uint8, device="cuda")
+    ooms = memory.stats("cuda").ooms
+    run = search.guard(train, "report", metric="loss", device="cuda")
+    assert run({"batch_size": FITS})["oom"] == 0
+    result = run({"batch_size": TOO_LARGE})
+    assert (result["oom"], result["effective_batch"]) == (1, 0)
+    assert "memory would run out" in result["oom_words"]
+    assert memory.stats("cuda").ooms == ooms
+    assert search.guard(train, metric="loss", device="cuda")({"batch_size": TOO_LARGE})["oom"] == 0
+    assert held.is_cuda
+
+
+@pytest.mark.gpu
 def test_on_cuda_resources_are_for_what_a_trial_reserves(on_cuda, ray_tune):
     total = torch.cuda.mem_get_info()[1]
     peaks = search.probe(build)
@@ -337,6 +352,44 @@ def test_on_cuda_resources_are_for_what_a_trial_reserves(on_cuda, ray_tune):
         torch.cuda.reset_peak_memory_stats()
         train_plainly(config)
         assert told == pytest.approx(torch.cuda.max_memory_reserved() - before, rel=0.1)
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_config_larger_than_the_gpu_gets_one_to_itself(on_cuda, ray_tune, caplog):
+    free, total = torch.cuda.mem_get_info()
+    rows = free // (1024 * 4 * 2)  # of which the hidden layer alone takes half, forward
+    needs = search.resources(search.probe(build), 1.0, total_bytes=total)
+    found = needs(
+        {"batch_size": 2 * rows}
+    ).required_resources  # it lies on the GPU, and fits in pieces
+    assert found["GPU"] == 1.0
+    assert caplog.text.count("more than a GPU") == 1
+    found = needs(
+        {"batch_size": total // (64 * 4) + 1}
+    ).required_resources  # not even the batch does
+    assert found["GPU"] == 1.0
+    assert caplog.text.count("more than a GPU") == 2
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_batch_that_is_no_piece_is_run_for_what_it_reserves(on_cuda):
+    """Two rows are too few for a law."""
+    train_plainly({"batch_size": 2})  # what is made once
+    told = search.probe(build)({"batch_size": 2})
+    search._clean()
+    before = memory.stats("cuda").reserved_bytes
+    torch.cuda.reset_peak_memory_stats()
+    train_plainly({"batch_size": 2})
+    assert told == torch.cuda.max_memory_reserved() - before
+
+
+def test_a_batch_of_two_rows_has_the_peak_of_one_of_three():
+    """Without what was there before it; the limit does not matter."""
+    held = torch.zeros(8 * MIB, dtype=torch.uint8)
+    memory.set_limit("cpu", memory.stats("cpu").used_bytes + 1 * MIB)
+    told = {rows: search.probe(build)({"batch_size": rows}) for rows in (2, 3)}
+    assert told[2] == pytest.approx(told[3], rel=0.05)
+    assert held.nbytes == 8 * MIB
 
 
 def trial(number=0, **attributes):

@@ -273,3 +273,54 @@ def test_a_summary_of_a_batch_that_does_not_fit_says_which_would(limit):
     batch = models.CASES["MLP"].batch(most).cuda()
     loss_fn(model, batch).backward()
     assert 1000 < most < 30000
+
+
+OPTIMIZERS = {
+    "Adam": {"lr": 0.01},
+    "Adam, foreach off": {"lr": 0.01, "foreach": False},
+    "Adam, fused": {"lr": 0.01, "fused": True},
+    "AdamW": {"lr": 0.01, "amsgrad": True},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "RMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_plan_knows_the_optimizers_step(name):
+    """Of so few rows that it is the peak; before and after its first one."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(8))).cuda()
+    x = torch.randn(4, 1500, device="cuda")
+    optimizer = getattr(torch.optim, name.split(",")[0])(model.parameters(), **OPTIMIZERS[name])
+    sizer = brimful.BatchSizer(model, optimizer)
+
+    def square(model, x):
+        return model(x).square().mean()
+
+    sizer.plan(x, square)  # what is made once
+    for _ in range(2):
+        plan = sizer.plan(x, square)
+        torch.cuda.reset_peak_memory_stats()
+        sizer.step(x, square)
+        whole = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        of_optimizer = torch.cuda.max_memory_allocated()
+        optimizer.zero_grad()
+        if name in ("Adam", "AdamW"):
+            assert of_optimizer > whole
+        peak = max(whole, of_optimizer)
+        assert 0 <= plan.peak_bytes - peak <= 0.01 * peak
+        assert plan.reserved_bytes >= plan.peak_bytes
+
+
+def test_an_optimizer_whose_step_may_run_out_ends_no_step_on_cuda(limit):
+    """Its room may be in the allocator's cache."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1500, 1500) for _ in range(8))).cuda()
+    x = torch.randn(4, 1500, device="cuda")
+    optimizer = torch.optim.Adam(model.parameters())
+    sizer = brimful.BatchSizer(model, optimizer)
+    sizer.plan(x, lambda model, x: model(x).square().mean())
+    clean()
+    memory.set_limit("cuda", memory.stats("cuda").reserved_bytes + 120 * MIB)
+    sizer.step(x, lambda model, x: model(x).square().mean())

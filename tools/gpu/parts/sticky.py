@@ -33,7 +33,7 @@ def run(small: bool) -> Iterator[Check]:
         if SIMULATED:
             plant_error(ASSERT)
         else:
-            m[0](x + 1000)  # the kernel asserts; the host hears of it at its next wait
+            m[0](x + 1000)  # the kernel asserts; the host learns of it at its next wait
         try:
             torch.cuda.synchronize()
         except Exception as error:

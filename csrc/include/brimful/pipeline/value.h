@@ -22,7 +22,7 @@ class BRIMFUL_API Form {
  public:
   virtual ~Form() = default;
   /// For messages to people.
-  virtual std::string describe() const = 0;
+  virtual std::string to_string() const = 0;
   /// For another process.
   /// @throws c10::TypeError, by default, or for what does not go there
   virtual void write(FormWriter& writer) const;

@@ -46,7 +46,7 @@ class BRIMFUL_API LeakFinder {
   bool is_sure(const Holder& holder, const Growth& growth) const;
   void forget_full(const std::vector<Growth>& growths);
   std::vector<Leak> judge(const Suspects& suspects);
-  std::vector<Leak> settle(std::map<std::string, Leak> by_holder);
+  std::vector<Leak> settle(std::map<std::string, Leak>&& by_holder);
   std::vector<Leak> judge_sums(const std::vector<memory::LiveBlock>& blocks);
 
   GrowthOptions options_;

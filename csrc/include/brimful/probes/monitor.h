@@ -24,7 +24,7 @@ struct MonitorOptions {
 class BRIMFUL_API Monitor {
  public:
   /// @throws c10::ValueError if the interval is not positive
-  explicit Monitor(MonitorOptions options);
+  explicit Monitor(const MonitorOptions& options);
   /// Stops. In a child of fork, which has no such thread, does nothing.
   ~Monitor();
   Monitor(const Monitor&) = delete;

@@ -51,6 +51,9 @@ struct StepSummary {
   int64_t optimizer_peak_bytes = 0;
   int64_t peak_bytes = 0;
   std::optional<int64_t> predicted_bytes;  ///< what small batches said of peak_bytes
+  int64_t margin_bytes =
+      0;  ///< what predicted_bytes may be short by: what follows no law in the rows
+  bool workspaces_unknown = false;  ///< cuDNN's benchmark mode: what it tries is not predicted
   std::optional<double> bytes_per_row;
   std::optional<int64_t> limit_bytes;   ///< on CUDA without a limit what the device has for tensors
   std::optional<int64_t> largest_rows;  ///< of a batch whose step stays within the limit

@@ -38,26 +38,26 @@ class DistributedDataParallel {
 
   template <typename... Args>
   auto operator()(Args&&... args) {
-    reducer_->prepare_forward();
-    reducer_->require_data();
+    reducer_->loop().prepare_forward();
+    reducer_->loop().require_data();
     auto output = module_->forward(std::forward<Args>(args)...);
     watch(output);
-    reducer_->forward_done();
+    reducer_->loop().forward_done();
     return output;
   }
 
   /// Runs `fn`, one step of a plain loop; if it throws, the other ranks raise too, with this rank's message.
   template <typename Fn>
   void step(Fn&& fn) {
-    reducer_->begin_scope();
+    reducer_->loop().begin_scope();
     try {
       std::forward<Fn>(fn)();
     } catch (...) {
       const auto failure = failure_of(std::current_exception());
-      reducer_->end_scope_failed(failure.kind, failure.text);
+      reducer_->loop().end_scope_failed(failure.kind, failure.text);
       throw;
     }
-    reducer_->end_scope_ok();
+    reducer_->loop().end_scope_ok();
   }
 
   Module* operator->() { return module_.get(); }
@@ -65,7 +65,7 @@ class DistributedDataParallel {
   const std::shared_ptr<Reducer>& reducer() const { return reducer_; }
 
  private:
-  void watch(const at::Tensor& output) { reducer_->watch(output); }
+  void watch(const at::Tensor& output) { reducer_->loop().watch(output); }
   template <typename... T>
   void watch(const std::tuple<T...>& outputs) {
     std::apply([&](const auto&... output) { (watch(output), ...); }, outputs);

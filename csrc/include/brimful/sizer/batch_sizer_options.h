@@ -46,7 +46,7 @@ struct BatchSizerOptions {
   /// is repeated. Must outlive the sizer, and be alike on all ranks.
   GradScaler* scaler = nullptr;
   /// Bytes that the optimizer's step will take beyond what is in use at a step's start, with gradients that are not there
-  /// yet. A step whose optimizer would not fit fails before it begins. LibTorch's optimizers: next_step_bytes() of
+  /// yet. Enters Plan; a step on the CPU whose optimizer would not fit fails before it begins. LibTorch's optimizers: next_step_bytes() of
   /// <brimful/sizer/optimizer_bytes.h>.
   std::function<int64_t()> optimizer_bytes;
   /// What may be recomputed or offloaded where one row does not fit; without it such a step throws BatchTooLarge.

@@ -16,6 +16,14 @@ struct Plan {
   /// torch.cuda.max_memory_reserved; above limit_bytes where the pieces do not fit.
   std::optional<int64_t> reserved_bytes;
   std::optional<int64_t> limit_bytes;  ///< on CUDA without a limit what the device has for tensors
+  /// What peak_bytes may be short by, and is kept free beside it: what earlier forecasts were short by, and on CUDA the
+  /// share of a step that follows no law in the rows, such as workspaces of cuDNN.
+  int64_t margin_bytes = 0;
+  /// cuDNN tries algorithms at each new shape (its benchmark mode): what these take is in no forecast.
+  bool workspaces_unknown = false;
+  /// What the batch would take in one piece, of what limit_bytes bounds: on CUDA with the allocator's cache, as
+  /// reserved_bytes. Nothing where the pieces are those of a forecast of before.
+  std::optional<int64_t> whole_bytes;
   // What peak_bytes consists of; all of them together.
   int64_t parameter_bytes = 0;
   int64_t gradient_bytes = 0;

@@ -14,7 +14,7 @@ using NamedTensor = std::pair<std::string, at::Tensor>;
 
 /// Tensors of the caller's that work may change in place, as it may in a plain loop. Work that is repeated must find them
 /// as they were. Changes are found by version counters, which views share; copies are kept only of tensors that were
-/// seen to change before, so that nobody holds a batch twice who does not change it. Not thread-safe.
+/// seen to change before, so that no step holds a batch twice that it does not change. Not thread-safe.
 class BRIMFUL_API KeptBatch {
  public:
   enum class Copies : uint8_t {

@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
 #include <brimful/step/control_record.h>
+#include <brimful/step/failure.h>
 #include <brimful/step/kept_batch.h>
 #include <brimful/step/participant.h>
 
@@ -41,7 +42,7 @@ struct AttemptResult {
       error;  ///< set for `error` only: an out-of-memory error pins the tensors of its frames
   std::string text;          ///< of the error, out of memory or not
   int64_t buckets_left = 0;  ///< launched when the work ended
-  bool retry_alone = false;  ///< no bucket was launched: nobody else needs to know
+  bool retry_alone = false;  ///< no bucket was launched: no other rank needs to know
   bool same_split = false;   ///< Attempt::same_split said so
   std::vector<ControlRecord>
       records;  ///< by rank; empty with retry_alone, and after leaving lockstep
@@ -98,7 +99,7 @@ class BRIMFUL_API StepGroup {
   void keep_gradients();
   KeptGradients& kept() { return *kept_; }
 
-  // An attempt whose work somebody else runs (a pipeline), in parts: begin_attempt(), then the work, in which
+  // An attempt whose work another class runs (a pipeline), in parts: begin_attempt(), then the work, in which
   // begin_piece() is the caller's to call, then complete(), or drain() where any of it failed, and always finish(), which
   // has the records of all ranks.
   void begin_attempt(int buffer_source);
@@ -120,8 +121,8 @@ class BRIMFUL_API StepGroup {
   void discard();
   /// What a rank whose record says that it failed has posted; waits a second at most.
   std::string failure_text(int rank);
-  /// "rank 1: its text; rank 2: ..." for all ranks whose record says that they failed.
-  std::string failure_texts(const std::vector<ControlRecord>& records);
+  /// The same for all ranks whose record says that they failed.
+  std::vector<Failure> failures(const std::vector<ControlRecord>& records);
   void publish_failure(FailureKind kind, const std::string& text);
 
  private:

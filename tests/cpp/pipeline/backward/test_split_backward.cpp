@@ -332,7 +332,8 @@ TEST_CASE("Threads split the backwards of one model's microbatches at once", "[p
   }
 }
 
-TEST_CASE("The reducer's buckets leave in the backward for the parameters", "[pipeline][reducer]") {
+TEST_CASE("The reducer's buckets are launched in the backward for the parameters",
+          "[pipeline][reducer]") {
   constexpr int kRanks = 2;
   constexpr int kMicrobatches = 3;
   const Watchdog watchdog("a reducer under a split backward");
@@ -358,17 +359,17 @@ TEST_CASE("The reducer's buckets leave in the backward for the parameters", "[pi
       }
       stage.empty_gradients();
       std::vector<InputBackward> left;
-      reducer->prepare_forward();
+      reducer->loop().prepare_forward();
       for (int microbatch = 0; microbatch < kMicrobatches; ++microbatch) {
         const Tensors x{leaf(input_of(rank, step, microbatch))};
         const auto y = stage.forward(x);
-        reducer->watch(y[0]);
+        reducer->loop().watch(y[0]);
         left.push_back(backward_input(y, gradients_for(y), x));
       }
-      reducer->forward_done();
+      reducer->loop().forward_done();
       const auto launches = reducer->counters().launches;
       for (int microbatch = 0; microbatch < kMicrobatches; ++microbatch) {
-        reducer->set_sync(microbatch == kMicrobatches - 1);
+        reducer->loop().set_sync(microbatch == kMicrobatches - 1);
         checks.expect(reducer->counters().launches == launches, "launched before the last W");
         left[microbatch].weight_work.run();
       }

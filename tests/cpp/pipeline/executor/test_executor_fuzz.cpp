@@ -31,7 +31,7 @@ enum class Ending { complete, stuck, failed };
 /// Says where a value without tensors has come from.
 struct Tag : Form {
   Tag(int of_stage, int of_microbatch) : stage(of_stage), microbatch(of_microbatch) {}
-  std::string describe() const override { return "tag"; }
+  std::string to_string() const override { return "tag"; }
   int stage;
   int microbatch;
 };

@@ -67,7 +67,7 @@ TEST_CASE("Sends and receives are checked against the stages' ranks", "[pipeline
         "1SEND_B0 (rank 1, action 2) is in a schedule without backwards");
 }
 
-TEST_CASE("A deadlock is told as a circle", "[pipeline]") {
+TEST_CASE("A deadlock is reported as a circle", "[pipeline]") {
   // Each wants the other's second microbatch first.
   CHECK(verdict("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1") ==
         "it deadlocks: rank 0 waits at 0B0 (action 1) for 1B0 of rank 1, which waits at 1F1 "

@@ -40,7 +40,7 @@ TEST_CASE("Actions are written and read in torch's grammar", "[pipeline]") {
   }
 }
 
-TEST_CASE("What is no action is told with what one is", "[pipeline]") {
+TEST_CASE("What is no action is refused with what one is", "[pipeline]") {
   for (const std::string text :
        {"", "F", "0F", "F0", "0X0", "0f0", "0F0 1F0", "-1F0", "0F-1", "0FB0", "0UNSHARD",
         "1000000F0", "99999999999999999999F0", "0F0x"}) {
@@ -79,7 +79,7 @@ TEST_CASE("A file of torch's is read with its idle cells, overlaps and sharding"
   CHECK(schedule.microbatches == 2);
 }
 
-TEST_CASE("A cell that cannot be read is told by its line and number", "[pipeline]") {
+TEST_CASE("A cell that cannot be read is named by its line and number", "[pipeline]") {
   CHECK_THAT(error_of([] { from_csv("0F0,0B0\n1F0,,1Q0"); }),
              Contains("a cell holds no action (line: 2, cell: 3, text: '1Q0')"));
   CHECK_THAT(error_of([] { from_csv("(0F0;0B1"); }),

@@ -135,7 +135,7 @@ void with_ends(const Work& work, int channels = 1, int messages = kMessages) {
     Ends ends(group, name, channels, messages);
     work(ends);
     ends.flush();
-    ends.peers->agree({});  // nobody goes before the other has all
+    ends.peers->agree({});  // no rank goes before the other has all
   });
 }
 
@@ -326,7 +326,7 @@ TEST_CASE("What a rank that failed has sent is received, and what it has not is 
   CHECK(FakeNccl::aborts - aborts == 4);  // of the ends, when all was done
 }
 
-TEST_CASE("A payload that nobody has memory for ends the lanes, and new ones work",
+TEST_CASE("A payload without memory for it ends the lanes, and new ones work",
           "[pipeline][lanes]") {
   const Watchdog watchdog("lost lanes", std::chrono::seconds(60));
   slow::install();

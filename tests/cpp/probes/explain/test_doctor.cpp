@@ -47,7 +47,7 @@ TEST_CASE("Healthy limits need no remedy", "[probes]") {
   CHECK(named(check_limits(healthy()), "CPUs").found == "7.5 usable");
 }
 
-TEST_CASE("Limits that hurt are told with a remedy", "[probes]") {
+TEST_CASE("Limits that hurt are reported with a remedy", "[probes]") {
   auto facts = healthy();
   facts.shm_free_bytes = kGiB / 16;
   facts.open_files = 1024;

@@ -44,7 +44,7 @@ TEST_CASE("A library that could not start is an OOM where memory was short", "[p
   CHECK(explain(kNotInitialized, evidence).is_memory == true);
 }
 
-TEST_CASE("Free memory is held against what the call needs, and the number is told", "[probes]") {
+TEST_CASE("Free memory is held against what the call needs, and the number is shown", "[probes]") {
   const char* no_engine = "GET was unable to find an engine to execute this computation";
   const char* no_handle =
       "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`";
@@ -110,7 +110,7 @@ TEST_CASE("The environment's workspace is evidence", "[probes]") {
   CHECK(evidence_now().cublas_config == ":16:8");
 }
 
-TEST_CASE("A refusal's numbers tell fragmentation from want", "[probes]") {
+TEST_CASE("A refusal's numbers distinguish fragmentation from want", "[probes]") {
   const char* fragmented =
       "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
       "which 1.20 GiB is free. Including non-PyTorch memory, this process has 77.9 GiB memory in "
@@ -165,7 +165,7 @@ TEST_CASE("Another process is named where it holds more than this one", "[probes
   CHECK(out.evidence.at(2) == "process 12 has 300.0 MiB of the device");
 }
 
-TEST_CASE("A device-side assert is explained by the kernel's words and by the ring", "[probes]") {
+TEST_CASE("A device-side assert is explained by the kernel's message and by the ring", "[probes]") {
   const char* bare = "CUDA error: device-side assert triggered";
   auto out = explain(bare);
   CHECK(out.kind == "device_lost");

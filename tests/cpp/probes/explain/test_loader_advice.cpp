@@ -106,7 +106,7 @@ TEST_CASE("Workers that start anew each epoch should stay", "[probes]") {
   CHECK_FALSE(advise_loader(given).persistent_workers);
 }
 
-TEST_CASE("A worker whose private memory grows is told", "[probes]") {
+TEST_CASE("A worker whose private memory grows is reported", "[probes]") {
   auto given = facts(0, 10, 2, 8);
   given.worker_growth_bytes = int64_t{8} << 20;
   CHECK_THAT(words(advise_loader(given)), !Catch::Contains("private memory"));

@@ -54,7 +54,7 @@ class Machine {
 
 }  // namespace
 
-TEST_CASE("What a process has of a GPU beside torch's allocator is known where the driver tells",
+TEST_CASE("What a process has of a GPU beside torch's allocator is known where the driver knows",
           "[probes]") {
   Machine machine("healthy");
   auto report = machine.read();
@@ -66,7 +66,7 @@ TEST_CASE("What a process has of a GPU beside torch's allocator is known where t
   CHECK_FALSE(context_bytes(c10::DeviceType::CPU));
 }
 
-TEST_CASE("A healthy driver's numbers are told", "[probes]") {
+TEST_CASE("A healthy driver's numbers are reported", "[probes]") {
   Machine machine("healthy");
   const auto report = machine.read();
   CHECK(report.problem.empty());
@@ -79,7 +79,7 @@ TEST_CASE("A healthy driver's numbers are told", "[probes]") {
   CHECK(gpu.total_bytes == 80 * kGiB);
   CHECK(gpu.used_bytes == 9 * kGiB);
   CHECK(gpu.free_bytes == 70 * kGiB);
-  CHECK(gpu.reserved_bytes == kGiB);  // the driver's, told apart
+  CHECK(gpu.reserved_bytes == kGiB);  // the driver's, counted apart
   CHECK(gpu.busy == 0.97);
   CHECK(gpu.temperature_c == 61);
   CHECK(gpu.power_w == 412.5);
@@ -99,7 +99,7 @@ TEST_CASE("A divided GPU shows its instances", "[probes]") {
   const auto report = machine.read();
   REQUIRE(report.gpus.size() == 4);
   CHECK(report.gpus[0].mig_mode);
-  CHECK_FALSE(report.gpus[0].processes);  // told only to root, and unknown is not none
+  CHECK_FALSE(report.gpus[0].processes);  // shown to root alone, and unknown is not none
   CHECK_FALSE(report.gpus[0].own_bytes);
   CHECK(report.gpus[0].total_bytes == 80 * kGiB);
   CHECK(report.gpus[1].mig_index == 0);
@@ -123,7 +123,7 @@ TEST_CASE("A divided GPU shows its instances", "[probes]") {
   CHECK(machine.read().problem.empty());
 }
 
-TEST_CASE("What belongs to the whole GPU, or to the host, is told of no instance", "[probes]") {
+TEST_CASE("What belongs to the whole GPU, or to the host, is reported of no instance", "[probes]") {
   Machine machine("mig_silent");  // its instances answer what is asked of a GPU, but for memory
   const auto report = machine.read();
   REQUIRE(report.gpus.size() == 4);
@@ -148,7 +148,7 @@ TEST_CASE("An old driver has fewer functions, and no crash", "[probes]") {
   CHECK_FALSE(report.gpus[0].mig_mode);
 }
 
-TEST_CASE("What a driver does not tell is nothing, never 0", "[probes]") {
+TEST_CASE("What a driver does not report is nothing, never 0", "[probes]") {
   Machine machine("not_available");
   const auto gpu = machine.read().gpus.at(0);
   CHECK_FALSE(gpu.busy);
@@ -170,7 +170,7 @@ TEST_CASE("In a container pids are the host's", "[probes]") {
   CHECK(gpu.processes->size() == 2);
   CHECK_FALSE(gpu.own_bytes);  // our pid is in the list, and is another process
   Machine::set("hidden_pids");
-  CHECK_FALSE(machine.read().gpus.at(0).processes);  // 9 GiB are somebody's
+  CHECK_FALSE(machine.read().gpus.at(0).processes);  // 9 GiB are another process's
   machine.pid_namespace("pid:[4026531836]");
   CHECK(machine.read().gpus.at(0).processes->empty());
 }
@@ -199,7 +199,7 @@ TEST_CASE("A driver that is lost and comes back", "[probes]") {
   Machine::set("lost_midway");
   report = machine.read();
   CHECK_THAT(report.gpus.at(0).problem, Catch::Contains("fell off the bus"));
-  CHECK_FALSE(report.gpus[0].total_bytes);  // which it had told before
+  CHECK_FALSE(report.gpus[0].total_bytes);  // which it had reported before
   CHECK(report.gpus[0].uuid == "GPU-00000000-1111-2222-3333-444444444444");
   Machine::set("lost_handle");
   CHECK_THAT(machine.read().gpus.at(0).problem, Catch::Contains("fell off the bus"));
@@ -212,7 +212,7 @@ TEST_CASE("A driver that is lost and comes back", "[probes]") {
   CHECK(machine.read().gpus.at(0).used_bytes == 9 * kGiB);
 }
 
-TEST_CASE("A driver that refuses, or has nothing, is told in words", "[probes]") {
+TEST_CASE("A driver that refuses, or has nothing, is reported as text", "[probes]") {
   CHECK_THAT(Machine("no_permission").read().gpus.at(0).problem, Catch::Contains("no permission"));
   CHECK_FALSE(Machine("no_permission").read().gpus.at(0).total_bytes);
   CHECK(Machine("zero").read().problem == "the driver has no GPU here");

@@ -75,7 +75,7 @@ TEST_CASE("A process's memory is what /proc says", "[probes]") {
   CHECK(process->parent == 1);
   CHECK(process->rss_bytes == 100 * 1024);
   CHECK(process->swap_bytes == 3 * 1024);
-  CHECK_FALSE(process->uss_bytes);  // another user's: not told
+  CHECK_FALSE(process->uss_bytes);  // another user's: not shown
   proc.write("/proc/7/smaps_rollup",
              "Rss: 100 kB\nPrivate_Clean: 5 kB\nPrivate_Dirty:  20 kB\nPrivate_Hugetlb: 1 kB\n");
   process = read_process_under(proc.root, 7);

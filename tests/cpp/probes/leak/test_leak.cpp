@@ -102,7 +102,7 @@ TEST_CASE("Growth over less than two steps is an error", "[probes]") {
   CHECK_THROWS_AS(growing({}, 0, {5, -1}), c10::ValueError);
 }
 
-TEST_CASE("A leak's words name holder, line, node and remedy", "[probes]") {
+TEST_CASE("A leak's text names holder, line, node and remedy", "[probes]") {
   Leak leak;
   leak.holder.kind = HolderKind::variable;
   leak.holder.path = leak.holder.container = "total";

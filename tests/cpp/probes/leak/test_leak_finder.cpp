@@ -131,7 +131,7 @@ TEST_CASE("A window of the newest tensors is no leak", "[probes]") {
   CHECK(finder.leaks().size() == 1);
 }
 
-TEST_CASE("What may be a cache is told as one that fills, until it is full or surely a leak",
+TEST_CASE("What may be a cache is reported as one that fills, until it is full or surely a leak",
           "[probes]") {
   const Tracking on;
   std::vector<at::Tensor> kept;

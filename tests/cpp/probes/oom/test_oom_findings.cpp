@@ -77,7 +77,7 @@ TEST_CASE("activations count with the request of their forward, at their largest
   CHECK(first(facts).bytes == 50 * kMiB);
 }
 
-TEST_CASE("evaluation is told by its models, metrics left out", "[oom_report]") {
+TEST_CASE("evaluation is known by its models, metrics left out", "[oom_report]") {
   auto facts = forward_with_activations();
   facts.program.emplace();
   facts.program->models = {{"Net", 40 * kMiB, false}, {"Metric", kMiB, true}};
@@ -128,7 +128,7 @@ TEST_CASE("gradients of the step before are a fault in a forward alone", "[oom_r
   CHECK_FALSE(has(facts, OomCause::gradients_kept));
 }
 
-TEST_CASE("what stands is told apart: state, a model, another model", "[oom_report]") {
+TEST_CASE("what stands is distinguished: state, a model, another model", "[oom_report]") {
   auto facts = facts_in(Phase::optimizer);
   of(facts, Category::parameters) = 60 * kMiB;
   of(facts, Category::optimizer_state) = 20 * kMiB;
@@ -229,7 +229,7 @@ TEST_CASE("data of the first step is named with its line", "[oom_report]") {
   CHECK(first(asked).cause == OomCause::model);
 }
 
-TEST_CASE("attention is known by its line's words or its function's name", "[oom_report]") {
+TEST_CASE("attention is known by its line's text or its function's name", "[oom_report]") {
   const auto folder = std::filesystem::temp_directory_path();
   const auto path = folder / ("brimful_attention_" + std::to_string(::getpid()) + ".py");
   const std::vector<std::pair<const char*, bool>> lines{
@@ -299,7 +299,7 @@ TEST_CASE("fragments are to blame where they add up to the request", "[oom_repor
              Catch::Contains("since before tracking was on, split 12.0 MiB"));
 }
 
-TEST_CASE("the block that splits the room is told by its line", "[oom_report]") {
+TEST_CASE("the block that splits the room is named by its line", "[oom_report]") {
   auto facts = facts_in(Phase::other);
   facts.step = 5;
   facts.fragmentation.emplace();

@@ -47,7 +47,7 @@ OomFacts fragments(bool expandable) {
   return facts;
 }
 
-/// The words of a refusal at `site`.
+/// The message of a refusal at `site`.
 std::string refusal(const std::string& site) {
   const memory::SiteScope scope(site);
   const memory::FaultAt fault(0);
@@ -106,7 +106,7 @@ TEST_CASE("the page has its origin, and the largest category first", "[oom_repor
   CHECK(rows[2]["category"] == "parameters");
 }
 
-TEST_CASE("a refusal tells what filled the memory while tracking is on", "[oom_report]") {
+TEST_CASE("a refusal names what filled the memory while tracking is on", "[oom_report]") {
   watch_ooms();
   CHECK(refusal("untracked").find("In use") == std::string::npos);
   memory::start_tracking();
@@ -188,7 +188,7 @@ TEST_CASE("an observer that runs out of memory itself is not asked again", "[oom
   CHECK(words.find("CPU out of memory") != std::string::npos);
 }
 
-TEST_CASE("an attempt that is retried asks nobody else", "[oom_report]") {
+TEST_CASE("an attempt that is retried asks no other observer", "[oom_report]") {
   watch_ooms();
   memory::start_tracking();
   {

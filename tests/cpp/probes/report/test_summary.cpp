@@ -53,7 +53,7 @@ TEST_CASE("a span of no module's row is refused", "[summary]") {
   CHECK_THROWS_AS(charge(modules, {{{1}, false, 0, 0}}), c10::IndexError);
 }
 
-TEST_CASE("the table tells shapes, calls and grouped numbers", "[summary]") {
+TEST_CASE("the table shows shapes, calls and grouped numbers", "[summary]") {
   const std::string table = to_string(two_layers());
   CHECK(table.find("\n  0 (List<Linear>)") != std::string::npos);
   CHECK(table.find("8 x 16, scalar") != std::string::npos);
@@ -62,6 +62,18 @@ TEST_CASE("the table tells shapes, calls and grouped numbers", "[summary]") {
   CHECK(table.find("50") != std::string::npos);
   CHECK(table.find("1,234,567") != std::string::npos);
   CHECK(table.find("largest batch") == std::string::npos);
+}
+
+TEST_CASE("the table says what a prediction may be short by", "[summary]") {
+  auto summary = two_layers();
+  summary.peak_bytes = 3 << 20;
+  summary.predicted_bytes = 3 << 20;
+  CHECK(to_string(summary).find("short by") == std::string::npos);
+  summary.margin_bytes = 1 << 20;
+  summary.workspaces_unknown = true;
+  const std::string table = to_string(summary);
+  CHECK(table.find("predicted from small batches 3.0 MiB, may be short by 1.0 MiB, without the "
+                   "workspaces that cuDNN's benchmark mode tries") != std::string::npos);
 }
 
 TEST_CASE("the page escapes what modules are called", "[summary]") {

@@ -1,4 +1,4 @@
-#include "pipeline/schedule/describe_action.h"
+#include "pipeline/schedule/action_sentence.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -26,7 +26,7 @@ const char* name_of(ActionKind kind) {
 }
 }  // namespace
 
-std::string describe(const Action& action) {
+std::string to_sentence(const Action& action) {
   return std::string(name_of(action.kind)) + " of microbatch " + std::to_string(action.microbatch) +
          " in stage " + std::to_string(action.stage);
 }

@@ -1,13 +1,17 @@
 // What a plan becomes: slots, buckets and their memory. A new plan takes the place of an old one between steps.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <brimful/error.h>
 #include <brimful/log.h>
 #include <brimful/memory/categories.h>
 #include <brimful/memory/stats.h>
 
 #include <algorithm>
+#include <map>
+#include <unordered_set>
+#include <utility>
 
-#include "reducer/reducer_state.h"
+#include "reducer/bucket_set.h"
 
 namespace brimful {
 namespace {
@@ -31,7 +35,7 @@ void share_drain_memory(const std::vector<Bucket>& buckets, std::vector<at::Tens
   }
 }
 
-/// By parameter: what its wire carries from step to step, which a new plan must not forget; undefined for nothing.
+/// By parameter: the rounding error that is carried from step to step, which a new plan must not forget; undefined for nothing.
 std::vector<at::Tensor> carried_errors(const std::vector<Slot>& slots,
                                        const std::vector<Bucket>& buckets) {
   std::vector<at::Tensor> errors(slots.size());
@@ -53,7 +57,43 @@ std::vector<at::Tensor> carried_errors(const std::vector<Slot>& slots,
 }
 }  // namespace
 
-void Reducer::State::let_go_of(size_t parameter) {
+std::optional<int64_t> BucketSet::shared_with(const std::vector<at::Tensor>& others) const {
+  std::unordered_set<const c10::TensorImpl*> known;
+  for (const auto& other : others) {
+    known.insert(other.unsafeGetTensorImpl());
+  }
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (known.count(parameters[i].unsafeGetTensorImpl()) > 0) {
+      return static_cast<int64_t>(i);
+    }
+  }
+  return std::nullopt;
+}
+
+std::string BucketSet::name_of(int64_t parameter) const {
+  return static_cast<size_t>(parameter) < names.size() ? names[parameter]
+                                                       : std::to_string(parameter);
+}
+
+// A gradient of another shape would be read past its end, or be broadcast silently; sending another size than
+// the other ranks' would end their processes (gloo).
+void BucketSet::require_unchanged(int64_t parameter, const at::Tensor& gradient) const {
+  const auto& slot = slots[parameter];
+  const auto& info = infos[parameter];
+  const auto& now = parameters[parameter];
+  const bool same_shape =
+      slot.view.defined() ? gradient.sizes() == slot.view.sizes() : gradient.numel() == slot.numel;
+  if (same_shape && now.scalar_type() == info.dtype && now.device() == info.device) [[likely]] {
+    return;
+  }
+  throw PlanMismatch(
+      c10::str("a parameter changed after its module was wrapped (parameter: ", name_of(parameter),
+               ", wrapped with ", info.numel, " elements of ", info.dtype, " on ", info.device,
+               ", now ", now.sizes(), " of ", now.scalar_type(), " on ", now.device(),
+               "); wrap the module again, on all ranks"));
+}
+
+void BucketSet::let_go_of(size_t parameter) {
   try {
     views[parameter].let_go();
   } catch (const c10::OutOfMemoryError&) {
@@ -62,7 +102,17 @@ void Reducer::State::let_go_of(size_t parameter) {
   }
 }
 
-void Reducer::State::lay_out(BucketPlan new_plan) {
+void BucketSet::let_go_of_earlier(int64_t index) {
+  for (const auto parameter : buckets[index].parameters) {
+    const auto& gradient = parameters[parameter].grad();
+    if (gradient.defined() && is_alias(gradient, slots[parameter].view)) {
+      continue;  // of this step
+    }
+    let_go_of(parameter);
+  }
+}
+
+void BucketSet::lay_out(BucketPlan new_plan, bool dense, bool encodes) {
   const memory::Unlimited unlimited;  // all ranks change together: no way back
   const memory::CategoryScope what_is_made(memory::Category::communication);
   const at::NoGradGuard no_grad;
@@ -78,8 +128,7 @@ void Reducer::State::lay_out(BucketPlan new_plan) {
   const auto errors = carried_errors(slots, buckets);
   slots.clear();
   buckets.clear();
-  collectives_of_hook.clear();
-  auto layout = arenas.carve(new_plan, tail->numel(), parameters, hook != nullptr);
+  auto layout = arenas.carve(new_plan, tail->numel(), parameters, dense);
   slots = std::move(layout.slots);
   buckets = std::move(layout.buckets);
   plan = std::move(new_plan);
@@ -92,7 +141,7 @@ void Reducer::State::lay_out(BucketPlan new_plan) {
     }
     const auto row =
         bucket.direct ? as_row(parameters[bucket.parameters[0]].detach()) : bucket.gradients;
-    if (wire_dtype && !alone && row.scalar_type() != *wire_dtype) {
+    if (wire_dtype && encodes && row.scalar_type() != *wire_dtype) {
       bucket.wire = std::make_unique<Wire>(row, *wire_dtype, error_feedback);
     } else if (bucket.direct) {
       drains[index] = row;
@@ -117,15 +166,25 @@ void Reducer::State::lay_out(BucketPlan new_plan) {
   log(LogLevel::debug, "bucket plan\n" + to_string(plan, infos));
 }
 
-at::Tensor Reducer::State::row_of(const Bucket& bucket) const {
+at::Tensor BucketSet::row_of(const Bucket& bucket) const {
   return bucket.direct ? as_row(bucket.own) : bucket.gradients;
 }
 
-at::Tensor Reducer::State::payload(const Bucket& bucket) const {
+at::Tensor BucketSet::payload(const Bucket& bucket) const {
   if (bucket.wire) {
     return bucket.wire->buffer();
   }
   return bucket.direct ? as_row(bucket.own) : bucket.flat;
+}
+
+std::vector<int64_t> BucketSet::own_rows() const {
+  std::vector<int64_t> rows;
+  for (const auto& bucket : buckets) {
+    if (bucket.sparse()) {
+      rows.push_back(bucket.own.defined() ? bucket.own._nnz() : 0);
+    }
+  }
+  return rows;
 }
 
 }  // namespace brimful

@@ -6,6 +6,6 @@
 namespace brimful::pipeline {
 
 /// "backward to the inputs of microbatch 3 in stage 1"
-std::string describe(const Action& action);
+std::string to_sentence(const Action& action);
 
 }  // namespace brimful::pipeline

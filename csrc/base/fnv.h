@@ -1,0 +1,28 @@
+#pragma once
+#include <cstdint>
+#include <string_view>
+#include <type_traits>
+
+namespace brimful {
+
+/// FNV-1a of bytes in order, of 32 or 64 bits. Files keep such numbers and ranks compare them, so that they never change.
+template <typename Number>
+class Fnv {
+  static_assert(std::is_same_v<Number, uint32_t> || std::is_same_v<Number, uint64_t>);
+
+ public:
+  constexpr void add(uint8_t byte) { value_ = (value_ ^ byte) * kPrime; }
+  constexpr void add(std::string_view bytes) {
+    for (const char byte : bytes) {
+      add(static_cast<uint8_t>(byte));
+    }
+  }
+  constexpr Number value() const { return value_; }
+
+ private:
+  static constexpr bool kIsWide = sizeof(Number) == 8;
+  static constexpr auto kPrime = static_cast<Number>(kIsWide ? 0x100000001b3ULL : 0x1000193ULL);
+  Number value_ = static_cast<Number>(kIsWide ? 0xcbf29ce484222325ULL : 0x811c9dc5ULL);
+};
+
+}  // namespace brimful

@@ -1,0 +1,42 @@
+#pragma once
+#include <brimful/memory/stats.h>
+#include <c10/core/Device.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "pipeline/call.h"
+
+namespace brimful::pipeline {
+
+/// Its memory is counted.
+inline bool is_counted(c10::Device device) {
+  return device.is_cpu() || device.is_cuda();
+}
+
+/// The peak of each device whose memory is counted, while it lives.
+class Peaks {
+ public:
+  explicit Peaks(const std::vector<c10::Device>& devices) : devices_(distinct(devices)) {
+    std::erase_if(devices_, [](c10::Device device) { return !is_counted(device); });
+    for (const auto device : devices_) {
+      scopes_.push_back(std::make_unique<memory::PeakScope>(device));
+    }
+  }
+  std::vector<std::pair<c10::Device, int64_t>> bytes() const {
+    std::vector<std::pair<c10::Device, int64_t>> result;
+    for (size_t i = 0; i < devices_.size(); ++i) {
+      result.emplace_back(devices_[i], scopes_[i]->peak_bytes());
+    }
+    return result;
+  }
+
+ private:
+  std::vector<c10::Device> devices_;
+  std::vector<std::unique_ptr<memory::PeakScope>> scopes_;
+};
+
+}  // namespace brimful::pipeline

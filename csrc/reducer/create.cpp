@@ -1,0 +1,219 @@
+// How a reducer is made: all ranks at the same time.
+#include <ATen/ATen.h>
+#include <brimful/log.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/units.h"
+#include "reducer/agree.h"
+#include "reducer/at_exit.h"
+#include "reducer/device_wait.h"
+#include "reducer/owners.h"
+#include "reducer/reducer_state.h"
+#include "reducer/whole_path.h"
+
+namespace brimful {
+namespace {
+constexpr double kDefaultCapMb = 25;
+
+std::vector<ParameterInfo> infos_of(const std::vector<at::Tensor>& parameters,
+                                    const std::vector<bool>& sparse) {
+  std::vector<ParameterInfo> infos;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& p = parameters[i];
+    infos.push_back({p.numel(), p.scalar_type(), p.device(), i < sparse.size() && sparse[i],
+                     p.is_non_overlapping_and_dense()});
+  }
+  return infos;
+}
+
+PlanOptions plan_options_of(const ReducerOptions& options) {
+  PlanOptions plan;
+  const double cap = options.bucket_cap_mb.value_or(kDefaultCapMb);
+  plan.first_bucket_bytes = static_cast<int64_t>(options.first_bucket_cap_mb * kMiB);
+  plan.bucket_bytes = static_cast<int64_t>(cap * kMiB);
+  for (const auto mb : options.bucket_cap_mb_list) {
+    plan.bucket_bytes_list.push_back(static_cast<int64_t>(mb * kMiB));
+  }
+  plan.own_record = options.wire_dtype.has_value();
+  return plan;
+}
+
+bool is_fixed(const std::string& plan) {
+  return plan != "auto" && plan != "ordered" && plan != "registration";
+}
+
+void require_options(const ReducerOptions& options) {
+  TORCH_CHECK_VALUE(!is_fixed(options.plan) || options.plan.rfind("[[", 0) == 0,
+                    "there is no such plan (plan: ", options.plan,
+                    "); choose \"auto\", \"ordered\" or \"registration\", or give what plan() of "
+                    "the same model was");
+  TORCH_CHECK_VALUE(!options.wire_dtype || c10::isFloatingType(*options.wire_dtype),
+                    "gradients travel in a real floating dtype (wire_dtype: ",
+                    c10::toString(*options.wire_dtype), ")");
+  TORCH_CHECK_VALUE(options.wire_dtype || !options.error_feedback,
+                    "there is no rounding to feed back (error_feedback: true, wire_dtype: none); "
+                    "set wire_dtype, or leave error_feedback out");
+  TORCH_CHECK_VALUE(!options.gradient_predivide_factor || *options.gradient_predivide_factor > 0,
+                    "the factor must be positive (gradient_predivide_factor: ",
+                    *options.gradient_predivide_factor, ")");
+}
+
+/// Options that all ranks must share, for the message if they do not.
+std::string describe(const ReducerOptions& options) {
+  return "plan: " + options.plan + ", reduction dtype: " +
+         (options.wire_dtype ? c10::toString(*options.wire_dtype) : "as the gradients") +
+         (options.error_feedback ? " with error feedback" : "") +
+         ", buffers agree: " + (options.broadcast_buffers ? "yes" : "no") + ", predivided by: " +
+         (options.gradient_predivide_factor ? std::to_string(*options.gradient_predivide_factor)
+                                            : "world size") +
+         "\n";
+}
+
+/// Memory that the backend has registered with its communicators, where it offers such (NCCL does).
+at::Tensor zeros_for(const Group& group, int64_t numel, const at::TensorOptions& options) {
+  const auto device = options.device();
+  if (!device.is_cpu()) {
+    try {
+      const auto backend = group->getBackend(device.type());
+      if (backend->supportsTensorAlloc(device.index())) {
+        return backend->allocateTensor(numel, options).zero_();
+      }
+    } catch (const std::exception& e) {
+      log(LogLevel::warning,
+          std::string("buckets lie in memory that is not registered for communication: ") +
+              e.what());
+    }
+  }
+  return at::zeros({numel}, options);
+}
+
+void require_parameters(const std::vector<at::Tensor>& parameters) {
+  for (const auto& parameter : parameters) {
+    TORCH_CHECK_VALUE(
+        parameter.defined() && parameter.requires_grad() && parameter.is_leaf(),
+        "only leaves that require a gradient can be reduced; leave frozen parameters out");
+  }
+}
+
+/// All ranks plan alike, or raise. What earlier reducers owe is launched first.
+BucketPlan agree_on_plan(EngineState& s, const std::vector<at::Tensor>& parameters,
+                         const std::vector<at::Tensor>& buffers, const ReducerOptions& options) {
+  uint64_t others = 0;  // that go on living
+  for (const auto& other : reducers_beside(parameters, s.link.group.get())) {
+    other->settle_owed();
+    const auto& theirs = other->state();
+    others += theirs.link.group == s.link.group && !theirs.layout.shared_with(parameters) ? 1 : 0;
+  }
+  auto plan = is_fixed(options.plan)
+                  ? plan_from_json(options.plan, s.layout.infos, s.layout.plan_options)
+                  : plan_buckets(s.layout.infos, s.layout.plan_options);
+  s.link.device = plan.buckets.back().device;
+  s.watch.set_device(s.link.device, waits_in_streams(*s.link.group, s.link.device));
+  const auto most_others = require_same_model(
+      s.link.group, s.link.device,
+      {parameters, options.names, options.frozen, buffers,
+       to_string(with_devices_in_order(plan), s.layout.infos) + describe(options)},
+      others);
+  s.link.traffic->several = most_others > 0;
+  return plan;
+}
+
+/// What the last bucket carries beside its gradients.
+Tail make_tail(const EngineState& s, const BucketPlan& plan, std::vector<at::Tensor> buffers,
+               const ReducerOptions& options) {
+  if (!options.broadcast_buffers) {
+    buffers.clear();
+  }
+  std::erase_if(buffers, [&](const auto& buffer) {
+    return buffer.device() != s.link.device || buffer.numel() == 0;
+  });
+  return {static_cast<int64_t>(s.layout.infos.size()),
+          s.link.rank,
+          s.link.world_size,
+          std::move(buffers),
+          c10::toRealValueType(plan.buckets.back().dtype),
+          std::count(options.sparse.begin(), options.sparse.end(), true)};
+}
+
+void start_tuner(EngineState& s, const ReducerOptions& options) {
+  const bool may_change = !is_fixed(options.plan) && options.plan != "registration";
+  if (s.link.rank == 0 && s.link.store && !s.link.alone && may_change) {
+    const bool caps_given = options.bucket_cap_mb || !options.bucket_cap_mb_list.empty();
+    s.tuner.start(s.layout, options.plan == "auto" && !caps_given);
+  }
+}
+}  // namespace
+
+bool& WholePath::is_on() {
+  thread_local bool on = false;
+  return on;
+}
+
+std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
+                                         std::vector<at::Tensor> buffers, const Group& group,
+                                         const ReducerOptions& options) {
+  TORCH_CHECK_VALUE(
+      group, "no process group (group: null); call init_process_group or init_from_env first");
+  require_parameters(parameters);
+  require_options(options);
+  auto state = std::make_unique<State>(group, options);
+  auto& s = state->engine.state();
+  s.link.alone = s.link.world_size == 1 && !WholePath::is_on();
+  auto& layout = s.layout;
+  layout.names = options.names;
+  layout.wire_dtype = options.wire_dtype;
+  layout.error_feedback = options.error_feedback;
+  layout.infos = infos_of(parameters, options.sparse);
+  layout.plan_options = plan_options_of(options);
+  auto plan = agree_on_plan(s, parameters, buffers, options);
+  if (options.synchronise_at_start) {
+    broadcast_from(0, group, parameters);
+    broadcast_from(0, group, options.frozen);
+    broadcast_from(0, group, buffers);
+  }
+  s.link.open_board();
+  if (s.link.world_size > 1) {
+    s.updates.emplace(parameters, s.link.device, options.renormalised);
+  }
+  layout.tail.emplace(make_tail(s, plan, std::move(buffers), options));
+  s.attempt.seen.assign(parameters.size(), -1);
+  s.attempt.used.assign(parameters.size(), 0);
+  layout.views.resize(parameters.size());
+  layout.parameters = std::move(parameters);
+  layout.arenas = Arenas([&s](int64_t numel, const at::TensorOptions& of) {
+    return zeros_for(s.link.group, numel, of);  // the group's one owner here is the link
+  });
+  layout.lay_out(std::move(plan), /*dense=*/false, /*encodes=*/!s.link.alone);
+  start_tuner(s, options);
+
+  for (const auto& other : owners_of(layout.parameters)) {
+    const auto& theirs = other->state().layout;
+    other->retire(theirs.name_of(*theirs.shared_with(layout.parameters)));
+  }
+  std::shared_ptr<Reducer> reducer(new Reducer(std::move(state)));
+  // Both live as long as the reducer.
+  const std::shared_ptr<LoopDriver> loop(reducer, &reducer->s_->loop);
+  loop->attach(loop, std::shared_ptr<Engine>(reducer, &reducer->s_->engine));
+  own(loop, layout.parameters, group.get());
+  release_at_exit(loop.get(), [weak = std::weak_ptr<Reducer>(reducer)] {
+    if (const auto alive = weak.lock()) {
+      alive->s_->engine.state().link.group.reset();
+    }
+  });
+  return reducer;
+}
+
+Reducer::Reducer(std::unique_ptr<State> state) : s_(std::move(state)) {}
+
+Reducer::~Reducer() {
+  if (std::uncaught_exceptions() > s_->exceptions) {
+    s_->loop.announce_unwinding();
+  }
+  forget_at_exit(&s_->loop);
+  disown(&s_->loop);
+  s_->engine.remove_hooks();
+}
+
+}  // namespace brimful
