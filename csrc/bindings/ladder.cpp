@@ -44,8 +44,9 @@ class PythonModules final : public Modules {
 
   std::vector<std::string> names() const override { return ask<std::vector<std::string>>("names"); }
   Allowed allowed() const override {
-    auto [recompute, offload] = ask<std::pair<std::vector<bool>, std::vector<bool>>>("allowed");
-    return {std::move(recompute), std::move(offload)};
+    using Each = std::vector<bool>;
+    auto [recompute, offload, whole] = ask<std::tuple<Each, Each, Each>>("allowed");
+    return {std::move(recompute), std::move(offload), std::move(whole)};
   }
   std::vector<int32_t> coarse() const override { return ask<std::vector<int32_t>>("coarse"); }
   std::vector<at::Tensor> standing() const override {
@@ -103,17 +104,18 @@ void bind_ladder(py::module_& m) {
   py::class_<StepEvents>(m, "_StepEvents", "What a recorded step did with memory.")
       .def(
           "cost_of",
-          [](const StepEvents& self, const Rungs& rungs) {
-            const auto cost = cost_of(self, rungs);
+          [](const StepEvents& self, const Rungs& rungs, const std::vector<bool>& whole) {
+            const auto cost = cost_of(self, rungs, whole);
             return std::make_pair(cost.peak_bytes, cost.more_ms);
           },
-          py::arg("rungs"), "(peak over what was in use, milliseconds more than without)")
+          py::arg("rungs"), py::arg("whole") = std::vector<bool>(),
+          "(peak over what was in use, milliseconds more than without)")
       .def(
           "cheapest",
           [](const StepEvents& self, std::vector<bool> recompute, std::vector<bool> offload,
              int64_t room_bytes) {
             const auto choice =
-                cheapest(self, {std::move(recompute), std::move(offload)}, room_bytes);
+                cheapest(self, {std::move(recompute), std::move(offload), {}}, room_bytes);
             return choice ? std::optional(choice->rungs) : std::nullopt;
           },
           py::arg("recompute"), py::arg("offload"), py::arg("room_bytes"))
@@ -132,6 +134,7 @@ void bind_ladder(py::module_& m) {
       .def("enter", &StepEventRecorder::enter, py::arg("module"), py::arg("arguments"))
       .def("leave", &StepEventRecorder::leave)
       .def("note_copied", &StepEventRecorder::note_copied, py::arg("module"), py::arg("bytes"))
+      .def("begin_forward", &StepEventRecorder::begin_forward)
       .def("begin_backward", &StepEventRecorder::begin_backward)
       .def("finish", &StepEventRecorder::finish);
   py::class_<SavedAside, std::shared_ptr<SavedAside>>(m, "_SavedAside");

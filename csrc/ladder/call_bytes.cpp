@@ -37,7 +37,7 @@ void for_each_around(const StepEvents& step, int64_t call, const Visit& visit) {
 std::vector<int64_t> outer_calls(const StepEvents& step) {
   std::vector<int64_t> outer;
   for (size_t i = 0; i < step.calls.size(); ++i) {
-    if (step.calls[i].parent == kNever) {
+    if (step.calls[i].parent == kNever && step.calls[i].piece == step.calls.back().piece) {
       outer.push_back(static_cast<int64_t>(i));
     }
   }

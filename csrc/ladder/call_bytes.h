@@ -17,7 +17,7 @@ struct CallBytes {
 
 /// One for each call.
 std::vector<CallBytes> bytes_of_calls(const StepEvents& step);
-/// Calls in no other one.
+/// Calls in no other one, of the last piece: those before it are run in the same way.
 std::vector<int64_t> outer_calls(const StepEvents& step);
 
 }  // namespace brimful::ladder

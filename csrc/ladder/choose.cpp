@@ -116,10 +116,11 @@ class Program {
 
 class Best {
  public:
-  Best(const StepEvents& step, int64_t room_bytes) : step_(step), room_bytes_(room_bytes) {}
+  Best(const StepEvents& step, const Allowed& allowed, int64_t room_bytes)
+      : step_(step), whole_(allowed.whole), room_bytes_(room_bytes) {}
 
   bool offer(const Rungs& rungs) {
-    const auto cost = cost_of(step_, rungs);
+    const auto cost = cost_of(step_, rungs, whole_);
     const bool fits = cost.peak_bytes <= room_bytes_;
     if (fits && (!best_ || cost.more_ms < best_->cost.more_ms)) {
       best_ = {rungs, cost};
@@ -130,6 +131,7 @@ class Best {
 
  private:
   const StepEvents& step_;
+  const std::vector<bool>& whole_;
   int64_t room_bytes_;
   std::optional<Choice> best_;
 };
@@ -196,7 +198,7 @@ void leave_out(const StepEvents& step, Best& best) {
 }  // namespace
 
 std::optional<Choice> cheapest(const StepEvents& step, const Allowed& allowed, int64_t room_bytes) {
-  Best best(step, room_bytes);
+  Best best(step, allowed, room_bytes);
   if (room_bytes <= 0 || best.offer({})) {
     return best.best();
   }

@@ -13,6 +13,7 @@ namespace brimful::ladder {
 struct Allowed {
   std::vector<bool> recompute;
   std::vector<bool> offload;
+  std::vector<bool> whole = {};  ///< see cost_of()
 };
 
 struct Choice {

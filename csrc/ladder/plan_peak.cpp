@@ -6,7 +6,7 @@
 
 namespace brimful::ladder {
 namespace {
-// A generator's state on the CPU, which a recomputed call keeps, and of which its recomputation makes two more.
+// A generator's state on the CPU, which a recomputed call keeps, and of which its recomputation makes three more.
 constexpr int64_t kGeneratorBytes = 5056;
 
 enum class Way : uint8_t { kept, recomputed, offloaded };
@@ -92,8 +92,9 @@ bool is_inside(const StepEvents::Block& block, const StepEvents::Call& call) {
 
 class Plan {
  public:
-  Plan(const StepEvents& step, const Rungs& rungs)
+  Plan(const StepEvents& step, const Rungs& rungs, const std::vector<bool>& whole)
       : step_(step),
+        whole_(whole),
         everything_(rungs.everything),
         owners_(owners_of(step, rungs)),
         timeline_(step.size) {
@@ -179,21 +180,24 @@ class Plan {
     if (group.used_at == kNever) {
       return;
     }
+    const auto module = static_cast<size_t>(call.module);
+    const bool is_whole = module < whole_.size() && whole_[module];
+    const auto ended_at = is_whole ? call.left_at : group.last_saved_at;
     std::map<int64_t, int64_t> changes;
     for (size_t i = 0; i < step_.blocks.size(); ++i) {
       const auto& block = step_.blocks[i];
-      if (!is_inside(block, call) || block.taken_at > group.last_saved_at) {
+      if (!is_inside(block, call) || block.taken_at > ended_at) {
         continue;
       }
       changes[block.taken_at] += block.bytes;
       const auto saved = group.inside.find(static_cast<int64_t>(i));
       if (saved != group.inside.end()) {
         timeline_.hold(block.bytes, group.used_at, saved->second);
-      } else if (block.given_back_at != kNever && block.given_back_at < group.last_saved_at) {
+      } else if (block.given_back_at != kNever && block.given_back_at < ended_at) {
         changes[block.given_back_at] -= block.bytes;
       }
     }
-    int64_t used = call.copied_bytes + 2 * kGeneratorBytes;
+    int64_t used = call.copied_bytes + 3 * kGeneratorBytes;
     int64_t peak = used;
     for (const auto& [moment, bytes] : changes) {
       used += bytes;
@@ -203,6 +207,7 @@ class Plan {
   }
 
   const StepEvents& step_;
+  const std::vector<bool>& whole_;
   bool everything_;
   std::vector<Owner> owners_;
   Timeline timeline_;
@@ -212,8 +217,8 @@ class Plan {
 };
 }  // namespace
 
-PlanCost cost_of(const StepEvents& step, const Rungs& rungs) {
-  return Plan(step, rungs).cost();
+PlanCost cost_of(const StepEvents& step, const Rungs& rungs, const std::vector<bool>& whole) {
+  return Plan(step, rungs, whole).cost();
 }
 
 }  // namespace brimful::ladder

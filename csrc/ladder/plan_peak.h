@@ -2,6 +2,7 @@
 #include <brimful/export.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "ladder/rungs.h"
 #include "ladder/step_events.h"
@@ -16,7 +17,9 @@ struct PlanCost {
   double more_ms = 0;      ///< than the step without any rung
 };
 
-/// What the step that was recorded would take with these rungs. Pure.
-BRIMFUL_API PlanCost cost_of(const StepEvents& step, const Rungs& rungs);
+/// What the step that was recorded would take with these rungs. A recomputation ends with the last tensor that it has to save,
+/// but for modules of which `whole` says that they run to their end. Pure.
+BRIMFUL_API PlanCost cost_of(const StepEvents& step, const Rungs& rungs,
+                             const std::vector<bool>& whole = {});
 
 }  // namespace brimful::ladder

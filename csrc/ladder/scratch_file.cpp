@@ -44,11 +44,16 @@ std::vector<std::string> directories_to_try(const std::string& directory) {
   if (!directory.empty()) {
     return {directory};
   }
+  const auto value_of = [](const char* name) {
+    const char* value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  if (auto chosen = value_of("BRIMFUL_SCRATCH_DIR"); !chosen.empty()) {
+    return {std::move(chosen)};
+  }
   std::vector<std::string> all;
-  for (const char* name : {"BRIMFUL_SCRATCH_DIR", "TMPDIR"}) {
-    if (const char* value = std::getenv(name); value != nullptr && *value != '\0') {
-      all.emplace_back(value);
-    }
+  if (auto usual = value_of("TMPDIR"); !usual.empty()) {
+    all.push_back(std::move(usual));
   }
   all.insert(all.end(), {"/var/tmp", "/tmp"});
   return all;

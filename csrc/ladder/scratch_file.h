@@ -15,8 +15,8 @@ namespace brimful::ladder {
 /// killed. Thread-safe.
 class BRIMFUL_API ScratchFile : public std::enable_shared_from_this<ScratchFile> {
  public:
-  /// In `directory`, or where that is empty in BRIMFUL_SCRATCH_DIR, TMPDIR, /var/tmp or /tmp, the first of them that is on a
-  /// disk (a tmpfs is memory, too).
+  /// In `directory`, or where that is empty in BRIMFUL_SCRATCH_DIR, or where that is not set in the first of TMPDIR, /var/tmp
+  /// and /tmp that is on a disk (a tmpfs is memory, too).
   /// @throws c10::Error that names the directories where none will do
   static std::shared_ptr<ScratchFile> open(const std::string& directory = {});
   ~ScratchFile();

@@ -9,7 +9,7 @@ namespace brimful::ladder {
 /// Of a moment, a block or a call.
 constexpr int64_t kNever = -1;
 
-/// A step of one piece, as its device's memory saw it while all that it saved for backward was put aside: what any other way
+/// A step of one piece or two, as its device's memory saw it while all that it saved for backward was put aside: what any other way
 /// to run it would take follows from that. Moments are places in one order of all events. Plain data.
 struct StepEvents {
   struct Block {
@@ -28,6 +28,7 @@ struct StepEvents {
   /// Of a module.
   struct Call {
     int32_t module = 0;
+    int32_t piece = 0;
     int64_t parent = kNever;  ///< the call around it, which has a lower place
     int64_t entered_at = 0;
     int64_t left_at = 0;

@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <unordered_map>
 #include <utility>
 
@@ -43,6 +44,7 @@ void StepEventRecorder::enter(int32_t module, const std::vector<at::Tensor>& arg
   }
   StepEvents::Call call;
   call.module = module;
+  call.piece = std::max(piece_, 0);
   call.parent = stack_.empty() ? kNever : stack_.back();
   call.forward_ms = aside_ms_ - now;
   const auto place = std::ssize(found_.calls);
@@ -80,6 +82,7 @@ void StepEventRecorder::begin_forward() {
   const std::lock_guard lock(mutex_);
   in_backward_ = false;
   stack_.clear();
+  ++piece_;
 }
 
 void StepEventRecorder::begin_backward() {

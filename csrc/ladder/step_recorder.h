@@ -57,6 +57,7 @@ class BRIMFUL_API StepEventRecorder {
   std::mutex mutex_;
   bool open_ = true;
   bool in_backward_ = false;
+  int32_t piece_ = -1;
   std::vector<Mark> marks_;
   std::vector<int64_t> stack_;
   StepEvents found_;

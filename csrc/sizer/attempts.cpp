@@ -73,95 +73,137 @@ void BatchSizer::State::stand(const AttemptResult& result, double ref, Outcome& 
   outcome.pieces = std::ssize(outcome.split);
 }
 
+/// A step under way, attempt by attempt.
+class BatchSizer::State::Running {
+ public:
+  Running(State& sizer, const StepInput& input, const PieceWork& work)
+      : s_(sizer), input_(input), work_(work), climb_(sizer.ladder_.ladder, input, work, [&sizer] {
+          return sizer.policy_.room(sizer.options_.device);
+        }) {
+    announce();
+    s_.owed_ = true;  // the others wait in their step
+    plan_ = s_.choose_pieces(input_, work_, outcome_);
+    attempt_.same_split = [this](const std::string& shortage) {
+      release_ = release_helps(shortage, s_.options_.device);
+      return release_ &&
+             (!s_.released_step_ || s_.steps_ - *s_.released_step_ >= kStepsBetweenReleases);
+    };
+    attempt_.finish_buffers = [this] { s_.norms_.finish(); };
+    attempt_.start_over = [this] { return climb_.is_rejected(); };
+  }
+
+  Outcome run() {
+    const auto rows = input_.rows.value_or(0);
+    auto first = ExecutionPlan::in_pieces(rows, outcome_.pieces);
+    first.rungs = climb_.first(s_.is_finest(input_, first.pieces));
+    Retry retry(s_.policy_, rows, s_.options_.max_retries, std::move(first));
+    retry.run([&] { return run_once(retry); });
+    s_.note_peak(input_, outcome_);
+    s_.log_rungs(outcome_, climb_);
+    s_.recorder_.end_step(true, s_.checked_.limit);
+    return std::move(outcome_);
+  }
+
+ private:
+  void announce() {
+    const auto& agreed = s_.agreed_;
+    attempt_.lockstep = s_.in_lockstep();
+    attempt_.buffer_source = agreed.buffer_source;
+    attempt_.ref = std::isfinite(agreed.total) && agreed.total > 0 ? agreed.total
+                   : agreed.last_total > 0                         ? agreed.last_total
+                                                                   : 1;
+    const auto* const scaler = s_.options_.scaler;
+    if (scaler != nullptr && scaler->enabled() && s_.group_.world_size() > 1) {
+      scale_.emplace(scaler->tensors(s_.options_.device).first);
+    }
+    attempt_.mark = [this] {
+      return mark_of(attempt_.ref, scale_ ? scale_->get() : 1, input_.accumulate);
+    };
+    attempt_.record = agreed.next;
+    attempt_.record.verdict = input_.rows ? Status::ok : Status::no_data;
+  }
+
+  PieceLoss forward(int64_t first, int64_t end) {
+    const auto on_rungs = climb_.forward();
+    auto piece = s_.norms_.forward(next_piece_++, std::ssize(attempt_.split),
+                                   [&] { return work_.forward(first, end); });
+    s_.own_weights_ = s_.own_weights_ || piece.weight != static_cast<double>(end - first);
+    return piece;
+  }
+
+  AttemptResult run_pieces(const Retry& retry) {
+    outcome_.split = attempt_.split = s_.split_by(retry.plan(), input_);
+    const bool finest = s_.is_finest(input_, std::ssize(attempt_.split));
+    climb_.begin_attempt(retry.plan().rungs, finest);
+    attempt_.retries_left = retry.may_repeat() || climb_.may_go_on();
+    attempt_.can_shrink = !finest || climb_.may_go_on();
+    s_.owed_ = false;
+    next_piece_ = 0;
+    s_.recorder_.begin_attempt();
+    const PieceWork watched{[this](int64_t first, int64_t end) { return forward(first, end); },
+                            scaled_backward(work_.backward, s_.options_.scaler)};
+    auto result = [&] {
+      const BatchNorms::Scope norms(s_.norms_);
+      return s_.group_.run(attempt_, watched);
+    }();
+    climb_.end_attempt(result.own == Status::ok);
+    return result;
+  }
+
+  Ended run_once(Retry& retry) {
+    const memory::PeakScope peak(s_.options_.device);
+    const auto result = run_pieces(retry);
+    const auto attempt_peak = peak.peak_bytes();
+    s_.recorder_.end_attempt(std::ssize(outcome_.split), largest_piece(outcome_.split),
+                             attempt_peak, result.own == Status::out_of_memory);
+    auto ended = s_.settle_attempt(result, input_, outcome_, attempt_peak);
+    if (ended.how == Ended::How::stands) {
+      outcome_.rungs = climb_.named();
+      s_.stand(result, attempt_.ref, outcome_);
+    } else {
+      if (ended.how == Ended::How::ran_out) {
+        retry.set_plan(plan_as_run(outcome_.split, retry.plan().rungs));  // some are uneven
+      }
+      climb_.follow(ended, retry.plan());
+      s_.log_shortage(ended, outcome_, input_.rows.value_or(0), retry);
+    }
+    outcome_.peak_bytes = std::max(outcome_.peak_bytes, peak.peak_bytes());
+    if (ended.how != Ended::How::stands) {
+      undo();
+      s_.note_shortfall(result, plan_, input_.kind);
+    }
+    return ended;
+  }
+
+  void undo() {
+    s_.owed_ = true;
+    s_.group_.discard();
+    s_.transaction_.restore();
+    s_.batch_.restore();
+    ++outcome_.retries;
+    s_.recorder_.note_retry(release_);
+    if (std::exchange(release_, false)) {  // only now: the gradients of the attempt are gone
+      memory::release_cached(s_.options_.device);
+      outcome_.attempts.back().cache_released = true;
+      s_.released_step_ = s_.steps_;
+    }
+  }
+
+  State& s_;
+  const StepInput& input_;
+  const PieceWork& work_;
+  Climb climb_;
+  Outcome outcome_;
+  StepGroup::Attempt attempt_;
+  std::optional<ValueOnHost> scale_;
+  std::optional<Plan> plan_;
+  bool release_ = false;
+  int64_t next_piece_ = 0;
+};
+
 Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
   policy_.measure();
-  Outcome outcome;
-  StepGroup::Attempt attempt;
-  attempt.lockstep = in_lockstep();
-  attempt.buffer_source = agreed_.buffer_source;
-  attempt.ref = std::isfinite(agreed_.total) && agreed_.total > 0 ? agreed_.total
-                : agreed_.last_total > 0                          ? agreed_.last_total
-                                                                  : 1;
-  std::optional<ValueOnHost> scale;
-  if (options_.scaler != nullptr && options_.scaler->enabled() && group_.world_size() > 1) {
-    scale.emplace(options_.scaler->tensors(options_.device).first);
-  }
-  attempt.mark = [&] { return mark_of(attempt.ref, scale ? scale->get() : 1, input.accumulate); };
-  attempt.record = agreed_.next;
-  attempt.record.verdict = input.rows ? Status::ok : Status::no_data;
-  owed_ = true;  // the others wait in their step
-  const auto plan = choose_pieces(input, work, outcome);
-  bool release = false;
-  attempt.same_split = [&](const std::string& shortage) {
-    release = release_helps(shortage, options_.device);
-    return release && (!released_step_ || steps_ - *released_step_ >= kStepsBetweenReleases);
-  };
-  attempt.finish_buffers = [&] { norms_.finish(); };
-  int64_t next_piece = 0;
-  Climb climb(ladder_, input, work, [&] { return policy_.room(options_.device); });
-  attempt.start_over = [&] { return climb.is_rejected(); };
-  const auto watched =
-      PieceWork{[&](int64_t first, int64_t end) {
-                  const auto on_rungs = climb.forward();
-                  auto piece = norms_.forward(next_piece++, std::ssize(attempt.split),
-                                              [&] { return work.forward(first, end); });
-                  own_weights_ = own_weights_ || piece.weight != static_cast<double>(end - first);
-                  return piece;
-                },
-                scaled_backward(work.backward, options_.scaler)};
-  auto first = ExecutionPlan::in_pieces(input.rows.value_or(0), outcome.pieces);
-  first.rungs = climb.first(is_finest(input, first.pieces));
-  Retry retry(policy_, input.rows.value_or(0), options_.max_retries, std::move(first));
-  retry.run([&]() -> Ended {
-    const memory::PeakScope peak(options_.device);
-    outcome.split = attempt.split = split_by(retry.plan(), input);
-    const bool finest = is_finest(input, std::ssize(attempt.split));
-    climb.begin_attempt(retry.plan().rungs, finest);
-    attempt.retries_left = retry.may_repeat() || climb.may_go_on();
-    attempt.can_shrink = !finest || climb.may_go_on();
-    owed_ = false;
-    next_piece = 0;
-    recorder_.begin_attempt();
-    const auto result = [&] {
-      const BatchNorms::Scope norms(norms_);
-      return group_.run(attempt, watched);
-    }();
-    climb.end_attempt(result.own == Status::ok);
-    const auto attempt_peak = peak.peak_bytes();
-    recorder_.end_attempt(std::ssize(outcome.split), largest_piece(outcome.split), attempt_peak,
-                          result.own == Status::out_of_memory);
-    auto ended = settle_attempt(result, input, outcome, attempt_peak);
-    if (ended.how == Ended::How::stands) {
-      outcome.rungs = climb.named();
-      stand(result, attempt.ref, outcome);
-      outcome.peak_bytes = std::max(outcome.peak_bytes, peak.peak_bytes());
-      return ended;
-    }
-    if (ended.how == Ended::How::ran_out) {
-      retry.set_plan(plan_as_run(outcome.split, retry.plan().rungs));  // some are uneven
-    }
-    climb.follow(ended, retry.plan());
-    log_shortage(ended, outcome, input.rows.value_or(0), retry);
-    outcome.peak_bytes = std::max(outcome.peak_bytes, peak.peak_bytes());
-    owed_ = true;
-    group_.discard();
-    transaction_.restore();
-    batch_.restore();
-    ++outcome.retries;
-    recorder_.note_retry(release);
-    if (release) {  // only now: the gradients of the attempt are gone
-      memory::release_cached(options_.device);
-      outcome.attempts.back().cache_released = true;
-      released_step_ = steps_;
-      release = false;
-    }
-    note_shortfall(result, plan, input.kind);
-    return ended;
-  });
-  note_peak(input, outcome);
-  log_rungs(outcome, climb);
-  recorder_.end_step(true, checked_limit_);
-  return outcome;
+  return Running(*this, input, work).run();
 }
 
 Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepInput& input,
@@ -230,10 +272,10 @@ bool BatchSizer::State::is_finest(const StepInput& input, int64_t pieces) const 
 }
 
 void BatchSizer::State::log_rungs(const Outcome& outcome, const Climb& climb) {
-  if (outcome.rungs == logged_rungs_ || outcome.split.empty()) {
+  if (outcome.rungs == ladder_.logged || outcome.split.empty()) {
     return;
   }
-  logged_rungs_ = outcome.rungs;
+  ladder_.logged = outcome.rungs;
   std::ostringstream text;
   text << "step " << steps_ << ": " << to_string(outcome.rungs);
   if (const auto cost = climb.cost(); cost && climb.forward_ms() > 0) {
@@ -241,8 +283,8 @@ void BatchSizer::State::log_rungs(const Outcome& outcome, const Climb& climb) {
          << "x forward time";
   }
   text << ", peak " << format_bytes(outcome.attempts.back().peak_bytes);
-  if (checked_limit_) {
-    text << " of " << format_bytes(*checked_limit_);
+  if (checked_.limit) {
+    text << " of " << format_bytes(*checked_.limit);
   }
   log(LogLevel::info, text.str());
 }

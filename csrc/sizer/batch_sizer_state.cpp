@@ -28,7 +28,7 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
       policy_({options_.device}, options_.piece_rows.value_or(0)) {
   group_.require_one_device();
   if (options_.ladder && !options_.lockstep && (options_.recompute || options_.offload)) {
-    ladder_.emplace(options_.ladder, options_.device, options_.recompute, options_.offload);
+    ladder_.ladder.emplace(options_.ladder, options_.device, options_.recompute, options_.offload);
   }
   TORCH_CHECK_VALUE(
       options_.local || group_.world_size() == 1 || !group_.has_outside(),
@@ -149,7 +149,7 @@ void BatchSizer::State::check_input(const StepInput& input) {
 void BatchSizer::State::check_limit() {
   const auto limit = memory::stats(options_.device).limit_bytes;
   const auto kept = group_.kept().bytes();
-  if (limit == checked_limit_ && kept <= checked_kept_) {
+  if (limit == checked_.limit && kept <= checked_.kept_bytes) {
     return;
   }
   if (limit && options_.required_bytes) {
@@ -160,8 +160,8 @@ void BatchSizer::State::check_limit() {
         format_bytes(*limit), ", needed before any sample: ", format_bytes(required),
         "); raise it or shard the model");
   }
-  checked_limit_ = limit;
-  checked_kept_ = kept;
+  checked_.limit = limit;
+  checked_.kept_bytes = kept;
 }
 
 void BatchSizer::State::capture(const StepInput& input, const PieceWork& work) {
@@ -171,37 +171,49 @@ void BatchSizer::State::capture(const StepInput& input, const PieceWork& work) {
   }
 }
 
-Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
-  require_no_capture(options_.device, "a step");
-  const OneCall::Entered entered(calls_under_way_, "step");
-  ++calls_;
-  std::exception_ptr bad_input;
-  const KeptGradients::Scope kept(group_.kept());
-  const KeptBatch::Scope batch(batch_);
+/// Returns what is wrong with the input; the other ranks wait in their step, so that it fails there.
+std::exception_ptr BatchSizer::State::prepare(const StepInput& input, const PieceWork& work) {
   try {
     if (input.accumulate) {
       group_.keep_gradients();  // first: a step that fails may empty the buckets
     }
     check_input(input);
     capture(input, work);
-    if (checked_limit_ && options_.optimizer_bytes) {
+    if (checked_.limit && options_.optimizer_bytes) {
       require_room_for_optimizer(input);
     }
   } catch (...) {
-    bad_input = std::current_exception();
+    return std::current_exception();
   }
+  return nullptr;
+}
+
+void BatchSizer::State::require_agreed_pieces(const StepInput& input) const {
+  TORCH_CHECK_VALUE(
+      !in_lockstep() || !input.split || static_cast<int64_t>(input.split->size()) == agreed_.pieces,
+      "in lockstep a split has as many pieces as the ranks agreed on (pieces of "
+      "split: ",
+      input.split ? input.split->size() : 0, ", agreed: ", agreed_.pieces, ")");
+}
+
+Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
+  require_no_capture(options_.device, "a step");
+  const OneCall::Entered entered(calls_under_way_, "step");
+  ++calls_;
+  const KeptGradients::Scope kept(group_.kept());
+  const KeptBatch::Scope batch(batch_);
+  auto bad_input = prepare(input, work);
   if (!agreed_.holds) {
     adopt(group_.exchange(bad_input ? ControlRecord{}
                                     : record_for(input.rows ? Next::yes : Next::no, input)));
   }
   agreed_.holds = false;
-  if (!bad_input && in_lockstep() && input.split &&
-      static_cast<int64_t>(input.split->size()) != agreed_.pieces) {
-    bad_input = std::make_exception_ptr(c10::ValueError(
-        {"step", "batch_sizer.cpp", 0},
-        "in lockstep a split has as many pieces as the ranks agreed on (pieces of split: " +
-            std::to_string(input.split->size()) + ", agreed: " + std::to_string(agreed_.pieces) +
-            ")"));
+  try {
+    if (!bad_input) {
+      require_agreed_pieces(input);
+    }
+  } catch (...) {
+    bad_input = std::current_exception();
   }
   if (agreed_.next.next == Next::unknown) {
     agreed_.next.next_pieces =
@@ -214,16 +226,19 @@ Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
     std::rethrow_exception(bad_input);
   }
   owed_ = false;
-  std::exception_ptr error;
   try {
     auto outcome = run(input, work);
     agreed_.next = {};
     ++steps_;
     return outcome;
   } catch (...) {
-    error = std::current_exception();
+    bad_input = std::current_exception();
   }
-  recorder_.end_step(false, checked_limit_);
+  fail(bad_input);
+}
+
+void BatchSizer::State::fail(const std::exception_ptr& error) {
+  recorder_.end_step(false, checked_.limit);
   behind_error([&] {
     if (std::exchange(owed_, false)) {
       group_.run_failed(Status::error, describe(error), agreed_.next);

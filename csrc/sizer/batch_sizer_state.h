@@ -51,6 +51,16 @@ class BatchSizer::State {
     bool at_end = false;
     ControlRecord next;  ///< this rank's, of the step that comes
   };
+  /// What the limit was compared with.
+  struct Checked {
+    std::optional<int64_t> limit;
+    int64_t kept_bytes = 0;  ///< of gradients
+  };
+  struct OnLadder {
+    std::optional<ladder::Ladder> ladder;
+    StepRungs logged;  ///< what the log has said last
+  };
+  class Running;
   ControlRecord record_for(Next next, const StepInput& input) const;
   double own_weight(const StepInput& input) const;
   int64_t wanted_pieces(const StepInput& input) const;
@@ -60,6 +70,9 @@ class BatchSizer::State {
   void check_limit();
   /// All ranks run the same number of pieces; alone there is no rank to keep step with.
   bool in_lockstep() const { return options_.lockstep && group_.world_size() > 1; }
+  std::exception_ptr prepare(const StepInput& input, const PieceWork& work);
+  void require_agreed_pieces(const StepInput& input) const;
+  [[noreturn]] void fail(const std::exception_ptr& error);
   Outcome run(const StepInput& input, const PieceWork& work);
   std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork& work,
                                     Outcome& outcome);
@@ -102,14 +115,12 @@ class BatchSizer::State {
   std::set<int64_t> equal_sizes_;
   std::optional<int64_t> released_step_;  ///< the last one with a cache_released
   bool own_weights_ = false;  ///< the loss function gives weights that are not known beforehand
-  std::optional<int64_t> checked_limit_;
-  int64_t checked_kept_ = 0;  ///< bytes of gradients that the limit was compared with, too
+  Checked checked_;
   Forecasts forecasts_;
   FoundPieces found_;  ///< by the last forecast, or before this job was resumed
   double margin_ = 0;  ///< share of the peak that predictions were found to be short of
   StepRecorder recorder_;
-  std::optional<ladder::Ladder> ladder_;
-  StepRungs logged_rungs_;
+  OnLadder ladder_;
 };
 
 }  // namespace brimful

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from brimful import _C
@@ -110,20 +110,31 @@ class _State:
 
 
 class _Call:
-    """One call of a recomputed module: what has to be as it was when it is run once more."""
+    """One call of a recomputed module: what has to be as it was when it is run once more.
+
+    Arguments are held as aliases apart from their graph, one for each tensor: torch's own checkpoints give a tensor
+    that is passed twice as two, which attention takes for another case.
+    """
 
     def __init__(self, owner: LadderModules, place: int, inner: Callable[..., Any]) -> None:
         self._owner, self._place, self._inner = owner, place, inner
-        self._again = False
+        self._first: Any = None
         self._print: list[tuple[Any, ...]] | None = None
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._copies: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         owner, module = self._owner, self._owner.module(self._place)
+        leaves, self._form = tree_flatten((tuple(args), kwargs))
+        self._first = args, kwargs
+        aliases: dict[int, torch.Tensor] = {}
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                aliases[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
+        self._leaves = [aliases.get(id(leaf), leaf) for leaf in leaves]
         copied = owner.changing_buffers(self._place)
         kept = {id(buffer) for buffer in copied}
-        inputs = [*_tensors((args, kwargs)), *module.parameters()]
+        inputs = [*aliases.values(), *module.parameters()]
         inputs += [b for b in module.buffers() if id(b) not in kept]
         self._versions = [(tensor, _version(tensor)) for tensor in inputs]
         with torch.no_grad():
@@ -133,14 +144,17 @@ class _Call:
                         self._copies.append((child._buffers, name, buffer.detach().clone()))
         return checkpoint(
             self._forward,
-            kwargs,
-            *args,
+            torch.empty(
+                0, device=owner.device
+            ),  # by which torch knows whose random numbers to keep
             use_reentrant=False,
             context_fn=lambda: (contextlib.nullcontext(), self._second()),
             early_stop=not owner.verifies(self._place),
         )
 
-    def _forward(self, kwargs: dict[str, Any], *args: Any) -> Any:
+    def _forward(self, _: torch.Tensor) -> Any:
+        first, self._first = self._first, None
+        args, kwargs = first or tree_unflatten(self._leaves, self._form)
         output = self._inner(*args, **kwargs)
         if self._owner.verifies(self._place):
             found = _fingerprint(output)
@@ -177,9 +191,10 @@ class LadderModules:
         self._names = [name for name, _ in found]
         self._modules = [weakref.ref(module) for _, module in found]
         self._models = [weakref.ref(model) for model in models]
-        self._device = device
+        self.device = device
         self.is_exact = device.type == "cpu"
         self._refusals: dict[int, str] = {}  # places that are not recomputed, and why
+        self._kept: set[int] = set()  # places that are not offloaded
         self._looked = False
         self._verified: set[int] = set()
         self._verifying: set[int] = set()
@@ -187,6 +202,7 @@ class LadderModules:
         self._undo: list[tuple[nn.Module, Any]] = []
         self._rejected = ""
         self._hooks: Any = None
+        self._put: Any = None
         self._everything = False
         self._aside: _C._Aside | None = None
         self._recorder: _C._StepEventRecorder | None = None
@@ -207,11 +223,12 @@ class LadderModules:
                 tensors += [*module.parameters(), *module.buffers()]
         return tensors
 
-    def allowed(self) -> tuple[list[bool], list[bool]]:
+    def allowed(self) -> tuple[list[bool], list[bool], list[bool]]:
         self._look()
         places = range(len(self._names))
-        scripted = [isinstance(self.module(place), torch.jit.ScriptModule) for place in places]
-        return [place not in self._refusals for place in places], [not each for each in scripted]
+        recompute = [place not in self._refusals for place in places]
+        offload = [place not in self._kept for place in places]
+        return recompute, offload, [place not in self._verified for place in places]
 
     def coarse(self) -> list[int]:
         """The model's parts, those of its containers one by one."""
@@ -237,8 +254,11 @@ class LadderModules:
         if not self._looked:
             self._looked = True
             for place in range(len(self._names)):
-                if (why := _static_refusal(self.module(place))) is not None:
+                module = self.module(place)
+                if (why := _static_refusal(module)) is not None:
                     self._refusals[place] = why
+                if isinstance(module, torch.jit.ScriptModule):
+                    self._kept.add(place)
 
     def begin(
         self, rungs: _C._Rungs, aside: _C._Aside | None, recorder: _C._StepEventRecorder | None
@@ -277,7 +297,8 @@ class LadderModules:
 
     def begin_forward(self) -> None:
         if self._everything and self._aside is not None:
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._aside.put, _C._Aside.get)
+            self._put = self._aside.put
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._put, _C._Aside.get)
             self._hooks.__enter__()
 
     def end_forward(self) -> None:
@@ -341,6 +362,9 @@ class LadderModules:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             module, inputs = self.module(place), _tensors((args, kwargs))
+            if torch._C._autograd._top_saved_tensors_default_hooks(False)[0] is not self._put:
+                self._refuse(place, "it runs within a checkpoint of the program")
+                self._kept.add(place)
             before = _State(module)
             self._watched += [(place, weakref.ref(t), _version(t)) for t in inputs]
             versions = [_version(t) for t in inputs]
