@@ -5,10 +5,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include "sizer/climb.h"
-#include "sizer/peak_model.h"
 
-#include "base/format.h"
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
 #include "bindings/module_entries.h"
@@ -221,169 +218,55 @@ class PythonSizer {
   Source last_;  ///< in lockstep: gives empty pieces to a step without data
 };
 
-std::string outcome_repr(const Outcome& outcome) {
-  std::ostringstream out;
-  out << "Outcome(loss=" << outcome.loss << ", weight=" << outcome.weight
-      << ", pieces=" << outcome.pieces << ", retries=" << outcome.retries
-      << ", peak_bytes=" << outcome.peak_bytes << ", last=" << (outcome.last ? "True" : "False")
-      << ")";
-  return out.str();
+std::unique_ptr<PythonSizer> make_sizer(
+    const std::vector<std::shared_ptr<Reducer>>& reducers,
+    const std::vector<std::shared_ptr<ForeignReducer>>& foreign, std::vector<at::Tensor> outside,
+    const std::shared_ptr<ModuleEntries>& entries, const std::vector<c10::Device>& devices,
+    const std::vector<std::pair<py::function, py::function>>& keepers,
+    const py::function& standing_tensors, const py::function& optimizer_bytes,
+    std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter, int64_t max_retries,
+    int64_t pieces, std::optional<int64_t> piece_rows, bool local, bool lockstep, bool predict,
+    bool equal_pieces, const std::string& batch_norm,
+    const std::vector<std::pair<std::string, py::object>>& batch_norms,
+    const std::optional<PythonSizer::ScalerTensors>& scaler,
+    const std::optional<py::object>& ladder, bool recompute, bool offload) {
+  BatchSizerOptions options;
+  options.max_retries = max_retries;
+  options.pieces = pieces;
+  options.piece_rows = piece_rows;
+  options.local = local;
+  options.lockstep = lockstep;
+  options.predict = predict;
+  options.equal_pieces = equal_pieces;
+  options.device = devices.at(0);
+  options.optimizer_bytes = bytes_of(optimizer_bytes);
+  options.standing_bytes = [standing_tensors, device = devices.at(0)] {
+    return call_python([&] { return standing_of(standing_tensors(), device); });
+  };
+  options.batch_norm = batch_norm_policy(batch_norm);
+  options.batch_norms = batch_norms_of(batch_norms);
+  options.ladder = ladder ? ladder_modules_of(*ladder) : nullptr;
+  options.recompute = recompute;
+  options.offload = offload;
+  return std::make_unique<PythonSizer>(reducers, foreign, std::move(outside), entries, devices,
+                                       keepers, std::move(weight_fn), std::move(splitter), scaler,
+                                       std::move(options));
 }
 }  // namespace
 
 void bind_sizer(py::module_& m) {
-  py::class_<PeakModel>(m, "PeakModel", "How the peak of a piece of work depends on its rows.")
-      .def_static(
-          "fit",
-          [](const std::vector<std::pair<int64_t, memory::Trace>>& traces) {
-            std::vector<TracedRows> traced;
-            for (const auto& [rows, trace] : traces) {
-              traced.push_back({rows, trace});
-            }
-            return PeakModel::fit(std::move(traced));
-          },
-          py::arg("traces"))
-      .def("peak_bytes", &PeakModel::peak_bytes, py::arg("rows"))
-      .def("largest_rows", &PeakModel::largest_rows, py::arg("bytes"), py::arg("at_most"))
-      .def_property_readonly("off_line", &PeakModel::off_line);
-  py::class_<AttemptNote>(m, "Attempt", "One try of a step.")
-      .def_readonly("pieces", &AttemptNote::pieces)
-      .def_readonly("piece_rows", &AttemptNote::piece_rows)
-      .def_readonly("peak_bytes", &AttemptNote::peak_bytes)
-      .def_readonly("ran_out", &AttemptNote::ran_out)
-      .def_readonly("buckets_left", &AttemptNote::buckets_left)
-      .def_readonly("alone", &AttemptNote::alone)
-      .def_readonly("cache_released", &AttemptNote::cache_released);
-  py::class_<StepNote>(m, "StepNote", "A step as a Report remembers it.")
-      .def_readonly("pieces", &StepNote::pieces)
-      .def_readonly("piece_rows", &StepNote::piece_rows)
-      .def_readonly("retries", &StepNote::retries)
-      .def_readonly("ooms", &StepNote::ooms)
-      .def_readonly("peak_bytes", &StepNote::peak_bytes)
-      .def_readonly("limit_bytes", &StepNote::limit_bytes)
-      .def_readonly("total_ms", &StepNote::total_ms)
-      .def_readonly("lost_ms", &StepNote::lost_ms)
-      .def_readonly("stood", &StepNote::stood);
-  py::class_<Report>(m, "Report", "What a BatchSizer has seen; see BatchSizer.report.")
-      .def_readonly("steps", &Report::steps)
-      .def_readonly("failed", &Report::failed)
-      .def_readonly("retries", &Report::retries)
-      .def_readonly("ooms", &Report::ooms)
-      .def_readonly("cache_releases", &Report::cache_releases)
-      .def_readonly("piece_rows", &Report::piece_rows)
-      .def_readonly("limit_bytes", &Report::limit_bytes)
-      .def_readonly("peak_bytes", &Report::peak_bytes)
-      .def_readonly("last_fill", &Report::last_fill)
-      .def_readonly("mean_fill", &Report::mean_fill)
-      .def_readonly("most_fill", &Report::most_fill)
-      .def_readonly("total_ms", &Report::total_ms)
-      .def_readonly("lost_ms", &Report::lost_ms)
-      .def_readonly("history", &Report::history)
-      .def("__str__", [](const Report& report) { return to_string(report); });
-  py::class_<StepRungs>(m, "StepRungs", "What a step recomputed and offloaded; see Outcome.rungs.")
-      .def(py::init([](std::vector<std::string> recomputed, std::vector<std::string> offloaded,
-                       bool everything) {
-             return StepRungs{std::move(recomputed), std::move(offloaded), everything};
-           }),
-           py::kw_only(), py::arg("recomputed") = std::vector<std::string>(),
-           py::arg("offloaded") = std::vector<std::string>(), py::arg("everything") = false)
-      .def_readonly("recomputed", &StepRungs::recomputed)
-      .def_readonly("offloaded", &StepRungs::offloaded)
-      .def_readonly("everything", &StepRungs::everything)
-      .def("__bool__", [](const StepRungs& self) { return !self.empty(); })
-      .def("__eq__", [](const StepRungs& self, const StepRungs& other) { return self == other; })
-      .def("__repr__", [](const StepRungs& self) { return "StepRungs(" + to_string(self) + ")"; });
-  py::class_<Outcome>(m, "Outcome", "How a step ended; see BatchSizer.step.")
-      .def_readonly("loss", &Outcome::loss)
-      .def_readonly("weight", &Outcome::weight)
-      .def_readonly("pieces", &Outcome::pieces)
-      .def_readonly("split", &Outcome::split)
-      .def_readonly("rungs", &Outcome::rungs)
-      .def_readonly("retries", &Outcome::retries)
-      .def_readonly("peak_bytes", &Outcome::peak_bytes)
-      .def_readonly("work_ms", &Outcome::work_ms)
-      .def_readonly("last", &Outcome::last)
-      .def_readonly("attempts", &Outcome::attempts)
-      .def("__repr__", &outcome_repr);
-  py::class_<Plan>(m, "Plan", "What a step would take; see BatchSizer.plan.")
-      .def_readonly("pieces", &Plan::pieces)
-      .def_readonly("piece_rows", &Plan::piece_rows)
-      .def_readonly("used_bytes", &Plan::used_bytes)
-      .def_readonly("kept_bytes", &Plan::kept_bytes)
-      .def_readonly("peak_bytes", &Plan::peak_bytes)
-      .def_readonly("reserved_bytes", &Plan::reserved_bytes)
-      .def_readonly("limit_bytes", &Plan::limit_bytes)
-      .def_readonly("margin_bytes", &Plan::margin_bytes)
-      .def_readonly("workspaces_unknown", &Plan::workspaces_unknown)
-      .def_readonly("whole_bytes", &Plan::whole_bytes)
-      .def_readonly("parameter_bytes", &Plan::parameter_bytes)
-      .def_readonly("gradient_bytes", &Plan::gradient_bytes)
-      .def_readonly("optimizer_bytes", &Plan::optimizer_bytes)
-      .def_readonly("buffer_bytes", &Plan::buffer_bytes)
-      .def_readonly("activation_bytes", &Plan::activation_bytes)
-      .def("__repr__", [](const Plan& plan) {
-        std::ostringstream out;
-        out << "Plan(pieces=" << plan.pieces << ", piece_rows=" << plan.piece_rows
-            << ", peak=" << format_bytes(plan.peak_bytes)
-            << (plan.reserved_bytes ? ", reserved=" + format_bytes(*plan.reserved_bytes) : "")
-            << ", used=" << format_bytes(plan.used_bytes)
-            << ", limit=" << (plan.limit_bytes ? format_bytes(*plan.limit_bytes) : "None")
-            << (plan.margin_bytes > 0 ? ", margin=" + format_bytes(plan.margin_bytes) : "")
-            << (plan.workspaces_unknown ? ", workspaces unknown" : "")
-            << ", parameters=" << format_bytes(plan.parameter_bytes)
-            << ", gradients=" << format_bytes(plan.gradient_bytes)
-            << ", optimizer=" << format_bytes(plan.optimizer_bytes)
-            << ", buffers=" << format_bytes(plan.buffer_bytes)
-            << ", activations=" << format_bytes(plan.activation_bytes) << ")";
-        return out.str();
-      });
+  bind_sizer_values(m);
   py::class_<ModuleEntries, std::shared_ptr<ModuleEntries>>(m, "_ModuleEntries")
       .def(py::init<const std::vector<py::object>&, const std::vector<py::object>&>(),
            py::arg("buffers"), py::arg("parameters"));
   py::class_<PythonSizer>(m, "BatchSizer")
-      .def(py::init([](const std::vector<std::shared_ptr<Reducer>>& reducers,
-                       const std::vector<std::shared_ptr<ForeignReducer>>& foreign,
-                       std::vector<at::Tensor> outside,
-                       const std::shared_ptr<ModuleEntries>& entries,
-                       const std::vector<c10::Device>& devices,
-                       const std::vector<std::pair<py::function, py::function>>& keepers,
-                       const py::function& standing_tensors, const py::function& optimizer_bytes,
-                       std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
-                       int64_t max_retries, int64_t pieces, std::optional<int64_t> piece_rows,
-                       bool local, bool lockstep, bool predict, bool equal_pieces,
-                       const std::string& batch_norm,
-                       const std::vector<std::pair<std::string, py::object>>& batch_norms,
-                       const std::optional<PythonSizer::ScalerTensors>& scaler,
-                       const std::optional<py::object>& ladder, bool recompute, bool offload) {
-             BatchSizerOptions options;
-             options.max_retries = max_retries;
-             options.pieces = pieces;
-             options.piece_rows = piece_rows;
-             options.local = local;
-             options.lockstep = lockstep;
-             options.predict = predict;
-             options.equal_pieces = equal_pieces;
-             options.device = devices.at(0);
-             options.optimizer_bytes = bytes_of(optimizer_bytes);
-             options.standing_bytes = [standing_tensors, device = devices.at(0)] {
-               return call_python([&] { return standing_of(standing_tensors(), device); });
-             };
-             options.batch_norm = batch_norm_policy(batch_norm);
-             options.batch_norms = batch_norms_of(batch_norms);
-             options.ladder = ladder ? ladder_modules_of(*ladder) : nullptr;
-             options.recompute = recompute;
-             options.offload = offload;
-             return std::make_unique<PythonSizer>(reducers, foreign, std::move(outside), entries,
-                                                  devices, keepers, std::move(weight_fn),
-                                                  std::move(splitter), scaler, std::move(options));
-           }),
-           py::kw_only(), py::arg("reducers"), py::arg("foreign"), py::arg("outside"),
-           py::arg("entries"), py::arg("devices"), py::arg("keepers"), py::arg("standing_tensors"),
-           py::arg("optimizer_bytes"), py::arg("weight_fn"), py::arg("splitter"),
-           py::arg("max_retries"), py::arg("pieces"), py::arg("piece_rows"), py::arg("local"),
-           py::arg("lockstep"), py::arg("predict"), py::arg("equal_pieces"), py::arg("batch_norm"),
-           py::arg("batch_norms"), py::arg("scaler"), py::arg("ladder"), py::arg("recompute"),
-           py::arg("offload"))
+      .def(py::init(&make_sizer), py::kw_only(), py::arg("reducers"), py::arg("foreign"),
+           py::arg("outside"), py::arg("entries"), py::arg("devices"), py::arg("keepers"),
+           py::arg("standing_tensors"), py::arg("optimizer_bytes"), py::arg("weight_fn"),
+           py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("piece_rows"),
+           py::arg("local"), py::arg("lockstep"), py::arg("predict"), py::arg("equal_pieces"),
+           py::arg("batch_norm"), py::arg("batch_norms"), py::arg("scaler"), py::arg("ladder"),
+           py::arg("recompute"), py::arg("offload"))
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("accumulate"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
@@ -415,8 +298,9 @@ void bind_sizer(py::module_& m) {
       .def("state", [](PythonSizer& self) { return self.sizer().state(); })
       .def(
           "load_state",
-          [](PythonSizer& self,
-             const std::map<std::string, double>& state) { self.sizer().load_state(state); },
+          [](PythonSizer& self, const std::map<std::string, double>& state) {
+            self.sizer().load_state(state);
+          },
           py::arg("state"));
 }
 

@@ -14,6 +14,9 @@
 
 namespace brimful {
 
+/// PeakModel, Report, Outcome, Plan, and what they hold.
+void bind_sizer_values(py::module_& m);
+
 /// What a loss function returned: the mean loss, which weighs as much as there are rows, or (mean loss, weight).
 /// @throws c10::TypeError for anything else
 PieceLoss as_piece_loss(const py::object& result, int64_t rows);

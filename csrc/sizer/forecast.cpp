@@ -4,21 +4,17 @@
 #include <brimful/step/oom.h>
 
 #include <algorithm>
-#include <cmath>
+#include <utility>
 
 #include "sizer/batch_sizer_state.h"
 #include "sizer/forecast_room.h"
-#include "sizer/loss_scale.h"
 #include "sizer/one_call.h"
+#include "sizer/rehearse.h"
 #include "sizer/step_trace.h"
 #include "step/kept_gradients.h"
 
 namespace brimful {
 namespace {
-constexpr int64_t kFirstTracedRows = 2;  // of the first traced size; BatchNorm refuses one row
-constexpr int64_t kCheckedRows = 16;
-constexpr double kGoodEnough = 0.01;   // of the peak: else a larger size is traced
-constexpr double kMostGuessed = 0.02;  // of the peak of a piece that fits: likewise
 constexpr double kMoreMargin = 0.02;
 
 /// Divides the peak among what is known to be held, and the rest.
@@ -59,6 +55,38 @@ int64_t fewest_pieces(const ForecastRoom& room, const Forecast& forecast, int64_
   }
   return std::min(pieces, rows);
 }
+
+/// What one piece fewer would need; 0: there are no fewer.
+int64_t bytes_of_fewer(const ForecastRoom& room, const Forecast& forecast, int64_t rows,
+                       int64_t pieces) {
+  if (pieces <= 1) {
+    return 0;
+  }
+  const auto fewer = split_rows(rows, pieces - 1);
+  return room.need(model_of(forecast, fewer), fewer.front()).room_bytes;
+}
+
+void put_room(Plan& plan, const ForecastRoom& room) {
+  plan.used_bytes = room.used_bytes();
+  plan.limit_bytes = room.capacity_bytes();
+  plan.workspaces_unknown = room.workspaces_unknown();
+}
+
+/// What an earlier forecast told of as much room.
+void put_found(Plan& plan, const FoundPieces& found, c10::Device device) {
+  plan.pieces = found.pieces;
+  plan.peak_bytes = plan.used_bytes + found.need_bytes;
+  if (device.is_cuda()) {
+    plan.reserved_bytes = plan.peak_bytes;
+  }
+}
+
+/// Of its largest piece, and of the whole batch as one.
+void put_need(Plan& plan, const ForecastRoom::Need& need, const ForecastRoom::Need& whole) {
+  plan.peak_bytes = plan.used_bytes + need.peak_bytes;
+  plan.reserved_bytes = need.reserved_bytes;
+  plan.whole_bytes = whole.reserved_bytes.value_or(plan.used_bytes + whole.peak_bytes);
+}
 }  // namespace
 
 bool BatchSizer::State::predicts() const {
@@ -66,108 +94,36 @@ bool BatchSizer::State::predicts() const {
 }
 
 Rehearsal BatchSizer::State::rehearse(const StepInput& input, const PieceWork& work) {
-  Rehearsal traced;
-  std::optional<PeakModel> model;
-  const PieceWork as_in_step{work.forward, scaled_backward(work.backward, options_.scaler)};
-  const auto trace_few = [&](int64_t rows, KeptBatch& few) {
-    const StepTrace trace(options_.device);
-    size_t of_first = 0;
-    group_.rehearse(rows, as_in_step, [&] {
-      of_first = trace.size();
-      few.restore();
-    });
-    traced.first.push_back(trace.traced(rows, of_first));
-    traced.second.push_back(trace.traced(rows));
-  };
-  const auto room = [&] { return ForecastRoom(options_.device, margin_); };
-  const auto trace = [&](int64_t rows) {
-    KeptBatch few;  // copied before anything is traced
-    if (work.tensors) {
-      few.begin(work.tensors(0, rows), KeptBatch::Copies::all);
-    }
-    if (model && !room().fits(*model, rows)) {
-      return false;
-    }
-    const auto put_back = [&] {
-      few.restore();
-      batch_.learn(few);
-    };
-    try {
-      trace_few(rows, few);
-    } catch (...) {
-      put_back();
-      throw;
-    }
-    put_back();
-    if (traced.second.size() >= 2) {
-      model = PeakModel::fit(traced.second);
-    }
-    return true;
-  };
-  // The check must not run out of memory itself.
-  const auto checked_rows = [&]() -> int64_t {
-    const auto now = room();
-    return now.fits(*model, kCheckedRows) ? kCheckedRows
-                                          : now.largest_rows(*model, kCheckedRows) * 4 / 5;
-  };
-  const auto asked = [&] { return room().largest_rows(*model, *input.rows); };
+  Rehearser rehearser(group_, batch_, work, options_, margin_);
   try {
-    trace(kFirstTracedRows);  // what is allocated once and for all
-    traced = {};
-    trace(kFirstTracedRows);
-    trace(kFirstTracedRows + 1);
-    int64_t rows = model ? checked_rows() : 0;
-    // A library's workspaces may jump at any size on CUDA: of fewer rows the batch itself is run.
-    if (options_.device.is_cuda()) {
-      rows = std::min(rows, *input.rows);
-    }
-    while (model && rows > kFirstTracedRows + 1 && rows <= *input.rows) {
-      const auto told = static_cast<double>(model->peak_bytes(rows));
-      if (!trace(rows)) {
-        break;
-      }
-      const auto peak = static_cast<double>(memory::peak_bytes(traced.second.back().trace));
-      if (std::abs(told - peak) <= kGoodEnough * peak &&
-          (!model || model->guessed_share(asked()) <= kMostGuessed)) {
-        break;
-      }
-      rows *= 2;
-    }
+    rehearser.run(*input.rows);
   } catch (...) {
     if (!is_out_of_memory(std::current_exception())) {
       transaction_.restore();
       throw;
-    }  // what was traced before that will do, or the step begins with what has run
-    traced.fits = traced.second.empty() ? 1 : traced.second.back().rows;
+    }
+    rehearser.note_shortage();
   }
   transaction_.restore();
-  return traced;
+  return std::move(rehearser).traced();
 }
 
 std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const PieceWork& work,
                                                bool anew) {
   const auto rows = *input.rows;
-  if (rows <= kFirstTracedRows || input.kind.uneven || !StepTrace::is_possible(options_.device)) {
+  if (rows <= Rehearser::kFirstRows || input.kind.uneven ||
+      !StepTrace::is_possible(options_.device)) {
     return std::nullopt;
   }
   Plan plan;
   plan.kept_bytes = group_.kept().bytes();
-  const auto take = [&](const ForecastRoom& room) {
-    plan.used_bytes = room.used_bytes();
-    plan.limit_bytes = room.capacity_bytes();
-    plan.workspaces_unknown = room.workspaces_unknown();
-  };
   const auto known = forecasts_.find(input.kind);
   const auto kind = fingerprint(input.kind);
   const ForecastRoom before(options_.device, margin_);
-  take(before);
+  put_room(plan, before);
   if ((!known || !anew) && found_.holds(kind, rows, before.bytes())) {
-    plan.pieces = found_.pieces;
+    put_found(plan, found_, options_.device);
     plan.piece_rows = split_of(rows, plan.pieces).front();
-    plan.peak_bytes = plan.used_bytes + found_.need_bytes;
-    if (options_.device.is_cuda()) {
-      plan.reserved_bytes = plan.peak_bytes;
-    }
     return plan;
   }
   std::optional<int64_t> fits;
@@ -192,23 +148,18 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
     room = ForecastRoom(options_.device, margin_);
     plan.pieces = fewest_pieces(room, *forecast, rows);
   }
-  take(room);
+  put_room(plan, room);
   const auto split = split_of(rows, plan.pieces);
-  const auto need = room.need(model_of(*forecast, split), split.front());
+  const auto& model = model_of(*forecast, split);
+  const auto need = room.need(model, split.front());
   plan.piece_rows = split.front();
   if (found_.kind != kind || found_.rows <= rows) {  // not an epoch's last, smaller batch
-    int64_t fewer_bytes = 0;
-    if (plan.pieces > 1) {
-      const auto fewer = split_rows(rows, plan.pieces - 1);
-      fewer_bytes = room.need(model_of(*forecast, fewer), fewer.front()).room_bytes;
-    }
-    found_ = {kind, rows, plan.pieces, need.room_bytes, fewer_bytes};
+    found_ = {kind, rows, plan.pieces, need.room_bytes,
+              bytes_of_fewer(room, *forecast, rows, plan.pieces)};
   }
-  plan.peak_bytes = plan.used_bytes + need.peak_bytes;
-  plan.reserved_bytes = need.reserved_bytes;
-  plan.margin_bytes = room.margin_bytes(model_of(*forecast, split), split.front());
+  plan.margin_bytes = room.margin_bytes(model, split.front());
   const auto whole = plan.pieces == 1 ? need : room.need(forecast->first, rows);
-  plan.whole_bytes = whole.reserved_bytes.value_or(plan.used_bytes + whole.peak_bytes);
+  put_need(plan, need, whole);
   return plan;
 }
 

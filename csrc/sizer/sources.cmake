@@ -23,6 +23,7 @@ brimful_sources(HEAVY
   peak_model.cpp
   piece_history.cpp
   pieces.cpp
+  rehearse.cpp
   report.cpp
   retry.cpp
   retry_policy.cpp

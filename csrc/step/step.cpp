@@ -208,32 +208,11 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
     result.records = finish();
     return result;
   }
-  result.text = describe(result.error);
-  const bool start_over = attempt.start_over && attempt.start_over();
-  result.own = late_gradient() || start_over    ? Status::retry
-               : is_out_of_memory(result.error) ? Status::out_of_memory
-                                                : Status::error;
-  if (result.own != Status::error) {
-    result.error = nullptr;
-  }
-  if (result.own == Status::out_of_memory && outside_.empty() && gradients_complete()) {
-    // Memory ran out behind the last gradient: nothing of the step is missing, so it stands.
-    try {
-      complete(attempt, said);
-      result.own = Status::ok;
-    } catch (...) {  // a sparse gradient could not be made ready, or a hook failed: drain instead
-      result.error = std::current_exception();
-    }
-    if (result.own == Status::ok) {
-      result.records = finish();
-      return result;
-    }
-    result.text = describe(result.error);
-    if (is_out_of_memory(result.error)) {
-      result.error = nullptr;
-    } else {
-      result.own = Status::error;
-    }
+  note_error(attempt, result);
+  if (result.own == Status::out_of_memory && outside_.empty() && gradients_complete() &&
+      complete_behind(attempt, said, result)) {
+    result.records = finish();
+    return result;
   }
   if (attempt.lockstep && world_size() > 1) {
     leave_lockstep(result);
@@ -252,22 +231,57 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   const auto verdict = can_retry                             ? Status::retry
                        : result.own == Status::out_of_memory ? Status::out_of_memory
                                                              : Status::error;
+  end_failed(attempt.record, verdict, result);
+  return result;
+}
+
+void StepGroup::note_error(const Attempt& attempt, AttemptResult& result) const {
+  result.text = describe(result.error);
+  const bool start_over = attempt.start_over && attempt.start_over();
+  result.own = late_gradient() || start_over    ? Status::retry
+               : is_out_of_memory(result.error) ? Status::out_of_memory
+                                                : Status::error;
+  if (result.own != Status::error) {
+    result.error = nullptr;
+  }
+}
+
+bool StepGroup::complete_behind(const Attempt& attempt, const Announcement& said,
+                                AttemptResult& result) {
+  try {
+    complete(attempt, said);
+    result.own = Status::ok;
+  } catch (...) {  // a sparse gradient could not be made ready, or a hook failed: drain instead
+    result.error = std::current_exception();
+  }
+  if (result.own == Status::ok) {
+    return true;
+  }
+  result.text = describe(result.error);
+  if (is_out_of_memory(result.error)) {
+    result.error = nullptr;
+  } else {
+    result.own = Status::error;
+  }
+  return false;
+}
+
+void StepGroup::end_failed(const ControlRecord& record, Status verdict, AttemptResult& result) {
   if (is_failure(verdict)) {
     publish_failure(verdict, result.text);
   }
   if (!result.error) {
-    drain(attempt.record, verdict);
+    drain(record, verdict);
     result.records = finish();
-    return result;
+    return;
   }
-  const bool drained = behind_error([&] { drain(attempt.record, verdict); });
+  const bool drained = behind_error([&] { drain(record, verdict); });
   if (!drained) {  // the others wait for what this rank cannot send
     abandon(Status::error, result.text);
   }
   if (!drained || !behind_error([&] { result.records = finish(); })) {
     std::rethrow_exception(result.error);
   }
-  return result;
 }
 
 void StepGroup::abandon(FailureKind kind, const std::string& text) {

@@ -10,7 +10,8 @@ import torch
 
 from brimful import _C
 from brimful._modules import named_modules, named_parameters, unwrapped
-from brimful.sizer import BatchDim, _entries, _modules, _numpy_state, _set_numpy_state
+from brimful.sizer import BatchDim, _entries, _numpy_state, _set_numpy_state
+from brimful.sizer._parts import modules_of
 from brimful.sizer._same_random import SameRandomNumbers
 
 __all__ = ["verify_split"]
@@ -53,7 +54,7 @@ def verify_split(
         raise TypeError(f"loss_fn must be callable (type: {type(loss_fn)})")
     several = [model] if isinstance(model, torch.nn.Module) else list(model)
     models = [unwrapped(m) for m in several]
-    _modules(models)
+    modules_of(models)
     plain = models[0] if isinstance(model, torch.nn.Module) else models
     parameters = named_parameters(models)
     log = _C._CallLog()

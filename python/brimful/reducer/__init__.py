@@ -136,11 +136,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        # What a join has to do before each forward.
-        self._before_forward: Callable[[DistributedDataParallel], None] | None = None
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"only a torch.nn.Module can be wrapped (type: {type(module)})")
-        refuse_wrapped(module, (DistributedDataParallel, torch.nn.parallel.DistributedDataParallel))
+        self._belong_to_no_loop()
+        _require_module(module)
         require_both(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if mixed_precision is not None:
             check_mixed_precision(mixed_precision)
@@ -150,15 +147,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         contents = Contents(module)
         self.parameters_to_ignore = contents.ignored
         self._input_device = check_device(contents.trainable, device_ids, output_device)
-        # For programs that read torch's attributes; as they were passed, or as they always are here.
-        index = None if self._input_device is None else self._input_device.index
-        self.device_ids, self.output_device = None if index is None else [index], index
-        self.dim, self.find_unused_parameters, self.static_graph = (
-            dim,
-            find_unused_parameters,
-            static_graph,
-        )
-        self.gradient_as_bucket_view = True
+        self._show_as_torchs(dim, find_unused_parameters, static_graph)
         if mixed_precision is not None:
             wire_dtype = wire_dtype_of(mixed_precision, wire_dtype, contents.trainable)
         at_start, self.forward_sync_buffers = buffers_agree(broadcast_buffers, forward_sync_buffers)
@@ -172,11 +161,24 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         }
         self._mixed = self._make_mixed()
         self._reducer: _C.Reducer | None = self._make_reducer(contents, init_sync, at_start)
+        register(self)
+
+    def _belong_to_no_loop(self) -> None:
+        # What a join has to do before each forward.
+        self._before_forward: Callable[[DistributedDataParallel], None] | None = None
         # Says whether this rank is between two steps that the others make too.
         self.in_loop: Callable[[], bool] = _never
         # Says whether the other ranks are in a step; a BatchSizer takes it over.
         self.buckets_expected: Callable[[], bool] = _always
-        register(self)
+
+    def _show_as_torchs(self, dim: int, find_unused_parameters: bool, static_graph: bool) -> None:
+        """Set what programs read of torch's class: as it was passed, or as it always is here."""
+        index = None if self._input_device is None else self._input_device.index
+        self.device_ids, self.output_device = None if index is None else [index], index
+        self.dim = dim
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = True
 
     def _make_reducer(self, contents: Contents, synchronise: bool, buffers_too: bool) -> _C.Reducer:
         buffers = contents.buffers if buffers_too or self.forward_sync_buffers else []
@@ -470,6 +472,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _owes(self) -> bool:
         return self._reducer is not None and self._reducer.owes
+
+
+def _require_module(module: Any) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"only a torch.nn.Module can be wrapped (type: {type(module)})")
+    refuse_wrapped(module, (DistributedDataParallel, torch.nn.parallel.DistributedDataParallel))
 
 
 def _always() -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from brimful import _C
 from brimful._modules import batch_norms
@@ -20,8 +19,8 @@ from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
 from brimful.sizer import _trial
 from brimful.sizer._ladder import LadderModules, rungs_of
-from brimful.sizer._next_step import taken
 from brimful.sizer._optimizer_room import OptimizerRoom
+from brimful.sizer._parts import Parts
 
 __all__ = ["NO_DATA", "BatchSizer"]
 
@@ -58,24 +57,6 @@ def _set_numpy_state(state: Any) -> None:
         sys.modules["numpy"].random.set_state(state)
 
 
-def _modules(model: Any) -> list[torch.nn.Module]:
-    modules = [model] if isinstance(model, torch.nn.Module) else list(model)
-    for module in modules:
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(
-                f"model must be a module or a sequence of modules (type: {type(module)})"
-            )
-        for name, parameter in module.named_parameters():
-            if type(parameter.data).__name__ == "DTensor":
-                raise TypeError(
-                    "DTensor parameters have collectives in forward and backward, which a rank that "
-                    f"retries leaves unmatched (parameter: {name}); a BatchSizer takes whole replicas: "
-                    "wrap the module in brimful.DistributedDataParallel instead of FSDP2 or tensor "
-                    "parallelism, or split batches by hand, alike on all ranks"
-                )
-    return modules
-
-
 def _entries(modules: Iterable[torch.nn.Module]) -> _C._ModuleEntries:
     """What names in the modules stand for, which a forward may replace."""
     every = list(modules)
@@ -101,10 +82,6 @@ def _scaler_tensors(scaler: Any, device: torch.device) -> tuple[torch.Tensor, to
     return scaler._scale, scaler._growth_tracker  # type: ignore[return-value]
 
 
-def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    return sum(taken(t.numel() * t.element_size(), device) for t in tensors if t.device == device)
-
-
 def _checked(batch: Any, loss_fn: Any, split: Sequence[int] | None) -> list[int] | None:
     """The split as integers. Raises TypeError for arguments that are of no use."""
     if batch is None:
@@ -119,32 +96,10 @@ def _checked(batch: Any, loss_fn: Any, split: Sequence[int] | None) -> list[int]
         raise TypeError(f"split must be a sequence of row counts (split: {split!r})") from None
 
 
-def _require_reduced(outside: Sequence[torch.Tensor], wrappers: Sequence[Any]) -> None:
-    """Raise where gradients would stay on this rank although there are others, and nothing says that they should."""
-    ignored = {p for wrapper in wrappers for p in wrapper.parameters()}  # of which a list says so
-    left = [p for p in outside if p not in ignored]
-    group = wrappers[0].process_group if wrappers else None
-    if not left or not dist.is_available() or not (dist.is_initialized() or wrappers):
-        return
-    ranks = dist.get_world_size(group)
-    if ranks > 1:
-        raise ValueError(
-            f"gradients would stay on this rank, and the ranks' models drift apart (parameters in no wrapped module: "
-            f"{len(left)}, ranks: {ranks}); wrap the module in brimful.DistributedDataParallel, or pass local=True "
-            "where each rank trains a model of its own"
-        )
-
-
-def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    if optimizer is None:
-        return []
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    for item in optimizers:
-        if not isinstance(item, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer or a sequence of them (type: {type(item)})"
-            )
-    return optimizers
+def _require_callable(**functions: Callable[..., Any] | None) -> None:
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} is called with a batch ({name}: {function!r})")
 
 
 class BatchSizer:
@@ -231,94 +186,76 @@ class BatchSizer:
         scaler: torch.amp.GradScaler | None = None,
         ladder: str | Sequence[str] = "split",
     ) -> None:
-        modules = _modules(model)
-        children = list(dict.fromkeys(child for m in modules for child in m.modules()))
-        wrapped = [child for child in children if isinstance(child, DistributedDataParallel)]
-        foreign = [child for child in children if isinstance(child, _torch_ddp.TorchDDP)]
-        parameters = list(dict.fromkeys(p for m in modules for p in m.parameters()))
-        optimizers = _optimizers(optimizer)
-        reduced = {p for w in wrapped for p in w.parameters()}
-        reduced |= {p for f in foreign for p in _torch_ddp.trainable(f)}
-        asked = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        outside = [
-            p for p in dict.fromkeys([*parameters, *asked]) if p.requires_grad and p not in reduced
-        ]
+        parts = Parts(model, optimizer)
         if not local:
-            _require_reduced(outside, [*wrapped, *foreign])
-        if not any(p.requires_grad for p in parameters):
-            raise ValueError(
-                "the model has no parameter that needs a gradient (parameters: 0); nothing can be trained"
-            )
-        buffers = list(dict.fromkeys(b for m in modules for b in m.buffers()))
-        devices = list(dict.fromkeys(p.device for p in parameters if p.requires_grad))
-        if lockstep is None:
-            lockstep = any(isinstance(child, torch.nn.SyncBatchNorm) for child in children)
-        if lockstep and foreign:
-            raise ValueError(
-                "ranks that use torch's DistributedDataParallel cannot keep collectives inside the model in "
-                "step (lockstep: True); wrap the module in brimful.DistributedDataParallel"
-            )
+            parts.require_reduced()
+        parts.require_trained()
+        devices = parts.devices()
+        lockstep = parts.lockstep(lockstep)
         self._model = model
-        self._parameters = parameters
-        self._buffers = buffers
-        self._optimizers = optimizers
+        self._parameters = parts.parameters
+        self._buffers = parts.buffers()
+        self._optimizers = parts.optimizers
         self._device = devices[0]
-        self._foreign = foreign
+        self._foreign = parts.foreign
         scaler_tensors = _scaler_tensors(scaler, devices[0])
-        self._room = OptimizerRoom(optimizers)
+        self._room = OptimizerRoom(parts.optimizers)
         recompute, offload = rungs_of(ladder)
         self._consumed = 0
-        # Of gradients that a step allocates; those that other ranks share lie in buckets.
-        alone = [p for w in wrapped if w.reducer.world_size == 1 for p in w.parameters()]
-        fresh = [*outside, *(p for p in alone if p.requires_grad)]
-        self._gradient_bytes = _bytes(dict.fromkeys(fresh), self._device)
-        for name, function in (
-            ("weight_fn", weight_fn),
-            ("size_fn", size_fn),
-            ("split_fn", split_fn),
-        ):
-            if function is not None and not callable(function):
-                raise TypeError(f"{name} is called with a batch ({name}: {function!r})")
+        self._gradient_bytes = parts.gradient_bytes(self._device)
+        _require_callable(weight_fn=weight_fn, size_fn=size_fn, split_fn=split_fn)
         self._weight_fn, self._size_fn, self._split_fn = weight_fn, size_fn, split_fn
-        # The core is no container to the garbage collector: what it holds must not lead back to it.
-        this = weakref.ref(self)
-        self._core = _C.BatchSizer(
-            reducers=[w.reducer for w in wrapped],
-            foreign=[_torch_ddp.participant(f) for f in foreign],
-            outside=outside,
-            entries=_entries(children),
-            devices=devices,
-            keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
-            standing_tensors=lambda: this()._standing_tensors(),  # type: ignore[union-attr]
-            optimizer_bytes=lambda: this()._optimizer_bytes(),  # type: ignore[union-attr]
-            weight_fn=weight_fn and (lambda batch: this()._weight_fn(batch)),  # type: ignore[union-attr,misc]
-            splitter=_C.Splitter(
-                batch_dim=batch_dim,
-                size_fn=size_fn and (lambda batch: this()._size_fn(batch)),  # type: ignore[union-attr,misc]
-                split_fn=split_fn and (lambda *piece: this()._split_fn(*piece)),  # type: ignore[union-attr,misc]
-            ),
+        self._core = self._make_core(
+            parts,
+            batch_dim,
             max_retries=max_retries,
             pieces=pieces,
             piece_rows=piece_rows,
-            local=True,  # else it was refused above
             lockstep=lockstep,
             predict=predict,
-            equal_pieces=_is_compiled(children) if equal_pieces is None else equal_pieces,
+            equal_pieces=_is_compiled(parts.children) if equal_pieces is None else equal_pieces,
             batch_norm=batch_norm,
-            batch_norms=batch_norms(modules),
             scaler=scaler_tensors,
-            ladder=LadderModules(modules, devices[0]) if recompute or offload else None,
+            ladder=LadderModules(parts.modules, devices[0]) if recompute or offload else None,
             recompute=recompute,
             offload=offload,
         )
         self._loops = 0  # that have not come to their end
+        self._take_over(parts.wrapped)
+        for item in parts.optimizers:
+            self._guard(item)
+
+    def _make_core(self, parts: Parts, batch_dim: BatchDim, **options: Any) -> _C.BatchSizer:
+        # The core is no container to the garbage collector: what it holds must not lead back to it.
+        this = weakref.ref(self)
+        return _C.BatchSizer(
+            reducers=[w.reducer for w in parts.wrapped],
+            foreign=[_torch_ddp.participant(f) for f in parts.foreign],
+            outside=parts.outside,
+            entries=_entries(parts.children),
+            devices=parts.devices(),
+            keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
+            standing_tensors=lambda: this()._standing_tensors(),  # type: ignore[union-attr]
+            optimizer_bytes=lambda: this()._optimizer_bytes(),  # type: ignore[union-attr]
+            weight_fn=self._weight_fn and (lambda batch: this()._weight_fn(batch)),  # type: ignore[union-attr,misc]
+            splitter=_C.Splitter(
+                batch_dim=batch_dim,
+                size_fn=self._size_fn and (lambda batch: this()._size_fn(batch)),  # type: ignore[union-attr,misc]
+                split_fn=self._split_fn and (lambda *piece: this()._split_fn(*piece)),  # type: ignore[union-attr,misc]
+            ),
+            local=True,  # else it was refused before
+            batch_norms=batch_norms(parts.modules),
+            **options,
+        )
+
+    def _take_over(self, wrapped: Iterable[DistributedDataParallel]) -> None:
+        """Let wrapped modules know which of their backwards belong to a step that all ranks make."""
+        this = weakref.ref(self)
         for module in wrapped:
             module.buckets_expected = lambda: (sizer := this()) is None or sizer._core.expects_step
             module.in_loop = lambda: (
                 (sizer := this()) is not None and sizer._core.expects_step and sizer._loops > 0
             )
-        for item in optimizers:
-            self._guard(item)
 
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an error inside `optimizer.step` a HalfStepError of which the other ranks are informed."""

@@ -132,6 +132,10 @@ class BRIMFUL_API StepGroup {
   void run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last);
   void run_pieces(const Attempt& attempt, const PieceWork& work, Announcement& said);
   void complete(const Attempt& attempt, const Announcement& said);
+  void note_error(const Attempt& attempt, AttemptResult& result) const;
+  /// Memory ran out behind the last gradient: nothing of the step is missing, so it stands, unless this fails.
+  bool complete_behind(const Attempt& attempt, const Announcement& said, AttemptResult& result);
+  void end_failed(const ControlRecord& record, Status verdict, AttemptResult& result);
   void launch(Fill fill, const Announcement& said);
   int64_t launched() const;
   bool gradients_complete() const;

@@ -1,0 +1,116 @@
+"""What a BatchSizer's model and optimizers are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from brimful.reducer import DistributedDataParallel, _torch_ddp
+from brimful.sizer._next_step import taken
+
+
+def modules_of(model: Any) -> list[torch.nn.Module]:
+    modules = [model] if isinstance(model, torch.nn.Module) else list(model)
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(
+                f"model must be a module or a sequence of modules (type: {type(module)})"
+            )
+        for name, parameter in module.named_parameters():
+            if type(parameter.data).__name__ == "DTensor":
+                raise TypeError(
+                    "DTensor parameters have collectives in forward and backward, which a rank that "
+                    f"retries leaves unmatched (parameter: {name}); a BatchSizer takes whole replicas: "
+                    "wrap the module in brimful.DistributedDataParallel instead of FSDP2 or tensor "
+                    "parallelism, or split batches by hand, alike on all ranks"
+                )
+    return modules
+
+
+def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
+    return sum(taken(t.numel() * t.element_size(), device) for t in tensors if t.device == device)
+
+
+def _require_reduced(outside: Sequence[torch.Tensor], wrappers: Sequence[Any]) -> None:
+    """Raise where gradients would stay on this rank although there are others, and nothing says that they should."""
+    ignored = {p for wrapper in wrappers for p in wrapper.parameters()}  # of which a list says so
+    left = [p for p in outside if p not in ignored]
+    group = wrappers[0].process_group if wrappers else None
+    if not left or not dist.is_available() or not (dist.is_initialized() or wrappers):
+        return
+    ranks = dist.get_world_size(group)
+    if ranks > 1:
+        raise ValueError(
+            f"gradients would stay on this rank, and the ranks' models drift apart (parameters in no wrapped module: "
+            f"{len(left)}, ranks: {ranks}); wrap the module in brimful.DistributedDataParallel, or pass local=True "
+            "where each rank trains a model of its own"
+        )
+
+
+def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    for item in optimizers:
+        if not isinstance(item, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer or a sequence of them (type: {type(item)})"
+            )
+    return optimizers
+
+
+class Parts:
+    """The modules and tensors of a step."""
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.modules = modules_of(model)
+        self.children = list(dict.fromkeys(child for m in self.modules for child in m.modules()))
+        self.wrapped = [c for c in self.children if isinstance(c, DistributedDataParallel)]
+        self.foreign = [c for c in self.children if isinstance(c, _torch_ddp.TorchDDP)]
+        self.parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
+        self.optimizers = optimizers_of(optimizer)
+        self.outside = self._outside()
+
+    def _outside(self) -> list[torch.Tensor]:
+        """What is trained and no wrapper reduces."""
+        reduced = {p for w in self.wrapped for p in w.parameters()}
+        reduced |= {p for f in self.foreign for p in _torch_ddp.trainable(f)}
+        asked = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        every = dict.fromkeys([*self.parameters, *asked])
+        return [p for p in every if p.requires_grad and p not in reduced]
+
+    def require_reduced(self) -> None:
+        _require_reduced(self.outside, [*self.wrapped, *self.foreign])
+
+    def require_trained(self) -> None:
+        if not any(p.requires_grad for p in self.parameters):
+            raise ValueError(
+                "the model has no parameter that needs a gradient (parameters: 0); nothing can be trained"
+            )
+
+    def lockstep(self, asked: bool | None) -> bool:
+        """Raises where the ranks cannot keep it."""
+        lockstep = asked
+        if lockstep is None:
+            lockstep = any(isinstance(c, torch.nn.SyncBatchNorm) for c in self.children)
+        if lockstep and self.foreign:
+            raise ValueError(
+                "ranks that use torch's DistributedDataParallel cannot keep collectives inside the model in "
+                "step (lockstep: True); wrap the module in brimful.DistributedDataParallel"
+            )
+        return lockstep
+
+    def buffers(self) -> list[torch.Tensor]:
+        return list(dict.fromkeys(b for m in self.modules for b in m.buffers()))
+
+    def devices(self) -> list[torch.device]:
+        return list(dict.fromkeys(p.device for p in self.parameters if p.requires_grad))
+
+    def gradient_bytes(self, device: torch.device) -> int:
+        """Of gradients that a step allocates; those that other ranks share lie in buckets."""
+        alone = [p for w in self.wrapped if w.reducer.world_size == 1 for p in w.parameters()]
+        fresh = [*self.outside, *(p for p in alone if p.requires_grad)]
+        return _bytes(dict.fromkeys(fresh), device)
