@@ -121,7 +121,7 @@ def steady_job(rank, name, wrapped):
         assert (plan.peak_bytes - before) <= 1.02 * (outcome.peak_bytes - before) + slack
         if outcome.pieces > 1:  # fewer would not have fitted
             fewer = [len(part) for part in torch.arange(ROWS).tensor_split(outcome.pieces - 1)]
-            with limit(used() + int(share * unsplit)):
+            with limit(used() + int(share * unsplit) - slack):
                 plain = brimful.BatchSizer(model)
                 assert plain.step(batch, square, split=fewer).retries > 0
             zero(sizer)
