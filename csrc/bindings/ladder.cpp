@@ -83,6 +83,32 @@ std::string rungs_repr(const Rungs& rungs) {
          ", offloaded=" + listed(rungs.offloaded) +
          ", everything=" + (rungs.everything ? "True)" : "False)");
 }
+void bind_recorder(py::module_& m) {
+  py::class_<StepEventRecorder, std::shared_ptr<StepEventRecorder>>(m, "_StepEventRecorder")
+      .def(py::init([](py::handle device) {
+             return std::make_shared<StepEventRecorder>(as_device(device));
+           }),
+           py::arg("device"))
+      .def("enter", &StepEventRecorder::enter, py::arg("module"), py::arg("arguments"))
+      .def("leave", &StepEventRecorder::leave)
+      .def("note_copied", &StepEventRecorder::note_copied, py::arg("module"), py::arg("bytes"))
+      .def("begin_forward", &StepEventRecorder::begin_forward)
+      .def("begin_backward", &StepEventRecorder::begin_backward)
+      .def("finish", &StepEventRecorder::finish);
+  py::class_<SavedAside, std::shared_ptr<SavedAside>>(m, "_SavedAside");
+  py::class_<Aside, std::shared_ptr<Aside>>(m, "_Aside",
+                                            "Puts tensors aside that a step saves for backward.")
+      .def(py::init([](py::handle device, std::shared_ptr<StepEventRecorder> recorder) {
+             return std::make_shared<Aside>(as_device(device), std::move(recorder));
+           }),
+           py::arg("device"), py::arg("recorder") = nullptr)
+      .def("keep", &Aside::keep, py::arg("tensors"))
+      .def("put", &put, py::arg("tensor"))
+      .def_static("get", &get, py::arg("packed"))
+      .def_property_readonly("bytes", &Aside::bytes);
+  m.def("_set_scratch_rate", &ScratchFile::set_bytes_per_s, py::arg("bytes_per_s"),
+        "As if the disk were no faster; 0: as it is. For measurements.");
+}
 }  // namespace
 
 std::shared_ptr<Modules> ladder_modules_of(py::object modules) {
@@ -126,30 +152,7 @@ void bind_ladder(py::module_& m) {
         }
         return calls;
       });
-  py::class_<StepEventRecorder, std::shared_ptr<StepEventRecorder>>(m, "_StepEventRecorder")
-      .def(py::init([](py::handle device) {
-             return std::make_shared<StepEventRecorder>(as_device(device));
-           }),
-           py::arg("device"))
-      .def("enter", &StepEventRecorder::enter, py::arg("module"), py::arg("arguments"))
-      .def("leave", &StepEventRecorder::leave)
-      .def("note_copied", &StepEventRecorder::note_copied, py::arg("module"), py::arg("bytes"))
-      .def("begin_forward", &StepEventRecorder::begin_forward)
-      .def("begin_backward", &StepEventRecorder::begin_backward)
-      .def("finish", &StepEventRecorder::finish);
-  py::class_<SavedAside, std::shared_ptr<SavedAside>>(m, "_SavedAside");
-  py::class_<Aside, std::shared_ptr<Aside>>(m, "_Aside",
-                                            "Puts tensors aside that a step saves for backward.")
-      .def(py::init([](py::handle device, std::shared_ptr<StepEventRecorder> recorder) {
-             return std::make_shared<Aside>(as_device(device), std::move(recorder));
-           }),
-           py::arg("device"), py::arg("recorder") = nullptr)
-      .def("keep", &Aside::keep, py::arg("tensors"))
-      .def("put", &put, py::arg("tensor"))
-      .def_static("get", &get, py::arg("packed"))
-      .def_property_readonly("bytes", &Aside::bytes);
-  m.def("_set_scratch_rate", &ScratchFile::set_bytes_per_s, py::arg("bytes_per_s"),
-        "As if the disk were no faster; 0: as it is. For measurements.");
+  bind_recorder(m);
 }
 
 }  // namespace brimful

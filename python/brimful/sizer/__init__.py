@@ -138,7 +138,8 @@ class BatchSizer:
 
     ``ladder="auto"`` lets a step whose single rows do not fit recompute modules in backward, or offload what they save
     to a file, instead of raising ``BatchTooLarge``: as few as needed, by measured times, and bit-equal to a step with
-    room. ``["split", "recompute"]`` and ``["split", "offload"]`` allow one of them; ``"split"`` neither. Not in lockstep.
+    room. ``["split", "recompute"]`` and ``["split", "offload"]`` allow one of them; ``"split"`` neither. Not in
+    lockstep.
 
     A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on the split, and is
     reproducible with the same split. ``batch_norm`` says what to do about that: ``"warn"`` logs one warning that names
@@ -304,8 +305,8 @@ class BatchSizer:
         both. Strings, numbers,
         ``None``, 0-dim tensors, functions and the like are in every piece; what else there is raises ``TypeError``
         until ``register_split`` or ``batch_dim`` says how it is cut. ``split`` (rows per piece) repeats a recorded
-        ``Outcome.split``, ``rungs`` a recorded ``Outcome.rungs`` (of a sizer with a ladder). Gradients must be empty before
-        the call.
+        ``Outcome.split``, and ``rungs`` a recorded ``Outcome.rungs`` (of a sizer with a ladder). Gradients must be
+        empty before the call.
 
         ``accumulate`` adds the step's gradients to those that there are, on all ranks alike: for several batches before
         one ``optimizer.step()``. While the step runs there is one copy more of the gradients.
