@@ -1,4 +1,4 @@
-// What a BatchSizer tells: plain values.
+// What a BatchSizer reports: plain values.
 #include <brimful/sizer/batch_sizer.h>
 #include "sizer/peak_model.h"
 

@@ -239,7 +239,7 @@ class BatchSizer:
         )
 
     def _take_over(self, wrapped: Iterable[DistributedDataParallel]) -> None:
-        """Tell wrapped modules which of their backwards belong to a step that all ranks make."""
+        """Show wrapped modules when a backward belongs to a step that all ranks make."""
         this = weakref.ref(self)
         for module in wrapped:
             module.buckets_expected = lambda: (sizer := this()) is None or sizer._core.expects_step
