@@ -112,7 +112,7 @@ class BatchSizer::State::Running {
     attempt_.ref = std::isfinite(agreed.total) && agreed.total > 0 ? agreed.total
                    : agreed.last_total > 0                         ? agreed.last_total
                                                                    : 1;
-    const auto* const scaler = s_.options_.scaler;
+    auto* const scaler = s_.options_.scaler;
     if (scaler != nullptr && scaler->enabled() && s_.group_.world_size() > 1) {
       scale_.emplace(scaler->tensors(s_.options_.device).first);
     }

@@ -72,7 +72,7 @@ void put_room(Plan& plan, const ForecastRoom& room) {
   plan.workspaces_unknown = room.workspaces_unknown();
 }
 
-/// What an earlier forecast told of as much room.
+/// What an earlier forecast found for as much room.
 void put_found(Plan& plan, const FoundPieces& found, c10::Device device) {
   plan.pieces = found.pieces;
   plan.peak_bytes = plan.used_bytes + found.need_bytes;

@@ -13,7 +13,7 @@ class ProcessGroup;  // <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace brimful {
 
-/// Makes somebody else's reducer (torch's DistributedDataParallel) part of a step. The pieces run without it; when a rank
+/// Makes another reducer, torch's DistributedDataParallel, part of a step. The pieces run without it; when a rank
 /// has all its gradients, or has failed, all ranks exchange their records over a group of its own, and reduce only if none
 /// has failed. So a shortage anywhere in forward or backward is repeated like any other, at the price that nothing is
 /// reduced during backward. Not thread-safe.
@@ -23,7 +23,7 @@ class BRIMFUL_API ForeignReducer final : public Participant {
   /// Called on all ranks or on none; allocations on the CPU are not refused meanwhile.
   using Reduce = std::function<void(int source)>;
 
-  /// `side_group`: a group for tensors on the CPU with the same ranks, which nobody else uses.
+  /// `side_group`: a group for tensors on the CPU with the same ranks, which nothing else uses.
   static std::shared_ptr<ForeignReducer> create(
       std::vector<at::Tensor> parameters, const c10::intrusive_ptr<c10d::ProcessGroup>& side_group,
       Reduce reduce);
