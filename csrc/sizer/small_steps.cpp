@@ -8,8 +8,8 @@ namespace brimful {
 namespace {
 constexpr int64_t kSmallestRows = 2;  // BatchNorm refuses one
 constexpr int64_t kFirstCheckedRows = 16;
-constexpr double kCloseEnough = 0.01;  // of the peak: else twice as many rows are run
-constexpr double kMostGuessed = 0.02;  // of the peak of all rows: likewise
+constexpr double kCloseEnough = 0.01;        // of the peak: else twice as many rows are run
+constexpr double kMostGuessedOfStep = 0.02;  // of the peak of all rows: likewise
 constexpr int64_t kMostRows = int64_t{1} << 40;
 }  // namespace
 
@@ -35,7 +35,7 @@ void SmallSteps::run(int64_t rows, const StepWith& step_with) {
       trace(few, step_with(few));
       const auto peak = static_cast<double>(memory::peak_bytes(traces_.back().trace));
       if (std::abs(told - peak) <= kCloseEnough * peak &&
-          (!model_ || model_->guessed_share(rows) <= kMostGuessed)) {
+          (!model_ || model_->guessed_share(rows) <= kMostGuessedOfStep)) {
         break;
       }
     }

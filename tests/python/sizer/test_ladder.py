@@ -163,7 +163,7 @@ def test_steps_on_any_rung_end_as_those_with_room(name, ladder, share, loss_fn):
     make, draw = CASES[name]
     torch.manual_seed(3)
     batch = draw()
-    _, peak, expected = unlimited(make, batch, loss_fn)
+    peak, expected = unlimited(make, batch, loss_fn)[1:]
     torch.manual_seed(0)
     model = make()
     sizer = brimful.BatchSizer(model, batch_norm="freeze", pieces=len(batch), ladder=ladder)
@@ -178,7 +178,7 @@ def test_steps_on_any_rung_end_as_those_with_room(name, ladder, share, loss_fn):
                 assert ladder != "auto" or share < 0.8
                 return
     assert_same(state_of(model), expected)
-    assert any(outcome.rungs for outcome in taken) or taken[0].peak_bytes <= share * peak
+    assert any(outcome.rungs for outcome in taken), (peak, [(o.peak_bytes, o.retries) for o in taken])
 
 
 def test_a_step_that_needs_no_rung_takes_none():
@@ -190,7 +190,9 @@ def test_a_step_that_needs_no_rung_takes_none():
 
 def test_rungs_leave_again_when_there_is_room():
     batch = torch.randn(2, 64, 32)
-    model, peak, _ = unlimited(Encoder, batch)
+    peak = unlimited(Encoder, batch)[1]
+    torch.manual_seed(0)
+    model = Encoder()
     clear(model)
     sizer = brimful.BatchSizer(model, pieces=2, ladder="auto")
     with room(int(0.5 * peak)):
@@ -206,7 +208,7 @@ def test_rungs_leave_again_when_there_is_room():
 
 def test_recorded_rungs_are_run_again():
     batch = torch.randn(2, 64, 32)
-    model, _, expected = unlimited(Encoder, batch)
+    expected = unlimited(Encoder, batch)[2]
     torch.manual_seed(0)
     model = Encoder()
     sizer = brimful.BatchSizer(model, batch_norm="freeze", ladder="auto")
@@ -327,8 +329,8 @@ def test_what_cannot_be_run_again_is_left_alone(kind):
 
     batch = torch.randn(2, 64, 32)
     random.seed(0)
-    model, peak, _ = unlimited(Model, batch)
-    clear(model)
+    peak = unlimited(Model, batch)[1]
+    model = Model()
     sizer = brimful.BatchSizer(model, pieces=2, ladder="auto")
     with room(int(0.8 * peak)):
         for _ in range(3):
@@ -387,7 +389,7 @@ def test_hooks_of_a_module_are_called_once():
 def test_without_a_disk_parts_of_the_model_are_recomputed(monkeypatch, caplog):
     monkeypatch.setenv("BRIMFUL_SCRATCH_DIR", "/proc")
     batch = torch.randn(2, 64, 32)
-    _, peak, expected = unlimited(Encoder, batch)
+    peak, expected = unlimited(Encoder, batch)[1:]
     torch.manual_seed(0)
     model = Encoder()
     modules = LadderModules([model], CPU)
