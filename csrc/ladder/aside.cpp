@@ -14,6 +14,25 @@ namespace brimful::ladder {
 namespace {
 constexpr size_t kLeastBytes = 1024;
 
+/// What lives on by itself. torch compares no versions of what goes through hooks.
+class StoredWhereItIs final : public StoredBytes {
+ public:
+  explicit StoredWhereItIs(const at::Tensor& tensor)
+      : alias_(tensor.detach()), version_(alias_._version()) {}
+  c10::Storage bring_back() override {
+    TORCH_CHECK(alias_._version() == version_,
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation (shape: ",
+                alias_.sizes(), ", version: ", alias_._version(), ", expected: ", version_,
+                "); change a copy of it");
+    return alias_.storage();
+  }
+
+ private:
+  at::Tensor alias_;
+  int64_t version_;
+};
+
 class StoredInFile final : public StoredBytes {
  public:
   StoredInFile(ScratchFile& file, const c10::Storage& storage)
@@ -79,9 +98,11 @@ void Aside::keep(const std::vector<at::Tensor>& tensors) {
 bool Aside::takes(const at::Tensor& tensor) const {
   return tensor.layout() == at::kStrided && tensor.has_storage() && tensor.device() == device_ &&
          !tensor.is_quantized() && !tensor.is_conj() && !tensor.is_neg() &&
-         !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
-         tensor.storage().nbytes() >= kLeastBytes &&
-         kept_.count(tensor.storage().unsafeGetStorageImpl()) == 0;
+         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+bool Aside::stays(const c10::Storage& storage) const {
+  return storage.nbytes() < kLeastBytes || kept_.count(storage.unsafeGetStorageImpl()) > 0;
 }
 
 std::shared_ptr<StoredBytes> Aside::store(const c10::Storage& storage) {
@@ -97,6 +118,11 @@ std::shared_ptr<SavedAside> Aside::put(const at::Tensor& tensor) {
     return nullptr;
   }
   const auto& storage = tensor.storage();
+  if (stays(storage)) {
+    const auto save = recorder_ ? recorder_->save(storage, std::chrono::milliseconds(0)) : kNever;
+    return std::make_shared<SavedAside>(std::make_shared<StoredWhereItIs>(tensor), tensor,
+                                        recorder_, save);
+  }
   const auto* const place = storage.unsafeGetStorageImpl();
   const auto version = static_cast<uint32_t>(tensor._version());
   std::shared_ptr<StoredBytes> stored;

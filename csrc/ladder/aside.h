@@ -53,7 +53,8 @@ class BRIMFUL_API Aside {
 
   /// Storages that live on by themselves: parameters, buffers, the batch.
   void keep(const std::vector<at::Tensor>& tensors);
-  /// nullptr for what stays where it is: what keep() named, what is small, sparse, or on another device.
+  /// What keep() named, and what is small, stays where it is, and must not be changed until it is used. nullptr for what
+  /// is sparse, or on another device.
   /// @throws c10::Error where the disk is full; torch's own where the host has no pinned memory left
   std::shared_ptr<SavedAside> put(const at::Tensor& tensor);
   int64_t bytes() const { return bytes_; }
@@ -65,6 +66,7 @@ class BRIMFUL_API Aside {
     std::weak_ptr<StoredBytes> stored;
   };
   bool takes(const at::Tensor& tensor) const;
+  bool stays(const c10::Storage& storage) const;
   std::shared_ptr<StoredBytes> store(const c10::Storage& storage);
 
   c10::Device device_;

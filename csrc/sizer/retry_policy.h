@@ -13,7 +13,7 @@ namespace brimful {
 /// How an attempt at a unit of work is run.
 struct ExecutionPlan {
   int64_t pieces = 1;
-  int64_t piece_rows = 0;     ///< of the largest piece
+  int64_t piece_rows = 0;  ///< of the largest piece
   ladder::Rungs rungs = {};
 
   /// Pieces as even as can be.
