@@ -232,7 +232,7 @@ def prefixes(name, other):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_of_each_plan_is_told_from_one_step(name):
+def test_the_peak_of_each_plan_follows_from_one_step(name):
     """Random plans, each run: bit-equal, and their peaks within half a percent of what was predicted."""
     make, draw = CASES[name]
     torch.manual_seed(3)
