@@ -99,7 +99,7 @@ std::shared_ptr<ScratchFile> ScratchFile::open(const std::string& directory) {
       return std::shared_ptr<ScratchFile>(new ScratchFile(file, each));
     }
     const auto why = memory ? "is memory, a tmpfs" : reason(errno);
-    tried += (tried.empty() ? "" : "; ") + each + ": " + why;
+    tried.append(tried.empty() ? "" : "; ").append(each).append(": ").append(why);
   }
   TORCH_CHECK(false,
               "no directory on a disk has room for tensors that are put aside (tried: ", tried,
