@@ -18,6 +18,10 @@ at::CPUGeneratorImpl* cpu(const at::Generator& generator) {
   return generator.get<at::CPUGeneratorImpl>();
 }
 
+std::pair<uint64_t, uint64_t> place_of(const at::Generator& generator) {
+  return {generator.current_seed(), generator.get_offset()};
+}
+
 uint64_t next_of(at::mt19937& engine) {
   const uint64_t high = engine();
   return high << 32U | engine();
@@ -42,6 +46,7 @@ RandomState RandomState::of(c10::Device device) {
   } else {
     const memory::Unlimited unlimited;
     state.bytes_ = generator.get_state();
+    state.place_ = place_of(generator);
   }
   return state;
 }
@@ -96,6 +101,20 @@ bool RandomState::operator==(const RandomState& other) const {
   return own.left_ == theirs.left_ && own.next_ == theirs.next_ && own.seed_ == theirs.seed_ &&
          own.state_ == theirs.state_ && next_float_ == other.next_float_ &&
          next_double_ == other.next_double_;
+}
+
+bool RandomState::still_of(c10::Device device) const {
+  auto generator = default_generator(device);
+  const std::lock_guard lock(generator.mutex());
+  if (!device.is_cpu()) {
+    return place_of(generator) == place_;
+  }
+  const auto now = cpu(generator)->engine().data();
+  const auto then = engine_.data();
+  return now.left_ == then.left_ && now.next_ == then.next_ && now.seed_ == then.seed_ &&
+         now.state_[0] == then.state_[0] &&
+         cpu(generator)->next_float_normal_sample() == next_float_ &&
+         cpu(generator)->next_double_normal_sample() == next_double_;
 }
 
 }  // namespace brimful::pipeline

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 namespace brimful::pipeline {
 
@@ -21,12 +22,15 @@ class RandomState {
   static void advance(c10::Device device);
 
   bool operator==(const RandomState& other) const;
+  /// Whether the generator still is where this was read. A short look, after which it has made other numbers or none.
+  bool still_of(c10::Device device) const;
 
  private:
   at::mt19937 engine_;
   std::optional<float> next_float_;
   std::optional<double> next_double_;
-  at::Tensor bytes_;  ///< of another device than the CPU
+  at::Tensor bytes_;                     ///< of another device than the CPU
+  std::pair<uint64_t, uint64_t> place_;  ///< of such a generator: its seed and offset
 };
 
 /// The numbers after a number that share no pattern with it, or with those of its neighbours.

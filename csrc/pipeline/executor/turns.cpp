@@ -35,6 +35,7 @@ Turns::Turns(const std::vector<c10::Device>& devices, const std::atomic<bool>& c
 void Turns::begin(int stages) {
   touches_.resize(stages);
   surprised_ = false;
+  moved_ = false;
   for (const auto& generator : generators_) {
     generator->drew = false;
     generator->callers = RandomState::of(generator->device);
@@ -48,8 +49,9 @@ bool Turns::end(bool complete) {
   }
   const bool again =
       mode_ == Mode::silent
-          ? std::any_of(generators_.begin(), generators_.end(),
-                        [](const auto& g) { return !(RandomState::of(g->device) == g->callers); })
+          ? moved_ || std::any_of(
+                          generators_.begin(), generators_.end(),
+                          [](const auto& g) { return !(RandomState::of(g->device) == g->callers); })
           : mode_ == Mode::known && surprised_;
   if (again) {
     mode_ = Mode::learning;
@@ -66,8 +68,16 @@ bool Turns::end(bool complete) {
   return again;
 }
 
+void Turns::look(int rank) {
+  for (const auto* generator : of_rank_[rank]) {
+    if (!generator->callers.still_of(generator->device)) {
+      moved_ = true;
+    }
+  }
+}
+
 Turns::Turn::Turn(Turns& turns, int rank, int stage, DrawPart part, int microbatch)
-    : turns_(turns), stage_(stage), part_(part) {
+    : turns_(turns), rank_(rank), stage_(stage), part_(part) {
   if (!turns_.watches()) {
     return;
   }
@@ -119,6 +129,7 @@ void Turns::Turn::end(Held& held) {
 
 Turns::Turn::~Turn() {
   if (!turns_.watches()) {
+    turns_.look(rank_);
     return;
   }
   for (auto& held : held_) {

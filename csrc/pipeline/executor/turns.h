@@ -18,8 +18,8 @@ enum class DrawPart : uint8_t { forward, backward, weight };
 /// take turns with it, each from a seed of its own: of the caller's generator, stage, microbatch and part. So what they draw
 /// does not depend on the threads, and a checkpoint in one stage may put the generator back without disturbing another.
 ///
-/// Who draws is found out. While none has, a run is compared as a whole, which costs nothing; where a generator has moved,
-/// the step is run again with turns for all, and each is compared. After that those take turns that have drawn, or have
+/// Who draws is found out. While none has, a generator that has moved at the end of an action is noticed: not at the run's end
+/// alone, since a checkpoint may have put it back. Then the step is run again with turns for all, and each is compared. After that those take turns that have drawn, or have
 /// computed activations anew in a backward; the others are watched, and one that begins to draw has the step run again.
 class Turns {
  public:
@@ -51,12 +51,15 @@ class Turns {
   };
   using Generators = std::vector<Generator*>;
 
+  void look(int rank);
+
   Mode mode_ = Mode::silent;
   const std::atomic<bool>& cancelled_;
   std::vector<std::unique_ptr<Generator>> generators_;
   std::vector<Generators> of_rank_;
   std::vector<std::array<bool, 2>> touches_;  ///< by stage: its forwards, its backwards
   std::atomic<bool> surprised_ = false;
+  std::atomic<bool> moved_ = false;  ///< a generator, while silent
   std::atomic<bool> abandoned_ = false;
 };
 
@@ -81,6 +84,7 @@ class Turns::Turn {
   void end(Held& held);
 
   Turns& turns_;
+  int rank_;
   int stage_;
   DrawPart part_;
   uint64_t sequence_ = 0;

@@ -5,6 +5,8 @@
 
 #include <cstring>
 
+#include "in_order.h"
+
 namespace sim_operators {
 namespace {
 
@@ -20,9 +22,18 @@ int64_t span_of(const at::Tensor& tensor) {
   return span;
 }
 
+/// As a kernel would: the memory may have been another tensor's, which the stream has yet to read.
 void move_values(const at::Tensor& from, const at::Tensor& to) {
-  if (const auto span = static_cast<size_t>(span_of(from))) {
-    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), span * from.itemsize());
+  const auto bytes = static_cast<size_t>(span_of(from)) * from.itemsize();
+  if (bytes == 0) {
+    return;
+  }
+  auto* const target = to.mutable_data_ptr();
+  const auto move = [=] { std::memcpy(target, from.const_data_ptr(), bytes); };
+  if (defers(to.device())) {
+    enqueue(to.device(), move);
+  } else {
+    move();
   }
 }
 

@@ -15,6 +15,7 @@
 #include "backend.h"
 #include "deferred.h"
 #include "generators.h"
+#include "in_order.h"
 #include "kernel.h"
 #include "values.h"
 #include "workspace.h"
@@ -68,7 +69,7 @@ void call_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   Aliases aliases;
   bool random = op.hasTag(at::Tag::nondeterministic_seeded);
   to_cpu(schema, places.device, &arguments, &aliases, &random);
-  run_kernel(op, places.device, random, &arguments);
+  call_in_order(places.device, [&] { run_kernel(op, places.device, random, &arguments); });
   finish_stream(places.device);  // raises the assertion, as with CUDA_LAUNCH_BLOCKING=1
   aliases.write_back();
   stack->erase(stack->end() - count, stack->end());

@@ -5,23 +5,18 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/record_function.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <cstdio>
 #include <exception>
-#include <memory>
 #include <utility>
 #include <vector>
 
 #include "backend.h"
+#include "in_order.h"
 #include "kernel.h"
 #include "values.h"
 
-extern "C" {
-void sim_cuda_plant_error(int device, int error);
-int sim_cuda_defers(cudaStream_t stream);
-void sim_cuda_enqueue(cudaStream_t stream, void (*work)(void*), void* data);
-}
+extern "C" void sim_cuda_plant_error(int device, int error);
 
 namespace sim_operators {
 namespace {
@@ -84,20 +79,6 @@ void run_or_fail(Job& job) {
     std::fprintf(stderr, "simulated CUDA: %s: %s\n", job.op.schema().name().c_str(), error.what());
     sim_cuda_plant_error(job.device.index(), kErrorLaunchFailure);
   }
-}
-
-void enqueue(cudaStream_t stream, Job job) {
-  sim_cuda_enqueue(
-      stream,
-      [](void* data) {
-        const std::unique_ptr<Job> owned(static_cast<Job*>(data));
-        run_or_fail(*owned);
-      },
-      new Job(std::move(job)));
-}
-
-cudaStream_t stream_of(c10::Device device) {
-  return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 }
 
 at::Tensor like(const at::Tensor& tensor, c10::Device device) {
@@ -217,8 +198,7 @@ void keep_host_values(Stack* arguments) {
 }  // namespace
 
 bool call_later(const c10::OperatorHandle& op, const Places& places, Stack* arguments) {
-  const cudaStream_t stream = stream_of(places.device);
-  if (places.all.size() > 1 || sim_cuda_defers(stream) == 0 ||
+  if (places.all.size() > 1 || !defers(places.device) ||
       op.hasTag(at::Tag::nondeterministic_seeded)) {
     return false;
   }
@@ -244,19 +224,20 @@ bool call_later(const c10::OperatorHandle& op, const Places& places, Stack* argu
       return result;
     });
   }
-  enqueue(stream, std::move(job));
+  enqueue(places.device, [job = std::move(job)]() mutable { run_or_fail(job); });
   *arguments = std::move(results);
   return true;
 }
 
 bool copy_later(const at::Tensor& to, const at::Tensor& from) {
-  if (to.device() != from.device() || sim_cuda_defers(stream_of(to.device())) == 0) {
+  if (to.device() != from.device() || !defers(to.device())) {
     return false;
   }
   static const auto copy = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
   Aliases aliases;
   Stack arguments{aliases(to), aliases(from), false};
-  enqueue(stream_of(to.device()), {copy, to.device(), std::move(arguments), {at::Tensor()}});
+  Job job{copy, to.device(), std::move(arguments), {at::Tensor()}};
+  enqueue(to.device(), [job = std::move(job)]() mutable { run_or_fail(job); });
   return true;
 }
 

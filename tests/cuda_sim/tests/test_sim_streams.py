@@ -1,6 +1,7 @@
 """Streams and events: what no event orders is seen out of order."""
 
 import ctypes
+import threading
 
 import pytest
 import torch
@@ -120,6 +121,27 @@ def test_a_kernel_that_waits_for_no_reader_overwrites_what_it_reads():
         torch.cuda.current_stream().synchronize()
         torch.cuda.synchronize()
         assert read.tolist() == [2.0 if waits else 10.0] * 8
+
+
+def test_an_operator_inside_the_call_overtakes_nothing_of_another_thread():
+    set_delay(50)
+    stop, wrong = threading.Event(), []
+
+    def read_and_free():
+        for value in range(300):
+            x = torch.full((64,), float(value), device="cuda")
+            y = x * 2
+            del x  # the next tensor of this size lies there, while the product has still to be made
+            if y.tolist() != [2.0 * value] * 64:
+                wrong.append(value)
+        stop.set()
+
+    reader = threading.Thread(target=read_and_free)
+    reader.start()
+    while not stop.is_set():
+        torch.dropout(torch.ones(64, device="cuda"), 0.5, True)
+    reader.join()
+    assert wrong == []
 
 
 def test_memory_of_a_stream_that_was_not_recorded_is_given_out_too_early():

@@ -181,6 +181,33 @@ def test_a_stage_that_draws_nothing_leaves_the_generator_and_runs_beside_those_t
         assert any(a[0] < b[1] and b[0] < a[1] for a, b in pairs) == overlaps
 
 
+class PutsBack(torch.autograd.Function):
+    """As a checkpoint does that another thread interrupts: its backward leaves the generator where a forward found it."""
+
+    @staticmethod
+    def forward(ctx, x, state):
+        ctx.state = state
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.set_rng_state(ctx.state)
+        return gradient, None
+
+
+def test_a_stage_that_draws_is_found_though_the_generator_is_put_back():
+    class First(nn.Module):
+        def forward(self, x):
+            return PutsBack.apply(x, state)
+
+    x, y = data()
+    pipe = pipe_of([nn.Sequential(First(), nn.Linear(16, 16).double()), *made(count=1)])
+    state = torch.get_rng_state()
+    assert pipe.step(x.requires_grad_(), y).retries == 1
+    torch.set_rng_state(state)
+    assert pipe.step(x, y).retries == 0
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("begins", [0, 1, 2])
 def test_a_stage_that_begins_to_draw_later_is_found(begins, checkpointed):
