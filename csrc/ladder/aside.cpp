@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
 #include <mutex>
@@ -14,23 +15,14 @@ namespace brimful::ladder {
 namespace {
 constexpr size_t kLeastBytes = 1024;
 
-/// What lives on by itself. torch compares no versions of what goes through hooks.
+/// What lives on by itself.
 class StoredWhereItIs final : public StoredBytes {
  public:
-  explicit StoredWhereItIs(const at::Tensor& tensor)
-      : alias_(tensor.detach()), version_(alias_._version()) {}
-  c10::Storage bring_back() override {
-    TORCH_CHECK(alias_._version() == version_,
-                "one of the variables needed for gradient computation has been modified by an "
-                "inplace operation (shape: ",
-                alias_.sizes(), ", version: ", alias_._version(), ", expected: ", version_,
-                "); change a copy of it");
-    return alias_.storage();
-  }
+  explicit StoredWhereItIs(c10::Storage storage) : storage_(std::move(storage)) {}
+  c10::Storage bring_back() override { return storage_; }
 
  private:
-  at::Tensor alias_;
-  int64_t version_;
+  c10::Storage storage_;
 };
 
 class StoredInFile final : public StoredBytes {
@@ -64,6 +56,8 @@ SavedAside::SavedAside(std::shared_ptr<StoredBytes> stored, const at::Tensor& te
       sizes_(tensor.sizes().vec()),
       strides_(tensor.strides().vec()),
       offset_(tensor.storage_offset()),
+      counter_(tensor.unsafeGetTensorImpl()->version_counter()),
+      version_(counter_.enabled() ? counter_.current_version() : 0),
       recorder_(std::move(recorder)),
       save_(save) {}
 
@@ -75,6 +69,12 @@ SavedAside::~SavedAside() {
 }
 
 at::Tensor SavedAside::get() const {
+  const auto now = counter_.enabled() ? counter_.current_version() : 0;
+  TORCH_CHECK(now == version_,
+              "one of the variables needed for gradient computation has been modified by an "
+              "inplace operation (shape: ",
+              c10::IntArrayRef(sizes_), ", version: ", now, ", expected: ", version_,
+              "); change a copy of it");
   if (recorder_) {
     recorder_->use(save_);
   }
@@ -105,12 +105,24 @@ bool Aside::stays(const c10::Storage& storage) const {
   return storage.nbytes() < kLeastBytes || kept_.count(storage.unsafeGetStorageImpl()) > 0;
 }
 
-std::shared_ptr<StoredBytes> Aside::store(const c10::Storage& storage) {
+std::shared_ptr<StoredBytes> Aside::store(const c10::Storage& storage, Milliseconds& took) {
   bytes_ += static_cast<int64_t>(storage.nbytes());
+  const auto wait = [&] {  // where it is recorded what a copy takes
+    if (recorder_ && !file_) {
+      c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
+    }
+  };
+  wait();
+  const auto began = std::chrono::steady_clock::now();
+  std::shared_ptr<StoredBytes> stored;
   if (file_) {
-    return std::make_shared<StoredInFile>(*file_, storage);
+    stored = std::make_shared<StoredInFile>(*file_, storage);
+  } else {
+    stored = store_on_host(storage);
   }
-  return store_on_host(storage);
+  wait();
+  took = std::chrono::steady_clock::now() - began;
+  return stored;
 }
 
 std::shared_ptr<SavedAside> Aside::put(const at::Tensor& tensor) {
@@ -120,22 +132,20 @@ std::shared_ptr<SavedAside> Aside::put(const at::Tensor& tensor) {
   const auto& storage = tensor.storage();
   if (stays(storage)) {
     const auto save = recorder_ ? recorder_->save(storage, std::chrono::milliseconds(0)) : kNever;
-    return std::make_shared<SavedAside>(std::make_shared<StoredWhereItIs>(tensor), tensor,
+    return std::make_shared<SavedAside>(std::make_shared<StoredWhereItIs>(storage), tensor,
                                         recorder_, save);
   }
   const auto* const place = storage.unsafeGetStorageImpl();
   const auto version = static_cast<uint32_t>(tensor._version());
   std::shared_ptr<StoredBytes> stored;
-  std::chrono::duration<double, std::milli> took(0);
+  Milliseconds took(0);
   if (const auto known = known_.find(place); known != known_.end() &&
                                              !known->second.storage.expired() &&
                                              known->second.version == version) {
     stored = known->second.stored.lock();
   }
   if (!stored) {
-    const auto began = std::chrono::steady_clock::now();
-    stored = store(storage);
-    took = std::chrono::steady_clock::now() - began;
+    stored = store(storage, took);
     known_.insert_or_assign(place, Known{storage.getWeakStorageImpl(), version, stored});
   }
   const auto save = recorder_ ? recorder_->save(storage, took) : kNever;

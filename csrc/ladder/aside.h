@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -32,6 +33,7 @@ class BRIMFUL_API SavedAside {
   SavedAside& operator=(const SavedAside&) = delete;
 
   /// The tensor, with the same bits. From any thread.
+  /// @throws c10::Error where it was changed in place since, as torch does
   at::Tensor get() const;
 
  private:
@@ -40,6 +42,8 @@ class BRIMFUL_API SavedAside {
   std::vector<int64_t> sizes_;
   std::vector<int64_t> strides_;
   int64_t offset_;
+  c10::VariableVersion counter_;  ///< torch compares no versions of what goes through hooks
+  uint32_t version_;
   std::shared_ptr<StepEventRecorder> recorder_;
   int64_t save_;
 };
@@ -67,7 +71,8 @@ class BRIMFUL_API Aside {
   };
   bool takes(const at::Tensor& tensor) const;
   bool stays(const c10::Storage& storage) const;
-  std::shared_ptr<StoredBytes> store(const c10::Storage& storage);
+  using Milliseconds = std::chrono::duration<double, std::milli>;
+  std::shared_ptr<StoredBytes> store(const c10::Storage& storage, Milliseconds& took);
 
   c10::Device device_;
   std::shared_ptr<StepEventRecorder> recorder_;

@@ -33,8 +33,9 @@ void add(std::vector<int32_t>& modules, int32_t module) {
 /// A dynamic program over calls in their order: of ways that hold about as much behind a call the cheapest is followed.
 class Program {
  public:
-  Program(const StepEvents& step, const Allowed& allowed, int64_t bound_bytes)
-      : step_(step), allowed_(allowed), bytes_(bytes_of_calls(step)), bound_bytes_(bound_bytes) {}
+  Program(const StepEvents& step, const std::vector<CallBytes>& bytes, const Allowed& allowed,
+          int64_t bound_bytes)
+      : step_(step), bytes_(bytes), allowed_(allowed), bound_bytes_(bound_bytes) {}
 
   std::optional<Rungs> run() const {
     Table table;
@@ -109,23 +110,29 @@ class Program {
   }
 
   const StepEvents& step_;
+  const std::vector<CallBytes>& bytes_;
   const Allowed& allowed_;
-  std::vector<CallBytes> bytes_;
   int64_t bound_bytes_;
 };
 
 class Best {
  public:
-  Best(const StepEvents& step, const Allowed& allowed, int64_t room_bytes)
-      : step_(step), whole_(allowed.whole), room_bytes_(room_bytes) {}
+  Best(const StepEvents& step, const Allowed& allowed, int64_t room_bytes, const Fits& fits)
+      : step_(step), whole_(allowed.whole), room_bytes_(room_bytes), fits_(fits) {}
 
   bool offer(const Rungs& rungs) {
     const auto cost = cost_of(step_, rungs, whole_);
-    const bool fits = cost.peak_bytes <= room_bytes_;
-    if (fits && (!best_ || cost.more_ms < best_->cost.more_ms)) {
+    if (cost.peak_bytes > room_bytes_) {
+      return false;
+    }
+    const bool is_better = !best_ || cost.more_ms < best_->cost.more_ms;
+    if (is_better && fits_ && !fits_(rungs)) {
+      return false;
+    }
+    if (is_better) {
       best_ = {rungs, cost};
     }
-    return fits;
+    return true;
   }
   const std::optional<Choice>& best() const { return best_; }
 
@@ -133,6 +140,7 @@ class Best {
   const StepEvents& step_;
   const std::vector<bool>& whole_;
   int64_t room_bytes_;
+  const Fits& fits_;
   std::optional<Choice> best_;
 };
 
@@ -197,8 +205,9 @@ void leave_out(const StepEvents& step, Best& best) {
 }
 }  // namespace
 
-std::optional<Choice> cheapest(const StepEvents& step, const Allowed& allowed, int64_t room_bytes) {
-  Best best(step, allowed, room_bytes);
+std::optional<Choice> cheapest(const StepEvents& step, const Allowed& allowed, int64_t room_bytes,
+                               const Fits& fits) {
+  Best best(step, allowed, room_bytes, fits);
   if (room_bytes <= 0 || best.offer({})) {
     return best.best();
   }
@@ -216,7 +225,7 @@ std::optional<Choice> cheapest(const StepEvents& step, const Allowed& allowed, i
   double share = 1.0;
   for (int i = 0; i < kBounds; ++i) {
     const auto bound = static_cast<int64_t>(share * static_cast<double>(room_bytes));
-    const auto rungs = bound > 0 ? Program(step, allowed, bound).run() : std::nullopt;
+    const auto rungs = bound > 0 ? Program(step, bytes, allowed, bound).run() : std::nullopt;
     if (rungs && !best.offer(*rungs)) {
       too_high = share;
     } else {

@@ -2,6 +2,7 @@
 #include <brimful/export.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -21,10 +22,13 @@ struct Choice {
   PlanCost cost;
 };
 
-/// The rungs that take the least time among those whose peak is within `room_bytes`; nothing where none is. Of models with
-/// few calls all are tried; of others those that a dynamic program over the held bytes finds, for a falling bound, and from
-/// there with less. Pure.
+/// Beside the sum of what it holds: whether an allocator would find room for it.
+using Fits = std::function<bool(const Rungs&)>;
+
+/// The rungs that take the least time among those whose peak is within `room_bytes`, and that fit; nothing where none is. Of
+/// models with few calls all are tried; of others those that a dynamic program over the held bytes finds, for a falling
+/// bound, and from there with less. Pure.
 BRIMFUL_API std::optional<Choice> cheapest(const StepEvents& step, const Allowed& allowed,
-                                           int64_t room_bytes);
+                                           int64_t room_bytes, const Fits& fits = {});
 
 }  // namespace brimful::ladder

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "memory/cuda_caching.h"
+
 namespace brimful::ladder {
 namespace {
 constexpr size_t kMostKinds = 8;
@@ -59,6 +61,17 @@ bool Ladder::can_put_aside() {
   return *has_file_;
 }
 
+/// On CUDA the sum of what a plan holds is not all: its allocator has room in segments.
+Fits Ladder::fits_in_pool(const Known& known) const {
+  auto pool = device_.is_cuda() ? memory::cuda_pool(device_) : std::nullopt;
+  if (!pool) {
+    return {};
+  }
+  return [pool = std::move(*pool), &known, whole = modules_->allowed().whole](const Rungs& rungs) {
+    return !pool.replay(requests_of(known.step, rungs, whole, pool.stream)).ran_out;
+  };
+}
+
 Rungs Ladder::choose(Known& known, Room room) {
   if (!room) {
     return known.chosen;
@@ -67,7 +80,8 @@ Rungs Ladder::choose(Known& known, Room room) {
                        *room - *known.chosen_in <= *known.chosen_in / kShareOfMoreRoom;
   if (!is_same) {
     const auto usable = static_cast<double>(*room - kBesideBytes) / (1 + known.margin);
-    const auto choice = cheapest(known.step, allowed(), static_cast<int64_t>(usable));
+    const auto choice =
+        cheapest(known.step, allowed(), static_cast<int64_t>(usable), fits_in_pool(known));
     Rungs everything;
     everything.everything = true;
     known.chosen = choice ? choice->rungs : everything;
@@ -86,10 +100,11 @@ std::optional<Rungs> Ladder::next(const Kind& kind, const Rungs& failed, Room ro
     return std::nullopt;
   }
   if (auto* const known = find(kind)) {
-    auto tighter = *known;
-    tighter.margin = std::min(known->margin + kMoreMargin, kMostMargin);
-    tighter.chosen_in = {};
-    const auto rungs = choose(tighter, room);
+    if (known->chosen_in && known->chosen == failed) {
+      known->margin = std::min(known->margin + kMoreMargin, kMostMargin);
+    }
+    known->chosen_in = {};
+    const auto rungs = choose(*known, room);
     if (rungs != failed) {
       return rungs;
     }
@@ -101,13 +116,6 @@ std::optional<Rungs> Ladder::next(const Kind& kind, const Rungs& failed, Room ro
   }
   next.recomputed = recompute_ ? modules_->coarse() : std::vector<int32_t>();
   return next.empty() || next == failed ? std::nullopt : std::optional(next);
-}
-
-void Ladder::note_failure(const Kind& kind) {
-  if (auto* const known = find(kind)) {
-    known->margin = std::min(known->margin + kMoreMargin, kMostMargin);
-    known->chosen_in = {};
-  }
 }
 
 std::optional<PlanCost> Ladder::cost_of(const Kind& kind, const Rungs& rungs) const {

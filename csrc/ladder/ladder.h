@@ -25,9 +25,8 @@ class BRIMFUL_API Ladder {
 
   /// For the next step's first attempt with one row a piece; none where nothing is known of such steps.
   Rungs first(const Kind& kind, Room room);
-  /// After an attempt ran out of memory; nothing where no other way is left.
+  /// After an attempt ran out of memory, which the plans of this kind learn from; nothing where no other way is left.
   std::optional<Rungs> next(const Kind& kind, const Rungs& failed, Room room);
-  void note_failure(const Kind& kind);
   bool knows_any() const { return !known_.empty(); }
   /// Over what was in use before the step, and milliseconds more than without; nothing where nothing is known.
   std::optional<PlanCost> cost_of(const Kind& kind, const Rungs& rungs) const;
@@ -72,6 +71,7 @@ class BRIMFUL_API Ladder {
   Known* find(const Kind& kind);
   const Known* find(const Kind& kind) const;
   Rungs choose(Known& known, Room room);
+  Fits fits_in_pool(const Known& known) const;
   Allowed allowed() const;
   bool can_put_aside();
 

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <utility>
+
+#include "ladder/plan_timeline.h"
 
 namespace brimful::ladder {
 namespace {
@@ -46,42 +49,6 @@ struct Group {
       inside;  ///< blocks that it saves and makes itself, with the moment of the last drop
 };
 
-class Timeline {
- public:
-  explicit Timeline(int64_t moments) : change_(static_cast<size_t>(moments) + 1) {}
-
-  void hold(int64_t bytes, int64_t from, int64_t to) {
-    change_[static_cast<size_t>(from)] += bytes;
-    change_[place(to)] -= bytes;
-  }
-  /// Something that rises to `peak` at this moment, beyond what is held, and is gone.
-  void rise(int64_t moment, int64_t peak) {
-    auto& most = rises_[moment];
-    most = std::max(most, peak);
-  }
-  int64_t peak_bytes() const {
-    int64_t used = 0;
-    int64_t peak = 0;
-    auto rise = rises_.begin();
-    for (size_t moment = 0; moment < change_.size(); ++moment) {
-      for (; rise != rises_.end() && rise->first <= static_cast<int64_t>(moment); ++rise) {
-        peak = std::max(peak, used + rise->second);
-      }
-      used += change_[moment];
-      peak = std::max(peak, used);
-    }
-    return peak;
-  }
-
- private:
-  size_t place(int64_t moment) const {
-    return moment == kNever ? change_.size() - 1 : static_cast<size_t>(moment);
-  }
-
-  std::vector<int64_t> change_;
-  std::map<int64_t, int64_t> rises_;
-};
-
 int64_t later(int64_t a, int64_t b) {
   return a == kNever || b == kNever ? kNever : std::max(a, b);
 }
@@ -92,12 +59,12 @@ bool is_inside(const StepEvents::Block& block, const StepEvents::Call& call) {
 
 class Plan {
  public:
-  Plan(const StepEvents& step, const Rungs& rungs, const std::vector<bool>& whole)
+  Plan(const StepEvents& step, const Rungs& rungs, const std::vector<bool>& whole, bool lists)
       : step_(step),
         whole_(whole),
         everything_(rungs.everything),
         owners_(owners_of(step, rungs)),
-        timeline_(step.size) {
+        timeline_(step.size, lists) {
     for (const auto& block : step.blocks) {
       ends_.push_back(block.given_back_at);
     }
@@ -115,6 +82,7 @@ class Plan {
     cost_.peak_bytes = timeline_.peak_bytes();
     return cost_;
   }
+  const PlanTimeline& timeline() const { return timeline_; }
 
  private:
   Owner owner_of(const StepEvents::Save& save) const {
@@ -176,41 +144,35 @@ class Plan {
   /// Its forward runs again where backward first uses what it saved, until it has saved all of it.
   void recompute(const StepEvents::Call& call, const Group& group) {
     cost_.more_ms += call.forward_ms + kCallMs;
-    timeline_.hold(call.copied_bytes + kGeneratorBytes, call.entered_at, group.dropped_at);
+    timeline_.hold(call.copied_bytes + generator_bytes(), call.entered_at, group.dropped_at);
     if (group.used_at == kNever) {
       return;
     }
     const auto module = static_cast<size_t>(call.module);
     const bool is_whole = module < whole_.size() && whole_[module];
     const auto ended_at = is_whole ? call.left_at : group.last_saved_at;
-    std::map<int64_t, int64_t> changes;
+    std::vector<PlanTimeline::Again> again;
     for (size_t i = 0; i < step_.blocks.size(); ++i) {
       const auto& block = step_.blocks[i];
       if (!is_inside(block, call) || block.taken_at > ended_at) {
         continue;
       }
-      changes[block.taken_at] += block.bytes;
       const auto saved = group.inside.find(static_cast<int64_t>(i));
-      if (saved != group.inside.end()) {
-        timeline_.hold(block.bytes, group.used_at, saved->second);
-      } else if (block.given_back_at != kNever && block.given_back_at < ended_at) {
-        changes[block.given_back_at] -= block.bytes;
-      }
+      const bool is_kept = saved != group.inside.end();
+      const bool ends = block.given_back_at != kNever && block.given_back_at < ended_at;
+      again.push_back({block.bytes, block.taken_at, ends ? block.given_back_at : kNever, is_kept,
+                       is_kept ? saved->second : kNever});
     }
-    int64_t used = call.copied_bytes + 3 * kGeneratorBytes;
-    int64_t peak = used;
-    for (const auto& [moment, bytes] : changes) {
-      used += bytes;
-      peak = std::max(peak, used);
-    }
-    timeline_.rise(group.used_at, peak);
+    timeline_.run_again(group.used_at, call.copied_bytes + 3 * generator_bytes(), std::move(again));
   }
+  /// A CUDA generator's state lies on the host as well.
+  int64_t generator_bytes() const { return step_.brought_back ? 0 : kGeneratorBytes; }
 
   const StepEvents& step_;
   const std::vector<bool>& whole_;
   bool everything_;
   std::vector<Owner> owners_;
-  Timeline timeline_;
+  PlanTimeline timeline_;
   std::vector<int64_t> ends_;  ///< of blocks
   std::map<int64_t, Group> groups_;
   PlanCost cost_;
@@ -218,7 +180,14 @@ class Plan {
 }  // namespace
 
 PlanCost cost_of(const StepEvents& step, const Rungs& rungs, const std::vector<bool>& whole) {
-  return Plan(step, rungs, whole).cost();
+  return Plan(step, rungs, whole, false).cost();
+}
+
+std::vector<memory::CachingRequest> requests_of(const StepEvents& step, const Rungs& rungs,
+                                                const std::vector<bool>& whole, uint64_t stream) {
+  Plan plan(step, rungs, whole, true);
+  plan.cost();
+  return plan.timeline().requests(stream);
 }
 
 }  // namespace brimful::ladder

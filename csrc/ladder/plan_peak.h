@@ -6,6 +6,7 @@
 
 #include "ladder/rungs.h"
 #include "ladder/step_events.h"
+#include "memory/caching_model.h"
 
 namespace brimful::ladder {
 
@@ -21,5 +22,11 @@ struct PlanCost {
 /// but for modules of which `whole` says that they run to their end. Pure.
 BRIMFUL_API PlanCost cost_of(const StepEvents& step, const Rungs& rungs,
                              const std::vector<bool>& whole = {});
+
+/// What an allocator is asked for meanwhile, all on one stream. Pure.
+BRIMFUL_API std::vector<memory::CachingRequest> requests_of(const StepEvents& step,
+                                                            const Rungs& rungs,
+                                                            const std::vector<bool>& whole,
+                                                            uint64_t stream);
 
 }  // namespace brimful::ladder

@@ -7,4 +7,5 @@ brimful_sources(LIGHT
   call_bytes.cpp
   choose.cpp
   plan_peak.cpp
+  plan_timeline.cpp
   scratch_file.cpp)

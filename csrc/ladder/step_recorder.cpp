@@ -6,6 +6,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "memory/cuda.h"
+
 namespace brimful::ladder {
 namespace {
 uintptr_t address_of(const c10::Storage& storage) {
@@ -125,6 +127,16 @@ class StepEventRecorder::Reader {
  public:
   explicit Reader(StepEvents& found) : found_(found) {}
 
+  /// What is not of the step, but stays for the next ones.
+  void leave_out(const std::vector<memory::CudaWorkspace>& workspaces) {
+    for (const auto& each : workspaces) {
+      const auto block = live_.find(reinterpret_cast<uintptr_t>(each.data));
+      if (block != live_.end()) {
+        found_.blocks[static_cast<size_t>(block->second)].bytes = 0;
+      }
+    }
+  }
+
   void take(uintptr_t address, int64_t bytes) {
     live_[address] = std::ssize(found_.blocks);
     found_.blocks.push_back({bytes, found_.size++, kNever});
@@ -197,6 +209,7 @@ StepEvents StepEventRecorder::finish() {
       }
     }
     note_marks(requests.size());
+    reader.leave_out(memory::cuda_workspaces(device_));
   } else {
     const auto& trace = cpu_->trace();
     for (size_t i = 0; i < trace.size(); ++i) {

@@ -164,14 +164,12 @@ class BatchSizer::State::Running {
       if (ended.how == Ended::How::ran_out) {
         retry.set_plan(plan_as_run(outcome_.split, retry.plan().rungs));  // some are uneven
       }
+      undo();
       climb_.follow(ended, retry.plan());
       s_.log_shortage(ended, outcome_, input_.rows.value_or(0), retry);
-    }
-    outcome_.peak_bytes = std::max(outcome_.peak_bytes, peak.peak_bytes());
-    if (ended.how != Ended::How::stands) {
-      undo();
       s_.note_shortfall(result, plan_, input_.kind);
     }
+    outcome_.peak_bytes = std::max(outcome_.peak_bytes, peak.peak_bytes());
     return ended;
   }
 

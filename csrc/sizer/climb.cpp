@@ -116,9 +116,6 @@ void Climb::follow(Ended& ended, const ExecutionPlan& failed) {
   ++climbed_;
   auto next = rejected_.empty() ? ladder_->next(kind(), rungs_, room_())
                                 : std::optional(ladder_->first(kind(), room_()));
-  if (ran_out) {
-    ladder_->note_failure(kind());
-  }
   ended_ = !next;
   ended.next = failed;
   ended.next->rungs = next ? *next : rungs_;

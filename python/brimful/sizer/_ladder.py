@@ -385,17 +385,20 @@ class LadderModules:
 
         return forward
 
-    def _refuse_around(self, inner: nn.Module, why: str) -> None:
-        """The module, and all that it lies in."""
+    def _around(self, inner: nn.Module) -> Iterator[int]:
+        """Its place, and those of all modules that it lies in."""
         for place in range(len(self._names)):
             if inner in set(self.module(place).modules()):
-                self._refusals.setdefault(place, why)
+                yield place
+
+    def _refuse_around(self, inner: nn.Module, why: str) -> None:
+        for place in self._around(inner):
+            self._refusals.setdefault(place, why)
 
     def _note_changing(self, inner: nn.Module) -> None:
         ids = {id(b) for b in inner._buffers.values() if b is not None}
-        for place in range(len(self._names)):
-            if inner in set(self.module(place).modules()):
-                self._changing.setdefault(place, set()).update(ids)
+        for place in self._around(inner):
+            self._changing.setdefault(place, set()).update(ids)
 
 
 def rungs_of(ladder: str | Iterable[str]) -> tuple[bool, bool]:
