@@ -156,9 +156,9 @@ class BatchSizer::State::Running {
     const auto attempt_peak = peak.peak_bytes();
     s_.recorder_.end_attempt(std::ssize(outcome_.split), largest_piece(outcome_.split),
                              attempt_peak, result.own == Status::out_of_memory);
+    outcome_.rungs = climb_.named();
     auto ended = s_.settle_attempt(result, input_, outcome_, attempt_peak);
     if (ended.how == Ended::How::stands) {
-      outcome_.rungs = climb_.named();
       s_.stand(result, attempt_.ref, outcome_);
     } else {
       if (ended.how == Ended::How::ran_out) {

@@ -59,6 +59,7 @@ void BatchSizer::State::throw_too_large(const AttemptResult& result, const StepI
   }
   const auto refusal = refusal_in(result.text);
   shortfall.fragmented = refusal && remedy_for(*refusal) == Remedy::release_cache;
+  shortfall.climbed = ladder_.ladder && !outcome.split.empty() && outcome.rungs.everything;
   shortfall.last_error = result.text;
   throw too_large(shortfall);
 }

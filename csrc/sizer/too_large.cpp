@@ -101,7 +101,12 @@ void advise_on_work(const Shortfall& shortfall, std::vector<std::string>& advice
     return;
   }
   const bool mapping = is_of(shortfall, Shortfall::Of::mapping);
-  if (!mapping) {
+  if (shortfall.climbed) {
+    advice.push_back(
+        "split the model over several devices (Pipeline), or its longest operators: what is held "
+        "between forward and backward is offloaded already (while one operator runs: " +
+        format_bytes(bytes) + ")");
+  } else if (!mapping) {
     advice.push_back(
         "checkpoint activations (torch.utils.checkpoint; activations and temporaries: " +
         format_bytes(bytes) + ")");

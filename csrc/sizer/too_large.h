@@ -38,6 +38,7 @@ struct Shortfall {
   memory::HeldByOthers others;
   bool autocast = false;    ///< on around the step
   bool fragmented = false;  ///< the last refusal was for want of one piece
+  bool climbed = false;     ///< single rows were recomputed and offloaded as far as they can be
   std::string last_error;
 };
 

@@ -185,7 +185,7 @@ class BatchSizer:
         equal_pieces: bool | None = None,
         batch_norm: str = "warn",
         scaler: torch.amp.GradScaler | None = None,
-        ladder: str | Sequence[str] = "split",
+        ladder: str | Sequence[str] = "auto",
     ) -> None:
         parts = Parts(model, optimizer)
         if not local:

@@ -3,7 +3,9 @@
 #include "ladder/choose.h"
 #include "ladder/plan_peak.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <unordered_map>
 #include <vector>
 
 namespace test_plan_peak {
@@ -73,6 +75,43 @@ TEST_CASE("A step without rungs holds what it saves until its backward has used 
   // All saved blocks and outputs, and a gradient.
   CHECK(cost_of(chain.step, {}).peak_bytes == 6000 + 30 + 5);
   CHECK(cost_of(chain.step, {}).more_ms == 0);
+}
+
+TEST_CASE("What an allocator is asked for is what the plan holds", "[ladder]") {
+  Chain chain({100000, 200000, 300000});
+  chain.step.brought_back = GENERATE(false, true);
+  Rungs everything;
+  everything.everything = true;
+  for (const auto& rungs : {Rungs{}, Rungs{{0}, {}}, Rungs{{1, 2}, {}}, Rungs{{0}, {2}},
+                            Rungs{{}, {0, 1}}, everything}) {
+    std::unordered_map<uint64_t, int64_t> live;
+    int64_t used = 0;
+    int64_t peak = 0;
+    for (const auto& request : requests_of(chain.step, rungs, {}, 7)) {
+      CHECK(request.stream == 7);
+      if (request.kind == brimful::memory::CachingRequest::Kind::take) {
+        CHECK(live.emplace(request.block, request.bytes).second);
+        peak = std::max(peak, used += request.bytes);
+      } else {
+        used -= live.at(request.block);
+        live.erase(request.block);
+      }
+    }
+    CHECK(peak == cost_of(chain.step, rungs).peak_bytes);
+    CHECK(used == 0);
+  }
+}
+
+TEST_CASE("Rungs that an allocator has no room for are not chosen", "[ladder]") {
+  const auto count = GENERATE(3, 40);
+  const Chain chain(std::vector<int64_t>(static_cast<size_t>(count), 100000));
+  const std::vector<bool> yes(static_cast<size_t>(count), true);
+  const std::vector<bool> no(static_cast<size_t>(count), false);
+  const auto two = [](const Rungs& rungs) { return rungs.recomputed.size() >= 2; };
+  const auto chosen = cheapest(chain.step, {yes, no}, 1 << 30, two);
+  REQUIRE(chosen);
+  CHECK(chosen->rungs.recomputed.size() >= 2);
+  CHECK_FALSE(cheapest(chain.step, {yes, no}, 1 << 30, [](const Rungs&) { return false; }));
 }
 
 TEST_CASE("Everything offloaded leaves what modules take meanwhile", "[ladder]") {
