@@ -431,6 +431,24 @@ TEST_CASE("A reducer needs a group, and parameters that need a gradient", "[redu
   });
 }
 
+TEST_CASE("A reduction dtype is a real floating one of 16 bits or more", "[reducer][bad input]") {
+  using enum c10::ScalarType;
+  run_ranks({1}, [](int, const Group& group) {
+    for (int8_t i = 0; i < static_cast<int8_t>(NumOptions); ++i) {
+      ReducerOptions options;
+      options.wire_dtype = static_cast<c10::ScalarType>(i);
+      const auto caught =
+          catching([&] { Reducer::create({leaf(at::zeros({1}))}, {}, group, options); });
+      const auto& dtype = *options.wire_dtype;
+      const bool reduced = dtype == Double || dtype == Float || dtype == Half || dtype == BFloat16;
+      INFO(c10::toString(dtype) << ": " << caught.text);
+      CHECK(caught.type == (reduced ? Caught::Type::nothing : Caught::Type::value_error));
+      CHECK((reduced || caught.text.find(std::string("(wire_dtype: ") + c10::toString(dtype) +
+                                         "); choose ") != std::string::npos));
+    }
+  });
+}
+
 TEST_CASE("autograd.grad and a reducer that is gone leave the other ranks alone", "[reducer]") {
   const Watchdog watchdog("backwards that are no step");
   Checks checks;
