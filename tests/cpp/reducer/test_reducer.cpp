@@ -237,7 +237,7 @@ TEST_CASE("A parameter unused here gets the others' gradient, one unused everywh
     }
     const auto reducer = Reducer::create(parameters, {}, group, capped(24));
     for (int step = 0; step < 3; ++step) {
-      const int user = step;  // of parameter 1; nobody uses parameter 2
+      const int user = step;  // of parameter 1; no rank uses parameter 2
       Tensors used{parameters[0], parameters[3]};
       if (rank == user) {
         used.push_back(parameters[1]);
@@ -364,7 +364,7 @@ TEST_CASE("Sparse gradients of every dtype and shape are summed in the same orde
   }
 }
 
-TEST_CASE("Ranks whose models differ are told which parameter, on every rank",
+TEST_CASE("Ranks whose models differ learn which parameter, on every rank",
           "[reducer][bad input]") {
   struct Difference {
     Tensors mine;
