@@ -60,8 +60,8 @@ void bind_create(ReducerClass& reducer) {
                           std::optional<double> bucket_cap_mb, double first_bucket_cap_mb,
                           std::vector<double> bucket_cap_mb_list, std::string plan,
                           const py::object& wire_dtype, bool error_feedback,
-                          std::optional<double> gradient_predivide_factor, bool whole_path,
-                          bool broadcast_buffers, bool synchronise_at_start) {
+                          std::optional<double> gradient_predivide_factor, bool broadcast_buffers,
+                          bool synchronise_at_start) {
                 ReducerOptions options;
                 options.bucket_cap_mb = bucket_cap_mb;
                 options.first_bucket_cap_mb = first_bucket_cap_mb;
@@ -77,7 +77,6 @@ void bind_create(ReducerClass& reducer) {
                 options.renormalised = std::move(renormalised);
                 options.frozen = std::move(frozen);
                 options.forwards_announced = true;
-                const WholePath taken(whole_path);
                 const py::gil_scoped_release no_gil;
                 return Reducer::create(std::move(parameters), std::move(buffers), group, options);
               }),
@@ -86,7 +85,7 @@ void bind_create(ReducerClass& reducer) {
               py::arg("bucket_cap_mb"), py::arg("first_bucket_cap_mb"),
               py::arg("bucket_cap_mb_list"), py::arg("plan"), py::arg("wire_dtype"),
               py::arg("error_feedback"), py::arg("gradient_predivide_factor"),
-              py::arg("whole_path"), py::arg("broadcast_buffers"), py::arg("synchronise_at_start"));
+              py::arg("broadcast_buffers"), py::arg("synchronise_at_start"));
 }
 
 void bind_buckets(ReducerClass& reducer) {
@@ -177,6 +176,9 @@ void bind_failures(ReducerClass& reducer) {
 
 void bind_reducer(py::module_& m) {
   m.def("_release_groups", &release_groups, NoGil());
+  m.def(
+      "_set_whole_path", [](bool on) { return std::exchange(WholePath::is_on(), on); },
+      py::arg("on"));
   bind_figures(m);
   ReducerClass reducer(m, "Reducer");
   bind_create(reducer);

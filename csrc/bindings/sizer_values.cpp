@@ -89,7 +89,7 @@ void bind_outcome(py::module_& m) {
       .def_readonly("piece_rows", &AttemptNote::piece_rows)
       .def_readonly("peak_bytes", &AttemptNote::peak_bytes)
       .def_readonly("ran_out", &AttemptNote::ran_out)
-      .def_readonly("buckets_left", &AttemptNote::buckets_left)
+      .def_readonly("buckets_launched", &AttemptNote::buckets_launched)
       .def_readonly("alone", &AttemptNote::alone)
       .def_readonly("cache_released", &AttemptNote::cache_released);
   py::class_<StepRungs>(m, "StepRungs", "What a step recomputed and offloaded; see Outcome.rungs.")

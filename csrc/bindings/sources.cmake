@@ -7,7 +7,7 @@ brimful_sources(BINDINGS
   caching.cpp
   errors.cpp
   explain.cpp
-  foreign.cpp
+  torch_ddp_adapter.cpp
   form_bytes.cpp
   frame_site.cpp
   graph_roots.cpp

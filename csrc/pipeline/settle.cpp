@@ -74,7 +74,7 @@ void Pipeline::State::tell_settled(const Call& call, const PeerVerdict& verdict,
     });
     if (failed) {
       own.kind = Status::error;
-      own.text = brimful::describe(failed);
+      own.text = brimful::to_string(failed);
     }
     const auto all = options.peers->agree(own);
     if (!failed && all.kind != Status::ok) {

@@ -72,7 +72,7 @@ void Engine::give_up() {
   wait_for_buckets();
   if (s_.link.broken) {
     end_attempt();
-    s_.link.throw_broken(s_.attempt.step - 1, "a step", describe(s_.link.broken));
+    s_.link.throw_broken(s_.attempt.step - 1, "a step", to_string(s_.link.broken));
   }
   end_unmade();
 }
@@ -97,7 +97,7 @@ Ending Engine::finish() {
   }
   end_attempt();
   if (s_.link.broken) {
-    s_.link.throw_broken(s_.attempt.step - 1, "a step", describe(s_.link.broken));
+    s_.link.throw_broken(s_.attempt.step - 1, "a step", to_string(s_.link.broken));
   }
   s_.layout.tail->read();
   std::vector<float> ms_by_rank;

@@ -108,11 +108,12 @@ void Engine::advance_early() {
     return;
   }
   while (s_.attempt.next < s_.layout.last() && s_.layout.buckets[s_.attempt.next].pending == 0 &&
-         s_.hooks.is_done() && (s_.attempt.before == nullptr || s_.attempt.before->early_left())) {
+         s_.hooks.is_done() &&
+         (s_.attempt.before == nullptr || s_.attempt.before->launched_early())) {
     s_.hooks.check(/*throws=*/true, s_.attempt.step);
     launch(s_.attempt.next);
   }
-  if (s_.attempt.after != nullptr && early_left()) {
+  if (s_.attempt.after != nullptr && launched_early()) {
     s_.attempt.after->advance();
   }
 }
@@ -122,7 +123,7 @@ void Engine::advance() {
   advance_early();
 }
 
-bool Engine::early_left() const {
+bool Engine::launched_early() const {
   return s_.attempt.next >= s_.layout.last() && s_.hooks.is_done();
 }
 

@@ -214,7 +214,7 @@ Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepI
   note.pieces = static_cast<int64_t>(outcome.split.size());
   note.piece_rows = largest_piece(outcome.split);
   note.peak_bytes = peak_bytes;
-  note.buckets_left = result.buckets_left;
+  note.buckets_launched = result.buckets_launched;
   note.alone = result.retry_alone;
   if (result.retry_alone) {
     note.ran_out = {group_.rank()};

@@ -241,7 +241,7 @@ void BatchSizer::State::fail(const std::exception_ptr& error) {
   recorder_.end_step(false, checked_.limit);
   behind_error([&] {
     if (std::exchange(owed_, false)) {
-      group_.run_failed(Status::error, describe(error), agreed_.next);
+      group_.run_failed(Status::error, to_string(error), agreed_.next);
     }
   });
   agreed_.next = {};

@@ -162,7 +162,7 @@ class Mapping {
         throw;
       }
       peak_bytes_ = peak.peak_bytes();
-      return describe(error);
+      return to_string(error);
     }
     return std::nullopt;
   }

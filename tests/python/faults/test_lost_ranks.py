@@ -25,7 +25,7 @@ class Leave:
 
     def __init__(self, model, point, nap_s):
         self.model, self.point, self.nap_s = model, point, nap_s
-        self.armed, self.buckets_left = False, None
+        self.armed, self.buckets_launched = False, None
         if point == "forward":
             model.module[3].register_forward_pre_hook(self)
         elif point == "backward":
@@ -35,8 +35,8 @@ class Leave:
         if not self.armed:
             return
         self.armed = False
-        self.buckets_left = self.model.buckets_left
-        assert (self.buckets_left > 0) == (self.point == "backward")
+        self.buckets_launched = self.model.buckets_launched
+        assert (self.buckets_launched > 0) == (self.point == "backward")
         if self.nap_s is None:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self.nap_s)

@@ -44,7 +44,7 @@ class Leave:
     def __call__(self, *_):
         if not self.armed:
             return
-        in_backward = self.model.buckets_left > 0
+        in_backward = self.model.buckets_launched > 0
         self.armed = self.point == "both" and not in_backward
         assert in_backward == (self.point != "forward") or self.point == "both"
         if self.point != "finish":
