@@ -20,11 +20,7 @@ void Engine::wait_for_buckets() {
   for (size_t i = 0; i < s_.layout.buckets.size(); ++i) {
     auto& bucket = s_.layout.buckets[i];
     if (bucket.work && !s_.link.broken) {
-      try {
-        s_.link.wait_for(*bucket.work, bucket.device, bucket.launched_at);
-      } catch (...) {
-        s_.link.broken = std::current_exception();
-      }
+      s_.link.call([&] { s_.link.wait_for(*bucket.work, bucket.device, bucket.launched_at); });
     } else if (bucket.hooked && !s_.link.broken) {
       s_.link.wait_for(*bucket.hooked);
     }

@@ -3,6 +3,7 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/pieces.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cmath>
@@ -143,7 +144,7 @@ class BatchSizer::State::Running {
     const PieceWork watched{[this](int64_t first, int64_t end) { return forward(first, end); },
                             scaled_backward(work_.backward, s_.options_.scaler)};
     auto result = [&] {
-      const BatchNorms::Scope norms(s_.norms_);
+      const auto as_before = c10::make_scope_exit([&] { s_.norms_.after_step(); });
       return s_.group_.run(attempt_, watched);
     }();
     climb_.end_attempt(result.own == Status::ok);

@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/thrown_by.h"
 #include "memory/oom_observer.h"
 #include "step/behind_error.h"
 #include "step/each_parameter.h"
@@ -197,12 +198,8 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   const memory::RetryScope retries;
   begin_attempt(attempt.buffer_source);
   Announcement said{attempt.record, {}};
-  try {
-    run_pieces(attempt, work, said);
-  } catch (...) {
-    result.error = std::current_exception();
-  }
-  // Outside the handler: the exception no longer pins the frames in which memory ran out.
+  result.error = thrown_by([&] { run_pieces(attempt, work, said); });
+  // Behind the handler: the exception no longer pins the frames in which memory ran out.
   result.buckets_launched = launched();
   if (!result.error) {
     result.records = finish();
