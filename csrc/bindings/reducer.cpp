@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "bindings/fields.h"
 #include "bindings/structure.h"
 #include "reducer/at_exit.h"
 #include "reducer/whole_path.h"
@@ -28,28 +29,13 @@ using ReducerClass = py::class_<Reducer, std::shared_ptr<Reducer>>;
 
 void bind_figures(py::module_& m) {
   py::class_<Reducer::Counters>(m, "ReducerCounters", "What a reducer has done since it was made.")
-      .def_readonly("steps", &Reducer::Counters::steps)
-      .def_readonly("launches", &Reducer::Counters::launches)
-      .def_readonly("host_waits", &Reducer::Counters::host_waits)
-      .def_readonly("exchanges", &Reducer::Counters::exchanges);
+      .BRIMFUL_FIELDS(def_readonly, Reducer::Counters, steps, launches, host_waits, exchanges);
   py::class_<BucketTimes>(m, "BucketTimes")
-      .def_readonly("first_ms", &BucketTimes::first_ms)
-      .def_readonly("ready_ms", &BucketTimes::ready_ms)
-      .def_readonly("launch_ms", &BucketTimes::launch_ms)
-      .def_readonly("done_ms", &BucketTimes::done_ms)
-      .def_readonly("bytes", &BucketTimes::bytes)
-      .def_readonly("parameters", &BucketTimes::parameters);
+      .BRIMFUL_FIELDS(def_readonly, BucketTimes, first_ms, ready_ms, launch_ms, done_ms, bytes,
+                      parameters);
   py::class_<StepTimes>(m, "StepTimes")
-      .def_readonly("step", &StepTimes::step)
-      .def_readonly("backward_ms", &StepTimes::backward_ms)
-      .def_readonly("copy_ms", &StepTimes::copy_ms)
-      .def_readonly("launch_ms", &StepTimes::launch_ms)
-      .def_readonly("wait_ms", &StepTimes::wait_ms)
-      .def_readonly("total_ms", &StepTimes::total_ms)
-      .def_readonly("bytes", &StepTimes::bytes)
-      .def_readonly("straggler", &StepTimes::straggler)
-      .def_readonly("straggler_ms", &StepTimes::straggler_ms)
-      .def_readonly("buckets", &StepTimes::buckets);
+      .BRIMFUL_FIELDS(def_readonly, StepTimes, step, backward_ms, copy_ms, launch_ms, wait_ms,
+                      total_ms, bytes, straggler, straggler_ms, buckets);
 }
 
 void bind_create(ReducerClass& reducer) {

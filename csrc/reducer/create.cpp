@@ -55,10 +55,10 @@ void require_options(const ReducerOptions& options) {
                     "there is no such plan (plan: ", options.plan,
                     "); choose \"auto\", \"ordered\" or \"registration\", or give what plan() of "
                     "the same model was");
-  TORCH_CHECK_VALUE(!options.wire_dtype || is_reduced(*options.wire_dtype),
-                    "gradients cannot be reduced in this dtype (wire_dtype: ",
-                    c10::toString(*options.wire_dtype),
-                    "); choose a real floating one of 16 bits or more, such as torch.bfloat16");
+  TORCH_CHECK_VALUE(
+      !options.wire_dtype || is_reduced(*options.wire_dtype),
+      "gradients cannot be reduced in this dtype (wire_dtype: ", c10::toString(*options.wire_dtype),
+      "); choose a real floating one of 16 bits or more, such as torch.bfloat16");
   TORCH_CHECK_VALUE(options.wire_dtype || !options.error_feedback,
                     "there is no rounding to feed back (error_feedback: true, wire_dtype: none); "
                     "set wire_dtype, or leave error_feedback out");

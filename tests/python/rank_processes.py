@@ -183,10 +183,10 @@ def _describe(answers, outputs, watchdog_s):
             )
         else:
             lines.append(f"rank {rank} {'is done' if answer[0] else 'failed: ' + answer[1]}")
-        if answer is None or not answer[0]:
-            if os.path.exists(output):  # else it has not begun
-                with open(output, errors="replace") as file:
-                    lines.append(file.read()[-4000:])
+        failed = answer is None or not answer[0]
+        if failed and os.path.exists(output):  # else it has not begun
+            with open(output, errors="replace") as file:
+                lines.append(file.read()[-4000:])
     return "\n".join(lines)
 
 
