@@ -98,11 +98,11 @@ class Shortage:
         model.module.conv2.weight.register_hook(self.on_gradient)
 
     def on_gradient(self, _gradient):
-        if self.state == "waits" and self.steps_before <= 0 and self.model.buckets_left > 0:
+        if self.state == "waits" and self.steps_before <= 0 and self.model.buckets_launched > 0:
             self.state = "cut"
             used = memory.stats("cpu").used_bytes
             memory.set_limit("cpu", used)
-            self.report.after_cut(used, self.model.buckets_left)
+            self.report.after_cut(used, self.model.buckets_launched)
 
     def after_step(self):
         self.steps_before -= 1

@@ -57,7 +57,12 @@ class Report:
         logger.setLevel(logging.INFO)
         logger.propagate = False
         self.seen = {"rank": self.rank, "samples": samples, "steps": 0, "no_data": 0, "splits": []}
-        self.seen |= {"retries_alone": 0, "retries_agreed": 0, "ran_out": 0, "buckets_left": None}
+        self.seen |= {
+            "retries_alone": 0,
+            "retries_agreed": 0,
+            "ran_out": 0,
+            "buckets_launched": None,
+        }
         self.seen |= {"budgets": [memory.stats("cpu").limit_bytes], "peaks": []}
         self.losses, self.accuracy = [], None
         if self.rank == 0:
@@ -76,7 +81,7 @@ class Report:
                 seen["retries_alone" if attempt.alone else "retries_agreed"] += 1
                 seen["ran_out"] += self.rank in attempt.ran_out
             if self.rank in attempt.ran_out and not attempt.alone:
-                seen["buckets_left"] = attempt.buckets_left
+                seen["buckets_launched"] = attempt.buckets_launched
         budget = memory.stats("cpu").limit_bytes
         if budget != seen["budgets"][-1]:  # cut in this step
             self.note_peak()
@@ -90,10 +95,10 @@ class Report:
             text += f"  retries {seen['retries_alone'] + seen['retries_agreed']}"
             self.screen.progress(text, seen["steps"])
 
-    def after_cut(self, used, buckets_left):
+    def after_cut(self, used, buckets_launched):
         self.screen.line(
             f"  rank {self.rank} loses memory inside backward: its budget is cut to the {mib(used)} in use "
-            f"(buckets launched: {buckets_left})"
+            f"(buckets launched: {buckets_launched})"
         )
 
     def note_peak(self):
@@ -140,7 +145,7 @@ def table(everyone, accuracy, difference, seconds):
     yield row("times out of memory", lambda s: s["ran_out"])
     yield row("retries alone", lambda s: s["retries_alone"])
     yield row("retries agreed by all ranks", lambda s: s["retries_agreed"])
-    yield row("buckets left when it ran out", lambda s: s["buckets_left"] or "-")
+    yield row("buckets launched when it ran out", lambda s: s["buckets_launched"] or "-")
     yield row("budget", lambda s: then(s["budgets"]))
     yield row("peak", lambda s: then(s["peaks"]))
     yield f"{'test accuracy':<34}{accuracy:>26.1%}"

@@ -33,6 +33,10 @@ FOLDERS = {
         **{"explain": 2, "monitor": 2},
     },
 }
+#: Pages and pictures are files beside the sources, which `brimful_asset` puts into the library.
+MARKUP = re.compile(
+    r'"\s*</?(a|b|body|div|g|head|html|i|p|path|pre|rect|script|span|style|svg|t[abdhr]\w*|title)\b'
+)
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 
 # Foreign headers, and the only places in csrc/ that may include them.
@@ -71,6 +75,8 @@ def check(file: Path) -> list[str]:
     own, problems = layer(name), []
     public = name.startswith("include/")
     for number, line in enumerate(file.read_text().splitlines(), 1):
+        if MARKUP.search(line.partition("//")[0]):
+            problems.append(f"csrc/{name}:{number}: markup belongs into an asset (sources.cmake)")
         if not (found := INCLUDE.match(line)):
             continue
         quote, path = found.groups()

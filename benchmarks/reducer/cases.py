@@ -98,10 +98,10 @@ class Model:
 def make_brimful(module: nn.Module, **options: Any) -> nn.Module:
     """Wraps a module in brimful's class; at W = 1 too this is the whole path."""
     import brimful
+    from brimful.reducer._whole_path import whole_path
 
-    if "whole_path" in inspect.signature(brimful.DistributedDataParallel).parameters:
-        options["whole_path"] = True
-    wrapped: nn.Module = brimful.DistributedDataParallel(module, **options)
+    with whole_path():
+        wrapped: nn.Module = brimful.DistributedDataParallel(module, **options)
     return wrapped
 
 

@@ -17,6 +17,12 @@ class Fnv {
       add(static_cast<uint8_t>(byte));
     }
   }
+  /// Its eight bytes, the lowest first.
+  constexpr void add(uint64_t number) {
+    for (int shift = 0; shift < 64; shift += 8) {
+      add(static_cast<uint8_t>(number >> shift));
+    }
+  }
   constexpr Number value() const { return value_; }
 
  private:

@@ -10,7 +10,7 @@ void bind_caching(py::module_& m);
 void bind_errors(py::module_& m);
 void bind_frame_site(py::module_& m);
 void bind_explain(py::module_& m);
-void bind_foreign(py::module_& m);
+void bind_torch_ddp_adapter(py::module_& m);
 void bind_leaks(py::module_& m);
 void bind_ladder(py::module_& m);
 void bind_launch(py::module_& m);

@@ -1,6 +1,7 @@
 #include <brimful/probes/explain.h>
 #include <algorithm>
 #include "bindings/bindings.h"
+#include "bindings/fields.h"
 #include "bindings/native_read.h"
 
 namespace brimful {
@@ -35,12 +36,8 @@ std::string python_site(const std::vector<std::string>& not_in) {
 
 void bind_ring(py::module_& m) {
   py::class_<OpRecord>(m, "OpRecord", "An operator that this process began.")
-      .def_readonly("name", &OpRecord::name)
-      .def_readonly("tensors", &OpRecord::tensors)
-      .def_readonly("where", &OpRecord::where)
-      .def_readonly("backward", &OpRecord::backward)
-      .def_readonly("free_bytes", &OpRecord::free_bytes)
-      .def_readonly("indices_dropped", &OpRecord::indices_dropped);
+      .BRIMFUL_FIELDS(def_readonly, OpRecord, name, tensors, where, backward, free_bytes,
+                      indices_dropped);
   m.def(
       "_start_op_ring",
       [](std::vector<std::string> not_in) {
@@ -70,11 +67,7 @@ void bind_ring(py::module_& m) {
 void bind_explain(py::module_& m) {
   bind_ring(m);
   py::class_<Explanation>(m, "Explanation", "What an error means, and what to do.")
-      .def_readonly("kind", &Explanation::kind)
-      .def_readonly("is_memory", &Explanation::is_memory)
-      .def_readonly("cause", &Explanation::cause)
-      .def_readonly("remedy", &Explanation::remedy)
-      .def_readonly("evidence", &Explanation::evidence)
+      .BRIMFUL_FIELDS(def_readonly, Explanation, kind, is_memory, cause, remedy, evidence)
       .def("__str__", [](const Explanation& self) { return to_string(self); })
       .def("__repr__", [](const Explanation& self) { return to_string(self); });
   m.def(

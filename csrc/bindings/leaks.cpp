@@ -9,6 +9,7 @@
 #include <string>
 
 #include "bindings/bindings.h"
+#include "bindings/fields.h"
 #include "bindings/graph_roots.h"
 #include "bindings/holder_path.h"
 #include "bindings/native_read.h"
@@ -249,18 +250,9 @@ void bind_leaks(py::module_& m) {
       "data"_a);
   py::class_<Holder>(m, "Holder", "What keeps memory alive, by the names of the program.")
       .def_property_readonly("kind", [](const Holder& holder) { return name_of(holder.kind); })
-      .def_readonly("path", &Holder::path)
-      .def_readonly("container", &Holder::container)
-      .def_readonly("root", &Holder::root)
-      .def_readonly("length", &Holder::length)
-      .def_readonly("node", &Holder::node);
+      .BRIMFUL_FIELDS(def_readonly, Holder, path, container, root, length, node);
   py::class_<Leak>(m, "Leak", "One cause of memory that grows from step to step.")
-      .def_readonly("holder", &Leak::holder)
-      .def_readonly("sites", &Leak::sites)
-      .def_readonly("steps", &Leak::steps)
-      .def_readonly("bytes", &Leak::bytes)
-      .def_readonly("bytes_per_step", &Leak::bytes_per_step)
-      .def_readonly("filling", &Leak::filling)
+      .BRIMFUL_FIELDS(def_readonly, Leak, holder, sites, steps, bytes, bytes_per_step, filling)
       .def_property_readonly("advice", [](const Leak& leak) { return advice(leak); })
       .def("__str__", [](const Leak& leak) { return to_string(leak); })
       .def("__repr__", [](const Leak& leak) { return "<Leak: " + to_string(leak) + ">"; });

@@ -9,6 +9,7 @@
 #include <vector>
 #include "bindings/bindings.h"
 #include "bindings/device.h"
+#include "bindings/fields.h"
 #include "bindings/graph_roots.h"
 #include "bindings/labels.h"
 #include "memory/tracker.h"
@@ -38,17 +39,13 @@ py::dict by_module(const Peak& peak) {
 
 void bind_values(py::module_& m) {
   py::class_<Site>(m, "MemorySite", "A line of code.")
-      .def_readonly("file", &Site::file)
-      .def_readonly("line", &Site::line)
-      .def_readonly("function", &Site::function)
+      .BRIMFUL_FIELDS(def_readonly, Site, file, line, function)
       .def("__str__", [](const Site& site) { return to_string(site); })
       .def("__repr__", [](const Site& site) { return to_string(site); });
   py::class_<LiveBlock>(m, "LiveBlock", "Memory that is in use, and where it was taken.")
       .def_property_readonly(
           "data", [](const LiveBlock& self) { return reinterpret_cast<uintptr_t>(self.data); })
-      .def_readonly("bytes", &LiveBlock::bytes)
-      .def_readonly("step", &LiveBlock::step)
-      .def_readonly("birth", &LiveBlock::birth)
+      .BRIMFUL_FIELDS(def_readonly, LiveBlock, bytes, step, birth)
       .def_readonly("site_id", &LiveBlock::site)
       .def_property_readonly("site", [](const LiveBlock& self) { return site(self.site); })
       .def_property_readonly("module",
@@ -58,13 +55,9 @@ void bind_values(py::module_& m) {
       .def_readonly("site_id", &SiteUse::site)
       .def_property_readonly("site", [](const SiteUse& self) { return site(self.site); })
       .def_property_readonly("phase", [](const SiteUse& self) { return name_of(self.phase); })
-      .def_readonly("bytes", &SiteUse::bytes)
-      .def_readonly("blocks", &SiteUse::blocks)
-      .def_readonly("born", &SiteUse::born);
+      .BRIMFUL_FIELDS(def_readonly, SiteUse, bytes, blocks, born);
   py::class_<TrackingCounts>(m, "TrackingCounts")
-      .def_readonly("events", &TrackingCounts::events)
-      .def_readonly("births", &TrackingCounts::births)
-      .def_readonly("unsited", &TrackingCounts::unsited);
+      .BRIMFUL_FIELDS(def_readonly, TrackingCounts, events, births, unsited);
 }
 
 void bind_peak(py::module_& m) {

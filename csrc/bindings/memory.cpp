@@ -9,6 +9,7 @@
 #include "base/format.h"
 #include "bindings/bindings.h"
 #include "bindings/device.h"
+#include "bindings/fields.h"
 
 namespace brimful {
 namespace {
@@ -133,10 +134,7 @@ void bind_stats(py::module_& m) {
 void bind_system_limit(py::module_& m) {
   py::class_<SystemLimit>(m, "SystemLimit",
                           "What tensors may take of this system's memory, and what decided it.")
-      .def_readonly("limit_bytes", &SystemLimit::limit_bytes)
-      .def_readonly("free_bytes", &SystemLimit::free_bytes)
-      .def_readonly("margin_bytes", &SystemLimit::margin_bytes)
-      .def_readonly("bound_bytes", &SystemLimit::bound_bytes)
+      .BRIMFUL_FIELDS(def_readonly, SystemLimit, limit_bytes, free_bytes, margin_bytes, bound_bytes)
       .def_property_readonly("source",
                              [](const SystemLimit& limit) { return name_of(limit.source); })
       .def_readonly("where", &SystemLimit::where)

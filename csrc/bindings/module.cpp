@@ -13,7 +13,7 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_batch(m);
   brimful::bind_split_types(m);
   brimful::bind_reducer(m);
-  brimful::bind_foreign(m);
+  brimful::bind_torch_ddp_adapter(m);
   brimful::bind_ladder(m);
   brimful::bind_sizer(m);
   brimful::bind_caching(m);

@@ -2,6 +2,7 @@
 #include <brimful/probes/loader_advice.h>
 #include <brimful/probes/monitor.h>
 #include <pybind11/functional.h>
+#include "bindings/fields.h"
 #include "bindings/gil.h"
 #include "bindings/native_read.h"
 
@@ -67,12 +68,8 @@ void bind_sampler(py::module_& m) {
 
 void bind_advice(py::module_& m) {
   py::class_<LoaderAdvice>(m, "LoaderAdvice", "What to change about a loader, and why.")
-      .def_readonly("wait_share", &LoaderAdvice::wait_share)
-      .def_readonly("num_workers", &LoaderAdvice::num_workers)
-      .def_readonly("prefetch_factor", &LoaderAdvice::prefetch_factor)
-      .def_readonly("pin_memory", &LoaderAdvice::pin_memory)
-      .def_readonly("persistent_workers", &LoaderAdvice::persistent_workers)
-      .def_readonly("reasons", &LoaderAdvice::reasons)
+      .BRIMFUL_FIELDS(def_readonly, LoaderAdvice, wait_share, num_workers, prefetch_factor,
+                      pin_memory, persistent_workers, reasons)
       .def("__repr__", [](const LoaderAdvice& advice) {
         std::string text = "LoaderAdvice(num_workers=" + std::to_string(advice.num_workers) + "):";
         for (const auto& reason : advice.reasons) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/fields.h"
 #include "bindings/labels.h"
 #include "probes/oom/program.h"
 
@@ -51,19 +52,13 @@ std::optional<OomProgram> read_program() {
 void bind_oom_report(py::module_& m) {
   py::class_<OomFinding>(m, "OomFinding", "A cause of an out-of-memory error, and what to change.")
       .def_property_readonly("cause", [](const OomFinding& self) { return name_of(self.cause); })
-      .def_readonly("bytes", &OomFinding::bytes)
-      .def_readonly("words", &OomFinding::words)
-      .def_readonly("advice", &OomFinding::advice)
+      .BRIMFUL_FIELDS(def_readonly, OomFinding, bytes, words, advice)
       .def("__repr__", [](const OomFinding& self) {
         return std::string("<OomFinding ") + name_of(self.cause) + ": " + self.words + ">";
       });
   py::class_<OomFacts>(m, "OomReport", "What filled the memory when a request was refused.")
-      .def_readonly("device", &OomFacts::device)
-      .def_readonly("request_bytes", &OomFacts::request_bytes)
-      .def_readonly("used_bytes", &OomFacts::used_bytes)
-      .def_readonly("limit_bytes", &OomFacts::limit_bytes)
-      .def_readonly("largest_bytes", &OomFacts::largest_bytes)
-      .def_readonly("step", &OomFacts::step)
+      .BRIMFUL_FIELDS(def_readonly, OomFacts, device, request_bytes, used_bytes, limit_bytes,
+                      largest_bytes, step)
       .def_property_readonly("phase",
                              [](const OomFacts& self) { return memory::name_of(self.phase); })
       .def_readonly("place", &OomFacts::place)

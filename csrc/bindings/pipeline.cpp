@@ -11,6 +11,7 @@
 #include "base/format.h"
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
+#include "bindings/fields.h"
 #include "bindings/pipeline_threads.h"
 #include "bindings/pipeline_value.h"
 #include "bindings/sizer_parts.h"
@@ -319,24 +320,11 @@ std::unique_ptr<PythonPipeline> make_pipeline(
 void bind_pipeline(py::module_& m) {
   take_forms();
   py::class_<StageNote>(m, "StageNote", "A stage's part of a step.")
-      .def_readonly("peak_live", &StageNote::peak_live)
-      .def_readonly("forward_ms", &StageNote::forward_ms)
-      .def_readonly("backward_ms", &StageNote::backward_ms)
-      .def_readonly("wait_ms", &StageNote::wait_ms)
-      .def_readonly("peak_live_bytes", &StageNote::peak_live_bytes)
-      .def_readonly("parameter_bytes", &StageNote::parameter_bytes)
-      .def_readonly("gradient_bytes", &StageNote::gradient_bytes)
-      .def_readonly("buffer_bytes", &StageNote::buffer_bytes)
-      .def_readonly("split_note", &StageNote::split_note);
+      .BRIMFUL_FIELDS(def_readonly, StageNote, peak_live, forward_ms, backward_ms, wait_ms,
+                      peak_live_bytes, parameter_bytes, gradient_bytes, buffer_bytes, split_note);
   py::class_<PipelineOutcome>(m, "PipelineOutcome", "How a step ended; see Pipeline.step.")
-      .def_readonly("loss", &PipelineOutcome::loss)
-      .def_readonly("weight", &PipelineOutcome::weight)
-      .def_readonly("microbatches", &PipelineOutcome::microbatches)
-      .def_readonly("split", &PipelineOutcome::split)
-      .def_readonly("retries", &PipelineOutcome::retries)
-      .def_readonly("total_ms", &PipelineOutcome::total_ms)
-      .def_readonly("peak_bytes", &PipelineOutcome::peak_bytes)
-      .def_readonly("stages", &PipelineOutcome::stages)
+      .BRIMFUL_FIELDS(def_readonly, PipelineOutcome, loss, weight, microbatches, split, retries,
+                      total_ms, peak_bytes, stages)
       .def("__repr__", &pipeline_outcome_repr);
   py::class_<PythonPipeline>(m, "Pipeline")
       .def(py::init(&make_pipeline), py::kw_only(), py::arg("stages"), py::arg("devices"),

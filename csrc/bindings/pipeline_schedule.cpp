@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/fields.h"
 
 namespace brimful {
 namespace {
@@ -115,10 +116,7 @@ void bind_schedule(py::module_& m) {
       .def_static("from_csv", &from_csv, py::arg("text"), py::arg("name") = "csv")
       .def_static("names", &schedule_names)
       .def("to_csv", &to_csv)
-      .def_readonly("name", &Schedule::name)
-      .def_readonly("stages", &Schedule::stages)
-      .def_readonly("microbatches", &Schedule::microbatches)
-      .def_readonly("ignored", &Schedule::ignored)
+      .BRIMFUL_FIELDS(def_readonly, Schedule, name, stages, microbatches, ignored)
       .def_property_readonly("ranks",
                              [](const Schedule& schedule) { return schedule.ranks.size(); })
       .def_property_readonly("actions", &texts_of)
@@ -166,12 +164,7 @@ void bind_pipeline_schedule(py::module_& m) {
       .def("__repr__",
            [](const CheckResult& result) { return "ScheduleCheck(" + result.to_string() + ")"; });
   py::class_<Timeline>(m, "Timeline", "A schedule with its times; see Schedule.simulate.")
-      .def_readonly("name", &Timeline::name)
-      .def_readonly("makespan", &Timeline::makespan)
-      .def_readonly("period", &Timeline::period)
-      .def_readonly("busy", &Timeline::busy)
-      .def_readonly("peak_live", &Timeline::peak_live)
-      .def_readonly("peak_bytes", &Timeline::peak_bytes)
+      .BRIMFUL_FIELDS(def_readonly, Timeline, name, makespan, period, busy, peak_live, peak_bytes)
       .def_property_readonly("bubble", [](const Timeline& timeline) { return timeline.bubble(); })
       .def_property_readonly("bubbles", &bubbles_of)
       .def_property_readonly("actions", &times_of)

@@ -10,6 +10,7 @@
 
 #include "base/whole_file.h"
 #include "bindings/bindings.h"
+#include "bindings/fields.h"
 #include "bindings/labels.h"
 
 namespace brimful {

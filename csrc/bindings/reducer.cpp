@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "bindings/fields.h"
 #include "bindings/structure.h"
 #include "reducer/at_exit.h"
 #include "reducer/whole_path.h"
@@ -28,28 +29,13 @@ using ReducerClass = py::class_<Reducer, std::shared_ptr<Reducer>>;
 
 void bind_figures(py::module_& m) {
   py::class_<Reducer::Counters>(m, "ReducerCounters", "What a reducer has done since it was made.")
-      .def_readonly("steps", &Reducer::Counters::steps)
-      .def_readonly("launches", &Reducer::Counters::launches)
-      .def_readonly("host_waits", &Reducer::Counters::host_waits)
-      .def_readonly("exchanges", &Reducer::Counters::exchanges);
+      .BRIMFUL_FIELDS(def_readonly, Reducer::Counters, steps, launches, host_waits, exchanges);
   py::class_<BucketTimes>(m, "BucketTimes")
-      .def_readonly("first_ms", &BucketTimes::first_ms)
-      .def_readonly("ready_ms", &BucketTimes::ready_ms)
-      .def_readonly("launch_ms", &BucketTimes::launch_ms)
-      .def_readonly("done_ms", &BucketTimes::done_ms)
-      .def_readonly("bytes", &BucketTimes::bytes)
-      .def_readonly("parameters", &BucketTimes::parameters);
+      .BRIMFUL_FIELDS(def_readonly, BucketTimes, first_ms, ready_ms, launch_ms, done_ms, bytes,
+                      parameters);
   py::class_<StepTimes>(m, "StepTimes")
-      .def_readonly("step", &StepTimes::step)
-      .def_readonly("backward_ms", &StepTimes::backward_ms)
-      .def_readonly("copy_ms", &StepTimes::copy_ms)
-      .def_readonly("launch_ms", &StepTimes::launch_ms)
-      .def_readonly("wait_ms", &StepTimes::wait_ms)
-      .def_readonly("total_ms", &StepTimes::total_ms)
-      .def_readonly("bytes", &StepTimes::bytes)
-      .def_readonly("straggler", &StepTimes::straggler)
-      .def_readonly("straggler_ms", &StepTimes::straggler_ms)
-      .def_readonly("buckets", &StepTimes::buckets);
+      .BRIMFUL_FIELDS(def_readonly, StepTimes, step, backward_ms, copy_ms, launch_ms, wait_ms,
+                      total_ms, bytes, straggler, straggler_ms, buckets);
 }
 
 void bind_create(ReducerClass& reducer) {
@@ -60,8 +46,8 @@ void bind_create(ReducerClass& reducer) {
                           std::optional<double> bucket_cap_mb, double first_bucket_cap_mb,
                           std::vector<double> bucket_cap_mb_list, std::string plan,
                           const py::object& wire_dtype, bool error_feedback,
-                          std::optional<double> gradient_predivide_factor, bool whole_path,
-                          bool broadcast_buffers, bool synchronise_at_start) {
+                          std::optional<double> gradient_predivide_factor, bool broadcast_buffers,
+                          bool synchronise_at_start) {
                 ReducerOptions options;
                 options.bucket_cap_mb = bucket_cap_mb;
                 options.first_bucket_cap_mb = first_bucket_cap_mb;
@@ -77,7 +63,6 @@ void bind_create(ReducerClass& reducer) {
                 options.renormalised = std::move(renormalised);
                 options.frozen = std::move(frozen);
                 options.forwards_announced = true;
-                const WholePath taken(whole_path);
                 const py::gil_scoped_release no_gil;
                 return Reducer::create(std::move(parameters), std::move(buffers), group, options);
               }),
@@ -86,7 +71,7 @@ void bind_create(ReducerClass& reducer) {
               py::arg("bucket_cap_mb"), py::arg("first_bucket_cap_mb"),
               py::arg("bucket_cap_mb_list"), py::arg("plan"), py::arg("wire_dtype"),
               py::arg("error_feedback"), py::arg("gradient_predivide_factor"),
-              py::arg("whole_path"), py::arg("broadcast_buffers"), py::arg("synchronise_at_start"));
+              py::arg("broadcast_buffers"), py::arg("synchronise_at_start"));
 }
 
 void bind_buckets(ReducerClass& reducer) {
@@ -177,6 +162,9 @@ void bind_failures(ReducerClass& reducer) {
 
 void bind_reducer(py::module_& m) {
   m.def("_release_groups", &release_groups, NoGil());
+  m.def(
+      "_set_whole_path", [](bool on) { return std::exchange(WholePath::is_on(), on); },
+      py::arg("on"));
   bind_figures(m);
   ReducerClass reducer(m, "Reducer");
   bind_create(reducer);

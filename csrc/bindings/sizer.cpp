@@ -1,5 +1,5 @@
-#include <brimful/reducer/foreign.h>
 #include <brimful/reducer/reducer.h>
+#include <brimful/reducer/torch_ddp_adapter.h>
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/grad_scaler.h>
 #include <torch/csrc/Exceptions.h>
@@ -67,9 +67,9 @@ void run_backward(const at::Tensor& loss, const at::Tensor& gradient) {
 
 std::vector<std::shared_ptr<Participant>> participants_of(
     const std::vector<std::shared_ptr<Reducer>>& reducers,
-    const std::vector<std::shared_ptr<ForeignReducer>>& foreign) {
+    const std::vector<std::shared_ptr<TorchDdpAdapter>>& adapters) {
   std::vector<std::shared_ptr<Participant>> all(reducers.begin(), reducers.end());
-  all.insert(all.end(), foreign.begin(), foreign.end());
+  all.insert(all.end(), adapters.begin(), adapters.end());
   return all;
 }
 
@@ -102,7 +102,7 @@ class PythonSizer {
   using ScalerTensors = std::pair<at::Tensor, at::Tensor>;
 
   PythonSizer(const std::vector<std::shared_ptr<Reducer>>& reducers,
-              const std::vector<std::shared_ptr<ForeignReducer>>& foreign,
+              const std::vector<std::shared_ptr<TorchDdpAdapter>>& adapters,
               std::vector<at::Tensor> outside, const std::shared_ptr<ModuleEntries>& entries,
               const std::vector<c10::Device>& devices,
               const std::vector<std::pair<py::function, py::function>>& keepers,
@@ -111,7 +111,7 @@ class PythonSizer {
       : scaler_(scaler ? std::make_unique<GradScaler>(scaler->first, scaler->second) : nullptr),
         weight_fn_(std::move(weight_fn)),
         splitter_(std::move(splitter)),
-        sizer_(StepGroup(participants_of(reducers, foreign), std::move(outside)),
+        sizer_(StepGroup(participants_of(reducers, adapters), std::move(outside)),
                Transaction({}, devices), with_scaler(options, scaler_.get())),
         lockstep_(options.lockstep) {
     follow(sizer_.transaction(), entries);
@@ -220,7 +220,7 @@ class PythonSizer {
 
 std::unique_ptr<PythonSizer> make_sizer(
     const std::vector<std::shared_ptr<Reducer>>& reducers,
-    const std::vector<std::shared_ptr<ForeignReducer>>& foreign, std::vector<at::Tensor> outside,
+    const std::vector<std::shared_ptr<TorchDdpAdapter>>& adapters, std::vector<at::Tensor> outside,
     const std::shared_ptr<ModuleEntries>& entries, const std::vector<c10::Device>& devices,
     const std::vector<std::pair<py::function, py::function>>& keepers,
     const py::function& standing_tensors, const py::function& optimizer_bytes,
@@ -248,7 +248,7 @@ std::unique_ptr<PythonSizer> make_sizer(
   options.ladder = ladder ? ladder_modules_of(*ladder) : nullptr;
   options.recompute = recompute;
   options.offload = offload;
-  return std::make_unique<PythonSizer>(reducers, foreign, std::move(outside), entries, devices,
+  return std::make_unique<PythonSizer>(reducers, adapters, std::move(outside), entries, devices,
                                        keepers, std::move(weight_fn), std::move(splitter), scaler,
                                        std::move(options));
 }
@@ -260,7 +260,7 @@ void bind_sizer(py::module_& m) {
       .def(py::init<const std::vector<py::object>&, const std::vector<py::object>&>(),
            py::arg("buffers"), py::arg("parameters"));
   py::class_<PythonSizer>(m, "BatchSizer")
-      .def(py::init(&make_sizer), py::kw_only(), py::arg("reducers"), py::arg("foreign"),
+      .def(py::init(&make_sizer), py::kw_only(), py::arg("reducers"), py::arg("adapters"),
            py::arg("outside"), py::arg("entries"), py::arg("devices"), py::arg("keepers"),
            py::arg("standing_tensors"), py::arg("optimizer_bytes"), py::arg("weight_fn"),
            py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("piece_rows"),
@@ -274,10 +274,11 @@ void bind_sizer(py::module_& m) {
       .def("begin_loop", &PythonSizer::begin_loop, py::arg("first"))
       .def("announce_next", &PythonSizer::announce_next, py::arg("next"))
       .def(
-          "tell_failure",
+          "report_failure",
           [](PythonSizer& self, bool out_of_memory, const std::string& text) {
             const py::gil_scoped_release no_gil;
-            self.sizer().tell_failure(out_of_memory ? Status::out_of_memory : Status::error, text);
+            self.sizer().report_failure(out_of_memory ? Status::out_of_memory : Status::error,
+                                        text);
           },
           py::arg("out_of_memory"), py::arg("text"))
       .def(

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/fields.h"
 
 namespace brimful {
 namespace {
@@ -35,9 +36,7 @@ void bind_split_backward(py::module_& m) {
       .def_readonly("input_gradients", &InputBackward::input_gradients)
       .def("take_input_gradients",
            [](InputBackward& self) { return std::exchange(self.input_gradients, {}); })
-      .def_readonly("split", &InputBackward::split)
-      .def_readonly("note", &InputBackward::note)
-      .def_readonly("recomputed", &InputBackward::recomputed)
+      .BRIMFUL_FIELDS(def_readonly, InputBackward, split, note, recomputed)
       .def_property_readonly("empty",
                              [](const InputBackward& self) { return self.weight_work.empty(); })
       .def_property_readonly("bytes",

@@ -7,6 +7,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/device.h"
+#include "bindings/fields.h"
 #include "sizer/small_steps.h"
 
 namespace brimful {
@@ -49,40 +50,16 @@ void look_beyond(const SmallSteps& steps, StepSummary& found) {
 void bind_figures(py::module_& m) {
   py::class_<ModuleRow>(m, "ModuleRow", "What one module takes, with all that is inside it.")
       .def(py::init<>())
-      .def_readwrite("name", &ModuleRow::name)
-      .def_readwrite("type", &ModuleRow::type)
-      .def_readwrite("depth", &ModuleRow::depth)
-      .def_readwrite("calls", &ModuleRow::calls)
-      .def_readwrite("inputs", &ModuleRow::inputs)
-      .def_readwrite("outputs", &ModuleRow::outputs)
-      .def_readwrite("output_bytes", &ModuleRow::output_bytes)
-      .def_readwrite("trainable", &ModuleRow::trainable)
-      .def_readwrite("frozen", &ModuleRow::frozen)
-      .def_readwrite("parameter_bytes", &ModuleRow::parameter_bytes)
-      .def_readwrite("shares", &ModuleRow::shares)
-      .def_readwrite("buffer_bytes", &ModuleRow::buffer_bytes)
-      .def_readwrite("multiply_adds", &ModuleRow::multiply_adds)
-      .def_readwrite("activation_bytes", &ModuleRow::activation_bytes)
-      .def_readwrite("saved_bytes", &ModuleRow::saved_bytes)
-      .def_readwrite("forward_peak_bytes", &ModuleRow::forward_peak_bytes)
-      .def_readwrite("backward_peak_bytes", &ModuleRow::backward_peak_bytes);
+      .BRIMFUL_FIELDS(def_readwrite, ModuleRow, name, type, depth, calls, inputs, outputs,
+                      output_bytes, trainable, frozen, parameter_bytes, shares, buffer_bytes,
+                      multiply_adds, activation_bytes, saved_bytes, forward_peak_bytes,
+                      backward_peak_bytes);
   py::class_<StepSummary>(m, "StepSummary", "What a step of training takes, measured.")
       .def(py::init<>())
-      .def_readwrite("modules", &StepSummary::modules)
-      .def_readwrite("mode", &StepSummary::mode)
-      .def_readwrite("device", &StepSummary::device)
-      .def_readwrite("rows", &StepSummary::rows)
-      .def_readwrite("used_bytes", &StepSummary::used_bytes)
-      .def_readwrite("forward_peak_bytes", &StepSummary::forward_peak_bytes)
-      .def_readwrite("backward_peak_bytes", &StepSummary::backward_peak_bytes)
-      .def_readwrite("optimizer_peak_bytes", &StepSummary::optimizer_peak_bytes)
-      .def_readwrite("peak_bytes", &StepSummary::peak_bytes)
-      .def_readwrite("predicted_bytes", &StepSummary::predicted_bytes)
-      .def_readwrite("margin_bytes", &StepSummary::margin_bytes)
-      .def_readwrite("workspaces_unknown", &StepSummary::workspaces_unknown)
-      .def_readwrite("bytes_per_row", &StepSummary::bytes_per_row)
-      .def_readwrite("limit_bytes", &StepSummary::limit_bytes)
-      .def_readwrite("largest_rows", &StepSummary::largest_rows)
+      .BRIMFUL_FIELDS(def_readwrite, StepSummary, modules, mode, device, rows, used_bytes,
+                      forward_peak_bytes, backward_peak_bytes, optimizer_peak_bytes, peak_bytes,
+                      predicted_bytes, margin_bytes, workspaces_unknown, bytes_per_row, limit_bytes,
+                      largest_rows)
       .def("__str__", [](const StepSummary& self) { return to_string(self); })
       .def("to_dict", &summary_as_dict)
       .def("_repr_html_", [](const StepSummary& self) { return to_html(self); });

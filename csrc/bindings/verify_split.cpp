@@ -4,6 +4,7 @@
 
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
+#include "bindings/fields.h"
 #include "bindings/module_entries.h"
 #include "bindings/sizer_parts.h"
 #include "sizer/call_log.h"
@@ -105,14 +106,8 @@ void bind_verify_split(py::module_& m) {
   py::class_<SplitCheck>(m, "SplitCheck",
                          "How a batch that was split compares with the same one unsplit; see "
                          "verify_split.")
-      .def_readonly("equal", &SplitCheck::equal)
-      .def_readonly("rtol", &SplitCheck::rtol)
-      .def_readonly("loss_difference", &SplitCheck::loss_difference)
-      .def_readonly("gradient_difference", &SplitCheck::gradient_difference)
-      .def_readonly("worst_parameter", &SplitCheck::worst_parameter)
-      .def_readonly("coupled", &SplitCheck::coupled)
-      .def_readonly("loss_coupled", &SplitCheck::loss_coupled)
-      .def_readonly("random", &SplitCheck::random)
+      .BRIMFUL_FIELDS(def_readonly, SplitCheck, equal, rtol, loss_difference, gradient_difference,
+                      worst_parameter, coupled, loss_coupled, random)
       .def("__repr__", &split_check_repr);
   py::class_<CallLog>(m, "_CallLog")
       .def(py::init<>())

@@ -6,12 +6,12 @@
 
 #include <atomic>
 #include <charconv>
-#include <cstdlib>
 #include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
 
+#include "base/environment.h"
 #include "launch/gloo_group.h"
 #include "launch/nccl_group.h"
 
@@ -32,9 +32,9 @@ struct Environment {
 };
 
 std::string read_text(const char* name) {
-  const char* value = std::getenv(name);
-  TORCH_CHECK_VALUE(value != nullptr && *value != '\0',
-                    "an environment variable is not set (name: ", name, ")", kRemedy);
+  auto value = environment(name);
+  TORCH_CHECK_VALUE(!value.empty(), "an environment variable is not set (name: ", name, ")",
+                    kRemedy);
   return value;
 }
 
@@ -62,10 +62,9 @@ Environment read_environment() {
   env.master_addr = read_text("MASTER_ADDR");
   env.master_port =
       static_cast<uint16_t>(read_number("MASTER_PORT", 1, std::numeric_limits<uint16_t>::max()));
-  const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
-  env.agent_serves_store = agent != nullptr && std::string_view(agent) == "True";
-  const char* attempt = std::getenv("TORCHELASTIC_RESTART_COUNT");
-  env.attempt = attempt != nullptr ? attempt : "0";
+  env.agent_serves_store = environment("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  const auto attempt = environment("TORCHELASTIC_RESTART_COUNT");
+  env.attempt = attempt.empty() ? "0" : attempt;
   return env;
 }
 

@@ -55,7 +55,7 @@ class Meeting {
     try {
       store_->wait(keys(""), timeout_);
     } catch (const std::exception&) {
-      throw_missing(describe(std::current_exception()));
+      throw_missing(to_string(std::current_exception()));
     }
   }
 
@@ -213,7 +213,7 @@ bool share_attempt(const Group& group, const std::string& what, Status end,
     throw RankFailed(-1, -1, Status::error,
                      "the ranks lost their store when they were to " + what +
                          ": the rank that serves it has ended; look at its output (cause: " +
-                         describe(std::current_exception()) + ")");
+                         to_string(std::current_exception()) + ")");
   }
   const auto failed = std::find_if(failures.begin(), failures.end(), [](const Failure& failure) {
     return failure.kind == Status::error;

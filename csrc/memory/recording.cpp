@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <limits>
 #include <mutex>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
+#include "base/environment.h"
 #include "memory/block_category.h"
 #include "memory/recorded_device.h"
 #include "memory/recorder.h"
@@ -80,11 +80,6 @@ std::vector<Ended> take_rings() {
   return all;
 }
 
-int variable(const char* name, int without) {
-  const char* const value = std::getenv(name);
-  return value != nullptr ? std::atoi(value) : without;
-}
-
 }  // namespace
 
 std::unique_ptr<EventRing> new_ring() noexcept {
@@ -153,8 +148,8 @@ Recording stop_recording(const std::vector<Label>& labels) {
   self.capacity.store(0, std::memory_order_relaxed);
   const auto ended = take_rings();
   Recording recording;
-  recording.rank = variable("RANK", 0);
-  recording.ranks = variable("WORLD_SIZE", 1);
+  recording.rank = static_cast<int>(environment_number("RANK", 0));
+  recording.ranks = static_cast<int>(environment_number("WORLD_SIZE", 1));
   recording.origin = origin_now();
   recording.origin.unix_ns = self.began_unix_ns;
   recording.duration_ns = now_ns<std::chrono::steady_clock>() - self.began_ns;

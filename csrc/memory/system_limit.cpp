@@ -1,11 +1,8 @@
 #include <brimful/memory/stats.h>
 #include <brimful/memory/system_limit.h>
 #include <c10/util/Exception.h>
-#include <sys/resource.h>
 #include <algorithm>
-#include <charconv>
-#include <cstdlib>
-#include <cstring>
+#include "base/environment.h"
 #include "base/units.h"
 #include "memory/system_bounds.h"
 
@@ -38,23 +35,6 @@ SystemLimit limit_under(const Bound& bound, const SystemFacts& facts,
   limit.source = bound.source;
   limit.where = bound.where;
   return limit;
-}
-
-std::optional<int64_t> address_limit() {
-  rlimit limit{};
-  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
-    return std::nullopt;
-  }
-  return static_cast<int64_t>(limit.rlim_cur);
-}
-
-int64_t processes_here() {
-  const char* text = std::getenv("LOCAL_WORLD_SIZE");
-  int64_t count = 1;
-  if (text != nullptr) {
-    std::from_chars(text, text + std::strlen(text), count);
-  }
-  return std::max<int64_t>(count, 1);
 }
 
 }  // namespace
@@ -109,9 +89,9 @@ SystemLimit tightest_limit(const SystemFacts& facts) {
 
 SystemLimit system_limit() {
   SystemFacts facts;
-  facts.address_limit = address_limit();
+  facts.address_limit = soft_limit(RLIMIT_AS);
   facts.tensor_bytes = stats(c10::Device(c10::DeviceType::CPU)).used_bytes;
-  facts.processes = processes_here();
+  facts.processes = std::max<int64_t>(environment_number("LOCAL_WORLD_SIZE", 1), 1);
   return tightest_limit(facts);
 }
 

@@ -12,6 +12,7 @@
 #include <functional>
 #include <random>
 
+#include "base/fnv.h"
 #include "pipeline/pipeline_state.h"
 #include "sizer/loss_scale.h"
 
@@ -65,7 +66,9 @@ int64_t random_link_name() {
 
 /// Never 0.
 int64_t number_of(const std::string& text) {
-  return static_cast<int64_t>(std::hash<std::string>()(text) >> 1) | 1;
+  Fnv<uint64_t> hash;
+  hash.add(text);
+  return static_cast<int64_t>(hash.value() >> 1) | 1;
 }
 }  // namespace
 

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <brimful/error.h>
 #include <brimful/memory/stats.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <unordered_set>
@@ -159,8 +160,8 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   const Peaks peaks(options.devices);
   Call call{rows, work, group_of_step(), retry_of(true, rows)};
   KeptGradients kept;
-  const KeptGradients::Scope gradients_back(kept);
-  const KeptBatch::Scope lets_go(batch);
+  const auto gradients_back = c10::make_scope_exit([&] { kept.give_back(); });
+  const auto lets_go = c10::make_scope_exit([&] { batch.end(); });
   refuse_if_thrown(call, [&] {
     kept.take(trained_of(executor->stages()));  // first: what is refused is undone as a step is
     choose_microbatches(call);
@@ -189,7 +190,7 @@ Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
   const Doing in_call(doing, cancelled);
   const auto lanes_watched = options.peers ? options.peers->look_after() : std::jthread();
   const at::NoGradGuard no_grad;
-  const KeptBatch::Scope lets_go(batch);
+  const auto lets_go = c10::make_scope_exit([&] { batch.end(); });
   last_failure.reset();
   auto inference = work;
   inference.loss = nullptr;

@@ -8,6 +8,7 @@
 
 #include <limits>
 
+#include "base/thrown_by.h"
 #include "pipeline/executor/caller_gradients.h"
 #include "pipeline/pipeline_state.h"
 #include "sizer/loss_scale.h"
@@ -16,17 +17,6 @@ namespace brimful::pipeline {
 namespace {
 at::Tensor values_of(const at::Tensor& gradient) {
   return gradient.is_sparse() ? gradient._values() : gradient;
-}
-
-/// What `work` throws.
-template <typename Work>
-std::exception_ptr thrown_by(const Work& work) {
-  try {
-    work();
-  } catch (...) {
-    return std::current_exception();
-  }
-  return nullptr;
 }
 }  // namespace
 
@@ -74,7 +64,7 @@ void Pipeline::State::tell_settled(const Call& call, const PeerVerdict& verdict,
     });
     if (failed) {
       own.kind = Status::error;
-      own.text = brimful::describe(failed);
+      own.text = brimful::to_string(failed);
     }
     const auto all = options.peers->agree(own);
     if (!failed && all.kind != Status::ok) {

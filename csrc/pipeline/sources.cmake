@@ -12,6 +12,7 @@ brimful_sources(LIGHT
   schedule/simulate.cpp
   schedule/v_schedules.cpp
   schedule/walk.cpp)
+brimful_asset(brimful::pipeline kSchedulePicture schedule/picture.svg)
 brimful_sources(HEAVY
   attempt.cpp
   balance.cpp

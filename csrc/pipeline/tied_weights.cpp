@@ -228,7 +228,7 @@ void TiedWeights::sum_gradients(std::exception_ptr failed) {
     brimful::detail::throw_rank_failed(
         -1, -1, Status::error,
         "the gradients of tied weights could not be summed over the ranks of the pipeline: " +
-            brimful::describe(std::current_exception()));
+            brimful::to_string(std::current_exception()));
   }
   drop_room();
   if (failed) {

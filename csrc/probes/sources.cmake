@@ -43,3 +43,5 @@ brimful_sources(HEAVY
   oom/op_ring.cpp
   oom/pinned_copies.cpp
   oom/report.cpp)
+brimful_asset(brimful::probes kPage page/page.html page/page.css page/charts.js page/page.js)
+brimful_asset(brimful::probes kSummaryTable report/summary.html)

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <sstream>
 
+#include "base/fnv.h"
 #include "reducer/device_wait.h"
 #include "reducer/group_calls.h"
 
@@ -38,13 +39,12 @@ std::vector<std::string> describe_model(const Model& model) {
 }
 
 uint64_t hash_lines(const std::vector<std::string>& lines) {
-  uint64_t hash = 14695981039346656037ULL;  // FNV-1a
+  Fnv<uint64_t> hash;
   for (const auto& line : lines) {
-    for (const auto byte : line + "\n") {
-      hash = (hash ^ static_cast<uint8_t>(byte)) * 1099511628211ULL;
-    }
+    hash.add(line);
+    hash.add("\n");
   }
-  return hash;
+  return hash.value();
 }
 
 std::vector<std::string> split_records(const std::vector<uint8_t>& bytes) {

@@ -44,14 +44,21 @@ bool is_fixed(const std::string& plan) {
   return plan != "auto" && plan != "ordered" && plan != "registration";
 }
 
+/// Neither gloo nor torch's own arithmetic, with which gradients are scaled, has dtypes of 8 bits.
+bool is_reduced(c10::ScalarType dtype) {
+  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf ||
+         dtype == at::kBFloat16;
+}
+
 void require_options(const ReducerOptions& options) {
   TORCH_CHECK_VALUE(!is_fixed(options.plan) || options.plan.rfind("[[", 0) == 0,
                     "there is no such plan (plan: ", options.plan,
                     "); choose \"auto\", \"ordered\" or \"registration\", or give what plan() of "
                     "the same model was");
-  TORCH_CHECK_VALUE(!options.wire_dtype || c10::isFloatingType(*options.wire_dtype),
-                    "gradients travel in a real floating dtype (wire_dtype: ",
-                    c10::toString(*options.wire_dtype), ")");
+  TORCH_CHECK_VALUE(
+      !options.wire_dtype || is_reduced(*options.wire_dtype),
+      "gradients cannot be reduced in this dtype (wire_dtype: ", c10::toString(*options.wire_dtype),
+      "); choose a real floating one of 16 bits or more, such as torch.bfloat16");
   TORCH_CHECK_VALUE(options.wire_dtype || !options.error_feedback,
                     "there is no rounding to feed back (error_feedback: true, wire_dtype: none); "
                     "set wire_dtype, or leave error_feedback out");

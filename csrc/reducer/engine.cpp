@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/fnv.h"
 #include "reducer/graph_hooks.h"
 
 namespace brimful {
@@ -190,9 +191,11 @@ void Engine::open_turn() {
     turns.share_end_of(first->s_.turns);
   } else {
     Turn own{managed ? TurnKind::managed : TurnKind::plain, s_.link.number};
+    Fnv<uint64_t> numbers;
     for (const auto* next = this; managed && next != nullptr;
          next = dynamic_cast<const Engine*>(next->s_.attempt.after)) {
-      own.detail = (own.detail ^ next->s_.link.number) * 1099511628211ULL;  // FNV-1a
+      numbers.add(next->s_.link.number);
+      own.detail = numbers.value();
     }
     turns.agree(own);
   }

@@ -46,7 +46,7 @@ class Engine final : public ParticipantAttempt {
   void set_order(ParticipantAttempt* before, ParticipantAttempt* after) override;
   void begin_piece(bool last, const at::Tensor& loss) override;
   void advance() override;
-  bool early_left() const override;
+  bool launched_early() const override;
   Progress progress() const override;
   void launch_early(Fill fill) override;
   void launch_last(Fill fill, const Announcement& said) override;

@@ -20,11 +20,7 @@ void Engine::wait_for_buckets() {
   for (size_t i = 0; i < s_.layout.buckets.size(); ++i) {
     auto& bucket = s_.layout.buckets[i];
     if (bucket.work && !s_.link.broken) {
-      try {
-        s_.link.wait_for(*bucket.work, bucket.device, bucket.launched_at);
-      } catch (...) {
-        s_.link.broken = std::current_exception();
-      }
+      s_.link.call([&] { s_.link.wait_for(*bucket.work, bucket.device, bucket.launched_at); });
     } else if (bucket.hooked && !s_.link.broken) {
       s_.link.wait_for(*bucket.hooked);
     }
@@ -72,7 +68,7 @@ void Engine::give_up() {
   wait_for_buckets();
   if (s_.link.broken) {
     end_attempt();
-    s_.link.throw_broken(s_.attempt.step - 1, "a step", describe(s_.link.broken));
+    s_.link.throw_broken(s_.attempt.step - 1, "a step", to_string(s_.link.broken));
   }
   end_unmade();
 }
@@ -97,7 +93,7 @@ Ending Engine::finish() {
   }
   end_attempt();
   if (s_.link.broken) {
-    s_.link.throw_broken(s_.attempt.step - 1, "a step", describe(s_.link.broken));
+    s_.link.throw_broken(s_.attempt.step - 1, "a step", to_string(s_.link.broken));
   }
   s_.layout.tail->read();
   std::vector<float> ms_by_rank;

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "base/thrown_by.h"
 #include "reducer/agree.h"
 #include "reducer/owners.h"
 #include "step/failure_board.h"
@@ -56,6 +57,13 @@ struct GroupLink {
   void wait_for(c10d::Work& work, c10::Device of, Clock::time_point since);
   /// For a communication hook's; where that does not come, the group is broken.
   void wait_for(c10::ivalue::Future& future);
+  /// Calls `fn`, which calls the group: what it throws breaks the link.
+  template <typename Fn>
+  void call(const Fn& fn) {
+    if (auto error = thrown_by(fn)) {
+      broken = std::move(error);
+    }
+  }
   void abort();
   /// This rank cannot make collectives that the others wait for.
   void give_up(std::exception_ptr error, int64_t at_step);

@@ -82,11 +82,7 @@ void LoopDriver::meet_behind_forward() {
   const WithoutPythonObjects without;
   c10d::BarrierOptions options;
   options.device = s_.link.device;
-  try {
-    join_.met = s_.link.group->barrier(options);
-  } catch (...) {
-    s_.link.broken = std::current_exception();
-  }
+  s_.link.call([&] { join_.met = s_.link.group->barrier(options); });
 }
 
 bool LoopDriver::join_step(bool keep_gradients) {
@@ -105,11 +101,7 @@ bool LoopDriver::join_step(bool keep_gradients) {
   }
   s_.link.waiting_since = std::chrono::steady_clock::now();
   if (join_.met) {
-    try {
-      s_.link.wait_for(*join_.met, s_.link.device);
-    } catch (...) {
-      s_.link.broken = std::current_exception();
-    }
+    s_.link.call([&] { s_.link.wait_for(*join_.met, s_.link.device); });
   }
   if (keep_gradients) {
     end_plain_backward();

@@ -70,12 +70,8 @@ void Engine::launch_drained(int64_t index, Fill fill) {
 void Engine::send(int64_t index) {
   auto& bucket = s_.layout.buckets[index];
   auto& link = s_.link;
-  try {
-    if (!link.broken && !link.alone) {
-      link.require(bucket.device);
-    }
-  } catch (...) {
-    link.broken = std::current_exception();
+  if (!link.broken && !link.alone) {
+    link.call([&] { link.require(bucket.device); });
   }
   const bool sends =
       !link.broken && !s_.turns.ended && !link.alone && !bucket.sparse();  // rows follow (rows.cpp)
@@ -88,13 +84,11 @@ void Engine::send(int64_t index) {
   bucket.launched = true;
   bucket.launched_at = std::chrono::steady_clock::now();
   if (sends && !bucket.hooked) {
-    try {
+    link.call([&] {
       std::vector<at::Tensor> tensors{s_.layout.payload(bucket)};
       ++s_.counters.launches;
       bucket.work = link.group->allreduce(tensors);
-    } catch (...) {
-      link.broken = std::current_exception();
-    }
+    });
   }
   const auto bytes =
       bucket.sparse() ? int64_t{0} : static_cast<int64_t>(s_.layout.payload(bucket).nbytes());
@@ -108,11 +102,12 @@ void Engine::advance_early() {
     return;
   }
   while (s_.attempt.next < s_.layout.last() && s_.layout.buckets[s_.attempt.next].pending == 0 &&
-         s_.hooks.is_done() && (s_.attempt.before == nullptr || s_.attempt.before->early_left())) {
+         s_.hooks.is_done() &&
+         (s_.attempt.before == nullptr || s_.attempt.before->launched_early())) {
     s_.hooks.check(/*throws=*/true, s_.attempt.step);
     launch(s_.attempt.next);
   }
-  if (s_.attempt.after != nullptr && early_left()) {
+  if (s_.attempt.after != nullptr && launched_early()) {
     s_.attempt.after->advance();
   }
 }
@@ -122,7 +117,7 @@ void Engine::advance() {
   advance_early();
 }
 
-bool Engine::early_left() const {
+bool Engine::launched_early() const {
   return s_.attempt.next >= s_.layout.last() && s_.hooks.is_done();
 }
 

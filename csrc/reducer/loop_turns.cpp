@@ -220,11 +220,7 @@ void LoopDriver::launch_and_part(const std::vector<std::shared_ptr<LoopDriver>>&
 
 void LoopDriver::settle_turn() {
   s_.link.waiting_since = GroupLink::Clock::now();
-  try {
-    s_.link.wait_for(*step_.parting->work, s_.link.device);
-  } catch (...) {
-    s_.link.broken = std::current_exception();
-  }
+  s_.link.call([&] { s_.link.wait_for(*step_.parting->work, s_.link.device); });
   step_.parting.reset();
   step_.stands = false;
   engine_.give_up();

@@ -11,7 +11,7 @@ brimful_sources(HEAVY
   device_wait.cpp
   engine.cpp
   finish.cpp
-  foreign.cpp
+  torch_ddp_adapter.cpp
   gradient_view.cpp
   gradients.cpp
   graph_hooks.cpp

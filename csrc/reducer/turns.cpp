@@ -26,7 +26,7 @@ void Turns::agree(const Turn& turn) {
   own.others = reducers_beside({}, link.group.get()).size() - 1;
   number = link.traffic->turns++;
   link.waiting_since = GroupLink::Clock::now();
-  try {
+  link.call([&] {
     const memory::Unlimited unlimited;
     link.require(link.device);
     const auto all = exchange_bytes(link.group, link.device, as_record(own),
@@ -42,9 +42,7 @@ void Turns::agree(const Turn& turn) {
     if (!ended && !others && own.kind != TurnKind::plain) {
       link.traffic->several = false;  // they have died on all ranks, as all ranks have read
     }
-  } catch (...) {
-    link.broken = std::current_exception();
-  }
+  });
   link.traffic->agreeing_ms +=
       std::chrono::duration<double, std::milli>(GroupLink::Clock::now() - link.waiting_since)
           .count();

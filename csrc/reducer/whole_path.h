@@ -5,7 +5,7 @@
 
 namespace brimful {
 
-/// While it lives, a reducer that this thread makes lets a single rank make its collectives too. For measurements.
+/// While it lives, a reducer that this thread makes lets a single rank make its collectives too. For measurements and tests.
 class BRIMFUL_API WholePath {
  public:
   explicit WholePath(bool on = true) : before_(std::exchange(is_on(), on)) {}

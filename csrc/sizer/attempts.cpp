@@ -3,6 +3,7 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/pieces.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cmath>
@@ -143,7 +144,7 @@ class BatchSizer::State::Running {
     const PieceWork watched{[this](int64_t first, int64_t end) { return forward(first, end); },
                             scaled_backward(work_.backward, s_.options_.scaler)};
     auto result = [&] {
-      const BatchNorms::Scope norms(s_.norms_);
+      const auto as_before = c10::make_scope_exit([&] { s_.norms_.after_step(); });
       return s_.group_.run(attempt_, watched);
     }();
     climb_.end_attempt(result.own == Status::ok);
@@ -212,7 +213,7 @@ Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepI
   note.pieces = static_cast<int64_t>(outcome.split.size());
   note.piece_rows = largest_piece(outcome.split);
   note.peak_bytes = peak_bytes;
-  note.buckets_left = result.buckets_left;
+  note.buckets_launched = result.buckets_launched;
   note.alone = result.retry_alone;
   if (result.retry_alone) {
     note.ran_out = {group_.rank()};

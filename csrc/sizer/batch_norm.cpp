@@ -258,7 +258,7 @@ void BatchNorms::after_step() noexcept {
       held.module->set_momentum(held.before.momentum);
     } catch (...) {
       log(LogLevel::error, "a BatchNorm module's momentum could not be put back (module: " +
-                               held.module->name + "): " + describe(std::current_exception()));
+                               held.module->name + "): " + to_string(std::current_exception()));
     }
   }
   held_.clear();

@@ -60,7 +60,7 @@ int BatchSizer::world_size() const {
   return state_->world_size();
 }
 
-void BatchSizer::tell_failure(FailureKind kind, const std::string& text) {
+void BatchSizer::report_failure(FailureKind kind, const std::string& text) {
   if (at_end() || world_size() == 1) {
     return;
   }
@@ -68,14 +68,14 @@ void BatchSizer::tell_failure(FailureKind kind, const std::string& text) {
     announce_failure(kind, text);
   } catch (...) {
     log(LogLevel::warning,
-        "could not announce this rank's failure: " + describe(std::current_exception()));
+        "could not announce this rank's failure: " + to_string(std::current_exception()));
   }
 }
 
 void BatchSizer::fail_optimizer(const std::string& text) {
   const auto half = "the optimizer failed in the middle of its step (" + text + ")";
   // No shortage to the others: no rank can go on without a checkpoint.
-  tell_failure(Status::error, half);
+  report_failure(Status::error, half);
   throw HalfStepError(half + "; parameters may be half updated: load a checkpoint");
 }
 
@@ -87,7 +87,7 @@ void BatchSizer::optimizer_step(const std::function<void()>& step) {
   } catch (const HalfStepError&) {
     throw;
   } catch (...) {
-    fail_optimizer(describe(std::current_exception()));
+    fail_optimizer(to_string(std::current_exception()));
   }
 }
 

@@ -1,6 +1,7 @@
 #include <brimful/error.h>
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/pieces.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cmath>
@@ -200,8 +201,8 @@ Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
   require_no_capture(options_.device, "a step");
   const OneCall::Entered entered(calls_under_way_, "step");
   ++calls_;
-  const KeptGradients::Scope kept(group_.kept());
-  const KeptBatch::Scope batch(batch_);
+  const auto gradients_back = c10::make_scope_exit([&] { group_.kept().give_back(); });
+  const auto lets_go = c10::make_scope_exit([&] { batch_.end(); });
   auto bad_input = prepare(input, work);
   if (!agreed_.holds) {
     adopt(group_.exchange(bad_input ? ControlRecord{}
@@ -241,7 +242,7 @@ void BatchSizer::State::fail(const std::exception_ptr& error) {
   recorder_.end_step(false, checked_.limit);
   behind_error([&] {
     if (std::exchange(owed_, false)) {
-      group_.run_failed(Status::error, describe(error), agreed_.next);
+      group_.run_failed(Status::error, to_string(error), agreed_.next);
     }
   });
   agreed_.next = {};

@@ -2,6 +2,7 @@
 #include <brimful/memory/stats.h>
 #include <brimful/step/oom.h>
 
+#include "memory/tensor_bytes.h"
 #include "sizer/batch_sizer_state.h"
 #include "sizer/too_large.h"
 #include "step/failures.h"
@@ -12,14 +13,8 @@ namespace {
 constexpr int64_t kOptimizerSlackBytes =
     1024;  // numbers that an optimizer's kernels wrap in tensors
 
-int64_t bytes_of(const at::Tensor& tensor, c10::Device device) {
-  if (!tensor.defined() || tensor.device() != device) {
-    return 0;
-  }
-  if (tensor.is_sparse()) {
-    return static_cast<int64_t>(tensor._values().nbytes() + tensor._indices().nbytes());
-  }
-  return tensor.layout() == at::kStrided ? static_cast<int64_t>(tensor.nbytes()) : 0;
+int64_t bytes_on(c10::Device device, const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device() == device ? memory::bytes_of(tensor) : 0;
 }
 }  // namespace
 
@@ -27,14 +22,14 @@ StandingBytes standing_bytes(const std::vector<at::Tensor>& parameters,
                              const std::vector<at::Tensor>& buffers, c10::Device device) {
   StandingBytes standing;
   for (const auto& parameter : parameters) {
-    const auto bytes = bytes_of(parameter, device);
+    const auto bytes = bytes_on(device, parameter);
     standing.parameters += bytes;
     standing.float32 += parameter.scalar_type() == at::kFloat ? bytes : 0;
     standing.trainable += parameter.requires_grad() ? bytes : 0;
-    standing.gradients += bytes_of(parameter.grad(), device);
+    standing.gradients += bytes_on(device, parameter.grad());
   }
   for (const auto& buffer : buffers) {
-    standing.buffers += bytes_of(buffer, device);
+    standing.buffers += bytes_on(device, buffer);
   }
   return standing;
 }

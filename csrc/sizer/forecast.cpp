@@ -2,6 +2,7 @@
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/pieces.h>
 #include <brimful/step/oom.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
@@ -165,13 +166,13 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
 
 std::optional<Plan> BatchSizer::State::plan(const StepInput& input, const PieceWork& work) {
   const OneCall::Entered entered(calls_under_way_, "plan");
-  const KeptGradients::Scope kept(group_.kept());
+  const auto gradients_back = c10::make_scope_exit([&] { group_.kept().give_back(); });
   if (input.accumulate) {
     group_.keep_gradients();
   }
   check_input(input);
   TORCH_CHECK_VALUE(input.rows, "there is nothing to plan without a batch (rows: none)");
-  const KeptBatch::Scope batch(batch_);
+  const auto lets_go = c10::make_scope_exit([&] { batch_.end(); });
   capture(input, work);
   auto plan = plan_of(input, work, true);
   if (plan) {

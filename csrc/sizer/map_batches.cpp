@@ -6,6 +6,7 @@
 #include <brimful/sizer/map_batches.h>
 #include <brimful/sizer/pieces.h>
 #include <brimful/step/oom.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <list>
@@ -134,7 +135,7 @@ class Mapping {
     const int64_t end = std::min(rows_, done_ + retry.plan().piece_rows);
     const ExecutionPlan as_run{pieces_for(rows_, end - done_), end - done_};
     random_.capture();
-    const KeptBatch::Scope batch(batch_);
+    const auto lets_go = c10::make_scope_exit([&] { batch_.end(); });
     const auto shortage = try_rows(end);
     if (!shortage) {
       policy_.note_fit(as_run, {{options_.device, peak_bytes_}});
@@ -162,7 +163,7 @@ class Mapping {
         throw;
       }
       peak_bytes_ = peak.peak_bytes();
-      return describe(error);
+      return to_string(error);
     }
     return std::nullopt;
   }

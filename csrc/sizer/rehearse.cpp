@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/thrown_by.h"
 #include "sizer/loss_scale.h"
 #include "sizer/step_trace.h"
 
@@ -67,17 +68,12 @@ bool Rehearser::trace(int64_t rows) {
   if (model_ && !room().fits(*model_, rows)) {
     return false;
   }
-  const auto put_back = [&] {
-    few.restore();
-    batch_.learn(few);
-  };
-  try {
-    trace_few(rows, few);
-  } catch (...) {
-    put_back();
-    throw;
+  const auto error = thrown_by([&] { trace_few(rows, few); });
+  few.restore();
+  batch_.learn(few);
+  if (error) {
+    std::rethrow_exception(error);
   }
-  put_back();
   if (traced_.second.size() >= 2) {
     model_ = PeakModel::fit(traced_.second);
   }

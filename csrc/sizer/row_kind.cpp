@@ -34,9 +34,7 @@ uint32_t fingerprint(const RowKind& kind) {
   Fnv<uint32_t> hash;
   hash.add(kind.form);
   for (const auto size : kind.sizes) {
-    for (int shift = 0; shift < 64; shift += 8) {
-      hash.add(static_cast<uint8_t>(static_cast<uint64_t>(size) >> shift));
-    }
+    hash.add(static_cast<uint64_t>(size));
   }
   return hash.value();
 }

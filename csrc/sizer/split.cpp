@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "sizer/ivalue_entries.h"
+
 namespace brimful::detail {
 namespace {
 
@@ -71,6 +73,12 @@ bool has_tensor(const c10::IValue& part) {
   });
   return found;
 }
+
+bool is_list_of_rows(const c10::IValue& list, int64_t rows) {
+  return list.isTensorList()
+             ? are_rows(list.toTensorVector(), rows)
+             : !has_tensor(list) && static_cast<int64_t>(list.toListRef().size()) == rows;
+}
 }  // namespace
 
 Rows tensor_rows(const at::Tensor& tensor, int64_t dim) {
@@ -108,18 +116,8 @@ void Part<c10::IValue>::count(const c10::IValue& part, RowEvidence& found) {
     add_rows(found, tensor_rows(part.toTensor(), 0));
   } else if (part.isTensorList()) {
     add_list(found, part.toTensorVector());
-  } else if (part.isList()) {
-    for (const auto& item : part.toListRef()) {
-      count(item, found);
-    }
-  } else if (part.isTuple()) {
-    for (const auto& item : part.toTupleRef().elements()) {
-      count(item, found);
-    }
-  } else if (part.isGenericDict()) {
-    for (const auto& entry : part.toGenericDict()) {
-      count(entry.value(), found);
-    }
+  } else if (part.isList() || part.isTuple() || part.isGenericDict()) {
+    for_each_entry(part, [&](const c10::IValue& item) { count(item, found); });
   } else {
     const bool may_have_rows = part.isObject() || part.isCapsule() || part.isPyObject();
     TORCH_CHECK_TYPE(
@@ -134,37 +132,13 @@ c10::IValue Part<c10::IValue>::slice(const c10::IValue& part, const Range& range
   if (part.isTensor()) {
     return slice_tensor(part.toTensor(), 0, range);
   }
-  if (part.isTuple()) {
-    const auto& tuple = part.toTupleRef();
-    std::vector<c10::IValue> items;
-    for (const auto& item : tuple.elements()) {
-      items.push_back(slice(item, range));
-    }
-    return c10::ivalue::Tuple::createNamed(std::move(items), tuple.type());
-  }
-  if (part.isGenericDict()) {
-    const auto whole = part.toGenericDict();
-    c10::impl::GenericDict piece(whole.keyType(), whole.valueType());
-    for (const auto& entry : whole) {
-      piece.insert(entry.key(), slice(entry.value(), range));
-    }
-    return piece;
-  }
-  if (!part.isList()) {
-    return part;
+  if (!part.isList() || !is_list_of_rows(part, range.rows)) {
+    return with_entries(part, [&](const c10::IValue& item) { return slice(item, range); });
   }
   const auto whole = part.toList();
   c10::impl::GenericList piece(whole.elementType());
-  const bool tensors = part.isTensorList();
-  if (tensors ? are_rows(part.toTensorVector(), range.rows)
-              : !has_tensor(part) && static_cast<int64_t>(whole.size()) == range.rows) {
-    for (int64_t i = range.begin; i < range.end; ++i) {
-      piece.push_back(whole.get(i));
-    }
-  } else {
-    for (const auto& item : part.toListRef()) {
-      piece.push_back(slice(item, range));
-    }
+  for (int64_t i = range.begin; i < range.end; ++i) {
+    piece.push_back(whole.get(i));
   }
   return piece;
 }
@@ -172,18 +146,8 @@ c10::IValue Part<c10::IValue>::slice(const c10::IValue& part, const Range& range
 void Part<c10::IValue>::describe(const c10::IValue& part, RowKind& kind) {
   if (part.isTensor()) {
     kind.add(part.toTensor(), 0);
-  } else if (part.isList()) {
-    for (const auto& item : part.toListRef()) {
-      describe(item, kind);
-    }
-  } else if (part.isTuple()) {
-    for (const auto& item : part.toTupleRef().elements()) {
-      describe(item, kind);
-    }
-  } else if (part.isGenericDict()) {
-    for (const auto& entry : part.toGenericDict()) {
-      describe(entry.value(), kind);
-    }
+  } else {
+    for_each_entry(part, [&](const c10::IValue& item) { describe(item, kind); });
   }
 }
 

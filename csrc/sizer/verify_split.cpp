@@ -9,6 +9,7 @@
 #include <limits>
 #include <mutex>
 
+#include "base/thrown_by.h"
 #include "sizer/call_log.h"
 #include "sizer/compare.h"
 #include "step/engine_queue.h"
@@ -178,17 +179,14 @@ SplitCheck verify_split(int64_t rows, const NamedTensors& parameters, Transactio
   if (work.tensors) {
     batch.begin(work.tensors(0, rows), KeptBatch::Copies::all);
   }
-  const auto put_back = [&] {
-    transaction.restore();
-    batch.restore();
-  };
-  try {
+  const auto error = thrown_by([&] {
     check.drew_random = run_both(whole, split, rows, work, options, transaction, batch, log);
-  } catch (...) {
-    put_back();
-    throw;
+  });
+  transaction.restore();
+  batch.restore();
+  if (error) {
+    std::rethrow_exception(error);
   }
-  put_back();
   epsilon = std::max(epsilon, epsilon_of(whole.loss_dtype()));
   epsilon = std::max(epsilon, log != nullptr ? log->coarsest_epsilon() : 0);
   check.rtol = options.rtol.value_or(std::sqrt(epsilon));

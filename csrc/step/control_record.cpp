@@ -28,6 +28,15 @@ void for_each_field(Record& record, const Visit& visit) {
 static_assert(1 + 1 + 2 + 8 * 3 + 4 * 3 == kUpdatedOffset);
 static_assert(kUpdatedOffset + sizeof(ControlRecord::updated) == kRecordBytes);
 static_assert(kLossSumOffset == 1 + 1 + 2 + 8);
+
+template <typename Number>
+double total_of(const std::vector<ControlRecord>& records, const Number& number) {
+  double total = 0;
+  for (const auto& record : records) {
+    total += number(record);
+  }
+  return total;
+}
 }  // namespace
 
 RecordBytes encode(const ControlRecord& record) {
@@ -65,28 +74,18 @@ std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Status ve
 }
 
 double total_weight(const std::vector<ControlRecord>& records) {
-  double total = 0;
-  for (const auto& record : records) {
-    total += record.weight;
-  }
-  return total;
+  return total_of(records, [](const auto& record) { return record.weight; });
 }
 
 double mean_loss(const std::vector<ControlRecord>& records) {
-  double sum = 0;
-  for (const auto& record : records) {
-    sum += record.loss_sum;
-  }
   const double total = total_weight(records);
+  const double sum = total_of(records, [](const auto& record) { return record.loss_sum; });
   return total > 0 ? sum / total : 0;
 }
 
 double next_total_weight(const std::vector<ControlRecord>& records) {
-  double total = 0;
-  for (const auto& record : records) {
-    total += record.next == Next::no ? 0 : record.next_weight;
-  }
-  return total;
+  return total_of(
+      records, [](const auto& record) { return record.next == Next::no ? 0 : record.next_weight; });
 }
 
 bool nobody_continues(const std::vector<ControlRecord>& records) {

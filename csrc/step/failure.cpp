@@ -36,7 +36,7 @@ std::string to_string(const Failure& failure) {
 Failure failure_of(const std::exception_ptr& error) {
   Failure failure;
   failure.kind = is_out_of_memory(error) ? Status::out_of_memory : Status::error;
-  failure.text = describe(error);
+  failure.text = to_string(error);
   return failure;
 }
 

@@ -37,7 +37,7 @@ void KeptGradients::take(const std::vector<at::Tensor>& parameters) {
       if (unlimited || !is_out_of_memory(std::current_exception())) {
         throw;
       }
-      refused = describe(std::current_exception());
+      refused = to_string(std::current_exception());
     }
     if (!kept.defined()) {
       unlimited.emplace();

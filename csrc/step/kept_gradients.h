@@ -23,18 +23,6 @@ class BRIMFUL_API KeptGradients {
   /// Of what is set aside.
   int64_t bytes() const { return bytes_; }
 
-  /// Gives back at its end what was neither added nor given back.
-  class Scope {
-   public:
-    explicit Scope(KeptGradients& kept) : kept_(kept) {}
-    ~Scope() { kept_.give_back(); }
-    Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
-
-   private:
-    KeptGradients& kept_;
-  };
-
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_;  ///< parameter and gradient
   int64_t bytes_ = 0;

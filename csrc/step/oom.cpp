@@ -169,7 +169,7 @@ bool is_out_of_memory(const std::exception_ptr& error, const MemoryEvidence& evi
   return is_out_of_memory_by(error, [&] { return evidence; });
 }
 
-std::string describe(const std::exception_ptr& error) {
+std::string to_string(const std::exception_ptr& error) {
   std::string text;
   try {
     std::rethrow_exception(error);

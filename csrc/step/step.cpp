@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/thrown_by.h"
 #include "memory/oom_observer.h"
 #include "step/behind_error.h"
 #include "step/each_parameter.h"
@@ -197,13 +198,9 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   const memory::RetryScope retries;
   begin_attempt(attempt.buffer_source);
   Announcement said{attempt.record, {}};
-  try {
-    run_pieces(attempt, work, said);
-  } catch (...) {
-    result.error = std::current_exception();
-  }
-  // Outside the handler: the exception no longer pins the frames in which memory ran out.
-  result.buckets_left = launched();
+  result.error = thrown_by([&] { run_pieces(attempt, work, said); });
+  // Behind the handler: the exception no longer pins the frames in which memory ran out.
+  result.buckets_launched = launched();
   if (!result.error) {
     result.records = finish();
     return result;
@@ -224,7 +221,7 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
       attempt.retries_left &&
       (result.own == Status::retry ||
        (result.own == Status::out_of_memory && (attempt.can_shrink || result.same_split)));
-  if (can_retry && result.own == Status::out_of_memory && result.buckets_left == 0) {
+  if (can_retry && result.own == Status::out_of_memory && result.buckets_launched == 0) {
     result.retry_alone = true;
     return result;
   }
@@ -236,7 +233,7 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
 }
 
 void StepGroup::note_error(const Attempt& attempt, AttemptResult& result) const {
-  result.text = describe(result.error);
+  result.text = to_string(result.error);
   const bool start_over = attempt.start_over && attempt.start_over();
   result.own = late_gradient() || start_over    ? Status::retry
                : is_out_of_memory(result.error) ? Status::out_of_memory
@@ -257,7 +254,7 @@ bool StepGroup::complete_behind(const Attempt& attempt, const Announcement& said
   if (result.own == Status::ok) {
     return true;
   }
-  result.text = describe(result.error);
+  result.text = to_string(result.error);
   if (is_out_of_memory(result.error)) {
     result.error = nullptr;
   } else {

@@ -126,7 +126,7 @@ def test_demo_goes_on_over_two_hosts_after_a_shortage_on_one(hosts, tmp_path):
     assert told["difference"] == 0
     ranks = told["ranks"]
     assert [seen["rank"] for seen in ranks] == [0, 1, 2, 3]
-    assert ranks[3]["buckets_left"] >= 1
+    assert ranks[3]["buckets_launched"] >= 1
     assert all(seen["retries_agreed"] == ranks[3]["retries_agreed"] >= 1 for seen in ranks)
 
 

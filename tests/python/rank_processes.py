@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
 
@@ -33,6 +34,16 @@ class Rank:
 
     index: int
     size: int
+    #: The watchdog begins anew.
+    progress: Callable[[], None] = lambda: None
+
+
+class RanksFailed(AssertionError):
+    """`errors`: by rank what it raised or how it died, and None where it was not done."""
+
+    def __init__(self, text, errors):
+        super().__init__(text)
+        self.errors = errors
 
 
 def join_group(rank, size, port, timeout_s):
@@ -51,7 +62,7 @@ def _rank_main(rank, size, port, timeout_s, output, pipe, function, args):
     faulthandler.enable(file=2)  # the watchdog's SIGABRT prints every thread's stack
     try:
         join_group(rank, size, port, timeout_s)
-        answer = (True, function(Rank(rank, size), *args))
+        answer = (True, function(Rank(rank, size, lambda: pipe.send_bytes(b"")), *args))
     except BaseException:
         answer = (False, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(answer))
@@ -59,18 +70,21 @@ def _rank_main(rank, size, port, timeout_s, output, pipe, function, args):
     os._exit(0)
 
 
-def run_ranks(function, *args, size=2, timeout_s=15, watchdog_s=WATCHDOG_S, lost=()):
+def run_ranks(
+    function, *args, size=2, timeout_s=15, watchdog_s=WATCHDOG_S, lost=(), context=_context
+):
     """Call function(Rank, *args) on every rank and return the results by rank.
 
-    Fails, with what each rank printed, if one raises, dies, or is not done within `watchdog_s`. `timeout_s` is the
-    process group's. The ranks in `lost` must be killed (SIGKILL); their result is None.
+    Fails, with what each rank printed, if one raises, dies, or is not done within `watchdog_s` of the start and of the
+    last `Rank.progress()`. `timeout_s` is the process group's. The ranks in `lost` must be killed (SIGKILL); their
+    result is None. `context`: how multiprocessing makes the processes.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         outputs = [os.path.join(folder, str(rank)) for rank in range(size)]
-        ends = [_context.Pipe() for _ in range(size)]
+        ends = [context.Pipe() for _ in range(size)]
         processes = [
-            _context.Process(
+            context.Process(
                 target=_rank_main,
                 args=(
                     rank,
@@ -91,7 +105,7 @@ def run_ranks(function, *args, size=2, timeout_s=15, watchdog_s=WATCHDOG_S, lost
         for _, theirs in ends:
             theirs.close()
         try:
-            answers = _wait([mine for mine, _ in ends], watchdog_s, lost)
+            answers = _wait(processes, [mine for mine, _ in ends], watchdog_s, lost)
             for rank in lost:
                 processes[rank].join(5)
                 if processes[rank].exitcode == -signal.SIGKILL:
@@ -99,7 +113,8 @@ def run_ranks(function, *args, size=2, timeout_s=15, watchdog_s=WATCHDOG_S, lost
             if all(answer is not None and answer[0] for answer in answers):
                 return [answer[1] for answer in answers]
             _abort(processes, [answer is None for answer in answers])
-            raise AssertionError(_describe(answers, outputs, watchdog_s))
+            errors = {rank: a and a[1] for rank, a in enumerate(answers) if a is None or not a[0]}
+            raise RanksFailed(_describe(answers, outputs, watchdog_s), errors)
         finally:
             for mine, _ in ends:
                 _release(mine)
@@ -110,26 +125,40 @@ def run_ranks(function, *args, size=2, timeout_s=15, watchdog_s=WATCHDOG_S, lost
                     process.join()
 
 
-def _wait(pipes, watchdog_s, lost=()):
+def _wait(processes, pipes, watchdog_s, lost=()):
     """What each rank answered: (True, its result), (False, its traceback), or None for nothing."""
     answers = [None] * len(pipes)
     open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
-    deadline = time.monotonic() + watchdog_s
+    deadline, failed = time.monotonic() + watchdog_s, False
     while open_pipes:
         ready = connection.wait(list(open_pipes), max(0, deadline - time.monotonic()))
         if not ready:
             break
         for pipe in ready:
-            rank = open_pipes.pop(pipe)
-            try:
-                answers[rank] = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                answers[rank] = (False, "the process died")
+            rank = open_pipes[pipe]
+            answers[rank] = _answer(processes[rank], pipe)
+            if answers[rank] is None:
+                deadline = deadline if failed else time.monotonic() + watchdog_s
+                continue
+            del open_pipes[pipe]
             if (
                 not answers[rank][0] and rank not in lost
             ):  # the others may wait for it: their stacks show it
-                deadline = min(deadline, time.monotonic() + PATIENCE_S)
+                deadline, failed = min(deadline, time.monotonic() + PATIENCE_S), True
     return answers
+
+
+def _answer(process, pipe):
+    """None: progress."""
+    try:
+        said = pipe.recv_bytes()
+    except EOFError:
+        process.join(PATIENCE_S)
+        code = process.exitcode
+        if code is not None and code < 0:
+            return False, f"killed by {signal.Signals(-code).name}"
+        return False, f"ended without an answer (exit status: {code})"
+    return pickle.loads(said) if said else None
 
 
 def _abort(processes, hanging):
@@ -154,7 +183,8 @@ def _describe(answers, outputs, watchdog_s):
             )
         else:
             lines.append(f"rank {rank} {'is done' if answer[0] else 'failed: ' + answer[1]}")
-        if answer is None or not answer[0]:
+        failed = answer is None or not answer[0]
+        if failed and os.path.exists(output):  # else it has not begun
             with open(output, errors="replace") as file:
                 lines.append(file.read()[-4000:])
     return "\n".join(lines)

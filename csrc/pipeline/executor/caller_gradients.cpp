@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <brimful/memory/stats.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 
@@ -58,7 +59,7 @@ void give_back(const std::vector<CallerGradient>& gradients, double scale) {
     seeds.push_back(scale == 1 ? seed : seed * scale);
   }
   KeptGradients kept;
-  const KeptGradients::Scope as_before(kept);
+  const auto gradients_back = c10::make_scope_exit([&] { kept.give_back(); });
   kept.take(unknown_leaves(tensors, {}));
   run_engine(edges, seeds, Keep::nothing, {});
   kept.add();

@@ -11,6 +11,9 @@
 #include "pipeline/schedule/picture_parts.h"
 
 namespace brimful::pipeline {
+
+extern const char* const kSchedulePicture;  ///< picture.svg
+
 namespace {
 constexpr double kLeft = 70;     // for the ranks' names
 constexpr double kRight = 70;    // for their idle time
@@ -18,7 +21,7 @@ constexpr double kTop = 66;      // for the title and the legend
 constexpr double kBottom = 34;   // for the axis
 constexpr double kNextTop = 40;  // for the title of a further timeline
 constexpr double kRow = 30;
-constexpr double kCell = 24;  // the height of a row's cells
+constexpr double kBaseline = 16;  // of a row's texts
 constexpr double kLetter = 6.6;
 constexpr double kTitleLetter = 8.3;
 constexpr double kNarrowest = 640;
@@ -66,26 +69,9 @@ const char* ink_on(const Colour& colour) {
                                                                                : "#1f2933";
 }
 
-/// Control characters are not allowed in XML at all.
-std::string escaped(std::string text) {
-  std::replace_if(
-      text.begin(), text.end(), [](unsigned char c) { return c < ' '; }, ' ');
-  return escape_markup(text);
-}
-
-/// An attribute: ` x="12.5"`.
-std::string attribute(const char* name, double value) {
-  return std::string(" ") + name + "=\"" + number_text(std::round(value * 100) / 100, 8) + "\"";
-}
-
-std::string rectangle(double x, double y, double width, double height, const std::string& fill) {
-  return "<rect" + attribute("x", x) + attribute("y", y) + attribute("width", width) +
-         attribute("height", height) + " fill=\"" + fill + "\"";
-}
-
-std::string text_at(double x, double y, const char* classes, const std::string& text) {
-  return "<text" + attribute("x", x) + attribute("y", y) + " class=\"" + classes + "\">" +
-         escaped(text) + "</text>\n";
+/// A place or length in the picture.
+std::string place(double value) {
+  return number_text(std::round(value * 100) / 100, 8);
 }
 
 /// 1, 2 or 5 times a power of ten, such that about `count` of them make `length`.
@@ -108,9 +94,9 @@ struct Panel {
   double bottom() const { return top + kRow * static_cast<double>(timeline->ranks.size()); }
 };
 
-class Svg {
+class Picture {
  public:
-  explicit Svg(const std::vector<Timeline>& timelines) {
+  explicit Picture(const std::vector<Timeline>& timelines) {
     double shortest = std::numeric_limits<double>::max();
     double title = 0;
     double top = kTop;
@@ -126,29 +112,13 @@ class Svg {
     scale_ = width_ / length;
   }
 
-  std::string document() {
-    const double width = kLeft + width_ + kRight;
-    const double height = panels_.back().bottom() + kBottom;
-    out_ = "<svg xmlns=\"http://www.w3.org/2000/svg\"" + attribute("width", width) +
-           attribute("height", height) + " viewBox=\"0 0 " + number_text(width, 8) + " " +
-           number_text(height, 8) +
-           "\">\n<style>text{font-family:Helvetica,Arial,sans-serif;font-size:12px;fill:#3e4c59}"
-           ".title{font-size:15px;font-weight:bold;fill:#1f2933}.cell{font-size:11px;"
-           "text-anchor:middle}.axis{font-size:11px;text-anchor:middle;fill:#7b8794}"
-           ".end{text-anchor:end}</style>\n";
-    out_ += rectangle(0, 0, width, height, "#ffffff") + "/>\n";
+  Fields fields() const {
+    Fields all{{{"width", place(kLeft + width_ + kRight)},
+                {"height", place(panels_.back().bottom() + kBottom)}}};
     for (const auto& panel : panels_) {
-      const bool first = &panel == panels_.data();
-      out_ += text_at(kLeft, first ? 24 : panel.top - 16, "title", title_of(*panel.timeline));
-      if (first) {
-        legend();
-      }
-      rows(panel);
-      axis(panel);
-      for_each_cell(*panel.timeline,
-                    [&](int rank, const TimedAction& timed) { cell(panel, rank, timed); });
+      all.lists["panels"].push_back(fields_of(panel));
     }
-    return out_ + "</svg>\n";
+    return all;
   }
 
  private:
@@ -170,58 +140,90 @@ class Svg {
     return shortest;
   }
 
-  void legend() {
-    double x = kLeft;
+  Fields fields_of(const Panel& panel) const {
+    const bool first = &panel == panels_.data();
+    Fields all{{{"left", place(kLeft)},
+                {"top", place(panel.top)},
+                {"title", title_of(*panel.timeline)},
+                {"title_y", first ? "-42" : "-16"},
+                {"idle_x", place(width_ + 8)}},
+               {{"legend", first ? legend() : std::vector<Fields>{}},
+                {"ranks", ranks(panel)},
+                {"ticks", ticks(panel)},
+                {"cells", {}}}};
+    for_each_cell(*panel.timeline, [&](int rank, const TimedAction& timed) {
+      all.lists["cells"].push_back(cell(panel, rank, timed));
+    });
+    return all;
+  }
+
+  std::vector<Fields> legend() const {
+    std::vector<Fields> entries;
+    double x = 0;
     for (const auto& kind : kKindInks) {
       if (used_[static_cast<size_t>(kind.kind)]) {
-        out_ += rectangle(x, 38, 12, 12, hex(kind.colour)) + " rx=\"2\"/>\n";
-        out_ += text_at(x + 18, 48, "name", kind.name);
+        entries.push_back({{{"x", place(x)},
+                            {"name_x", place(x + 18)},
+                            {"name", kind.name},
+                            {"colour", hex(kind.colour)}}});
         x += 40 + kLetter * static_cast<double>(std::string_view(kind.name).size());
       }
     }
+    return entries;
   }
 
-  void rows(const Panel& panel) {
-    out_ += text_at(kLeft + width_ + 8, panel.top - 8, "name", "idle");
+  std::vector<Fields> ranks(const Panel& panel) const {
+    std::vector<Fields> rows;
     for (size_t rank = 0; rank < panel.timeline->ranks.size(); ++rank) {
-      const double y = panel.top + kRow * static_cast<double>(rank);
-      out_ += rectangle(kLeft, y, width_, kCell, "#eef1f4") + "/>\n";
-      out_ += text_at(kLeft - 10, y + 16, "end", "rank " + std::to_string(rank));
-      out_ += text_at(kLeft + width_ + 8, y + 16, "name",
-                      percent_text(panel.timeline->bubble(static_cast<int>(rank))));
+      const double y = kRow * static_cast<double>(rank);
+      rows.push_back({{{"y", place(y)},
+                       {"text_y", place(y + kBaseline)},
+                       {"width", place(width_)},
+                       {"idle_x", place(width_ + 8)},
+                       {"rank", std::to_string(rank)},
+                       {"idle", percent_text(panel.timeline->bubble(static_cast<int>(rank)))}}});
     }
+    return rows;
   }
 
-  void axis(const Panel& panel) {
-    if (longest_ <= 0) {
-      return;
+  std::vector<Fields> ticks(const Panel& panel) const {
+    std::vector<Fields> marks;
+    const double step = longest_ > 0 ? round_step(longest_, width_ / 90) : 0;
+    const double height = panel.bottom() - panel.top;
+    for (int tick = 0; step > 0 && tick * step <= longest_ * (1 + 1e-9); ++tick) {
+      marks.push_back({{{"x", place(tick * step * scale_)},
+                        {"end", place(height + 2)},
+                        {"text_y", place(height + 18)},
+                        {"time", number_text(tick * step)}}});
     }
-    const double step = round_step(longest_, width_ / 90);
-    for (int tick = 0; tick * step <= longest_ * (1 + 1e-9); ++tick) {
-      const double x = kLeft + tick * step * scale_;
-      out_ += "<path d=\"M" + number_text(x) + " " + number_text(panel.top - 4) + "V" +
-              number_text(panel.bottom() + 2) + "\" stroke=\"#d3dae2\"/>\n";
-      out_ += text_at(x, panel.bottom() + 18, "axis", number_text(tick * step));
-    }
+    return marks;
   }
 
-  void cell(const Panel& panel, int rank, const TimedAction& timed) {
+  Fields cell(const Panel& panel, int rank, const TimedAction& timed) const {
     const auto& [action, start, end] = timed;
     const auto& stages = panel.stages[rank];
     const auto index = std::find(stages.begin(), stages.end(), action.stage) - stages.begin();
     const auto colour = shade(kKindInks[static_cast<size_t>(action.kind)].colour,
                               static_cast<int>(index), static_cast<int>(stages.size()));
-    const double x = kLeft + start * scale_;
-    const double y = panel.top + kRow * rank;
+    const double x = start * scale_;
+    const double y = kRow * rank;
     const double width = (end - start) * scale_;
-    out_ += rectangle(x, y, width, kCell, hex(colour)) + " stroke=\"#ffffff\"><title>" +
-            to_string(action) + ": " + number_text(start) + " to " + number_text(end) +
-            "</title></rect>\n";
+    Fields all{{{"x", place(x)},
+                {"y", place(y)},
+                {"width", place(width)},
+                {"colour", hex(colour)},
+                {"action", to_string(action)},
+                {"start", number_text(start)},
+                {"end", number_text(end)}},
+               {{"label", {}}}};
     const auto label = std::to_string(action.microbatch);
     if (width >= kLetter * static_cast<double>(label.size()) + 3) {
-      out_ += "<text" + attribute("x", x + width / 2) + attribute("y", y + 16) +
-              " class=\"cell\" style=\"fill:" + ink_on(colour) + "\">" + label + "</text>\n";
+      all.lists["label"].push_back({{{"x", place(x + width / 2)},
+                                     {"text_y", place(y + kBaseline)},
+                                     {"ink", ink_on(colour)},
+                                     {"text", label}}});
     }
+    return all;
   }
 
   std::vector<Panel> panels_;
@@ -229,7 +231,6 @@ class Svg {
   double longest_ = 0;
   double width_ = 0;
   double scale_ = 0;
-  std::string out_;
 };
 }  // namespace
 
@@ -239,7 +240,7 @@ std::string to_picture_svg(const Timeline& timeline) {
 
 std::string to_picture_svg(const std::vector<Timeline>& timelines) {
   TORCH_CHECK_VALUE(!timelines.empty(), "there is nothing to draw (timelines: 0)");
-  return Svg(timelines).document();
+  return fill_markup(kSchedulePicture, Picture(timelines).fields());
 }
 
 }  // namespace brimful::pipeline

@@ -92,7 +92,7 @@ std::string DeviceLane::trouble() noexcept {
     }
     return {};
   } catch (...) {
-    return brimful::describe(std::current_exception());
+    return brimful::to_string(std::current_exception());
   }
 }
 

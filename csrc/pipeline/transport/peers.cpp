@@ -147,7 +147,7 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
     } catch (const std::exception&) {
       broke = "the pipeline's process group broke" +
               (mine.kind == Status::ok ? "" : " after: " + mine.text) +
-              " (error: " + brimful::describe(std::current_exception()) + ")";
+              " (error: " + brimful::to_string(std::current_exception()) + ")";
       verdict = mine;
       verdict.kind = Status::error;
       verdict.rank = rank();

@@ -8,6 +8,7 @@
 
 #include "pipeline/transport/ivalue_form.h"
 #include "pipeline/transport/shapes.h"
+#include "sizer/ivalue_entries.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -18,31 +19,7 @@ c10::IValue rebuilt(const c10::IValue& part, const Replace& replace) {
   if (part.isTensor()) {
     return replace(part.toTensor());
   }
-  if (part.isTuple()) {
-    const auto& tuple = part.toTupleRef();
-    std::vector<c10::IValue> items;
-    for (const auto& item : tuple.elements()) {
-      items.push_back(rebuilt(item, replace));
-    }
-    return c10::ivalue::Tuple::createNamed(std::move(items), tuple.type());
-  }
-  if (part.isList()) {
-    const auto whole = part.toList();
-    c10::impl::GenericList list(whole.elementType());
-    for (const auto& item : part.toListRef()) {
-      list.push_back(rebuilt(item, replace));
-    }
-    return list;
-  }
-  if (part.isGenericDict()) {
-    const auto whole = part.toGenericDict();
-    c10::impl::GenericDict dict(whole.keyType(), whole.valueType());
-    for (const auto& entry : whole) {
-      dict.insert(entry.key(), rebuilt(entry.value(), replace));
-    }
-    return dict;
-  }
-  return part;
+  return with_entries(part, [&](const c10::IValue& item) { return rebuilt(item, replace); });
 }
 
 bool has_rows(const at::Tensor& tensor) {

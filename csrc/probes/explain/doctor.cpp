@@ -6,32 +6,14 @@
 #include <sys/socket.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
-#include <charconv>
 #include <cstdlib>
-#include <cstring>
+#include "base/environment.h"
 #include "base/format.h"
 
 namespace brimful::probes {
 namespace {
 
 constexpr int64_t kGiB = int64_t{1} << 30;
-
-std::optional<int64_t> soft_limit(decltype(RLIMIT_NOFILE) resource) {
-  rlimit limit{};
-  if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
-    return std::nullopt;
-  }
-  return static_cast<int64_t>(limit.rlim_cur);
-}
-
-int64_t master_port() {
-  const char* text = std::getenv("MASTER_PORT");
-  int64_t port = 29500;
-  if (text != nullptr) {
-    std::from_chars(text, text + std::strlen(text), port);
-  }
-  return port;
-}
 
 bool is_free(int64_t port) {
   const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -121,7 +103,7 @@ LimitFacts limits_now() {
   facts.processes = soft_limit(RLIMIT_NPROC);
   facts.locked_bytes = soft_limit(RLIMIT_MEMLOCK);
   facts.cpus = usable_cpus();
-  facts.port = master_port();
+  facts.port = environment_number("MASTER_PORT", 29500);
   facts.port_is_free = facts.port > 0 && facts.port <= 65535 && is_free(facts.port);
   return facts;
 }

@@ -1,7 +1,7 @@
 #include <brimful/probes/explain.h>
 #include <brimful/step/oom.h>
 #include <sys/statvfs.h>
-#include <cstdlib>
+#include "base/environment.h"
 #include "memory/cuda.h"
 #include "memory/system_bounds.h"
 
@@ -21,7 +21,7 @@ std::optional<int64_t> kernel_kills() {
 /// The first of them that is set.
 std::string variable(std::initializer_list<const char*> names) {
   for (const char* name : names) {
-    if (const char* value = std::getenv(name)) {
+    if (auto value = environment(name); !value.empty()) {
       return value;
     }
   }

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include "base/environment.h"
 #include "memory/cuda.h"
 #include "probes/gpu/cuda_numbers.h"
 #include "probes/gpu/numbers.h"
@@ -73,9 +74,7 @@ GpuSurroundings surroundings_now() {
   if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES")) {
     around.visible_devices = visible;
   }
-  if (const char* order = std::getenv("CUDA_DEVICE_ORDER")) {
-    around.device_order = order;
-  }
+  around.device_order = environment("CUDA_DEVICE_ORDER");
   around.cuda_uuids = memory::cuda_uuids();
   return around;
 }

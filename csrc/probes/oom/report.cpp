@@ -10,10 +10,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <mutex>
 #include <utility>
 
+#include "base/environment.h"
 #include "base/whole_file.h"
 #include "memory/cuda.h"
 #include "memory/moment.h"
@@ -35,8 +35,8 @@ struct Watch {
   bool pending = false;
   std::atomic<OomProgramReader> reader{nullptr};
   Watch() {
-    if (const char* const given = std::getenv("BRIMFUL_OOM_REPORT"); given != nullptr && *given) {
-      path = given;
+    if (auto given = environment("BRIMFUL_OOM_REPORT"); !given.empty()) {
+      path = std::move(given);
     }
   }
 };
@@ -86,10 +86,8 @@ void read_device(OomFacts& facts, c10::Device device) {
   facts.largest_bytes = std::max(facts.fragmentation->largest_free_bytes, left_bytes);
   facts.expandable_segments = facts.fragmentation->expandable;
   for (const char* const name : {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}) {
-    const char* const words = std::getenv(name);
     facts.expandable_segments |=
-        words != nullptr &&
-        std::string_view(words).find("expandable_segments:True") != std::string_view::npos;
+        environment(name).find("expandable_segments:True") != std::string::npos;
   }
 }
 

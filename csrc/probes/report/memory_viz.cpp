@@ -79,8 +79,7 @@ class Snapshot {
       write_number(size, block.bytes);
     }
     write_number("stream", 0);
-    out_.text("segment_type");
-    out_.text("large");
+    write_text("segment_type", "large");
     out_.text("segment_pool_id");
     out_.begin_tuple();
     out_.integer(0);
@@ -96,8 +95,7 @@ class Snapshot {
     out_.unsigned_integer(block.address);
     write_number("size", block.bytes);
     write_number("requested_size", block.bytes);
-    out_.text("state");
-    out_.text("active_allocated");
+    write_text("state", "active_allocated");
     write_frames(recording, block.site);
     out_.end_dict();
     out_.end_list();
@@ -126,15 +124,13 @@ class Snapshot {
   void write_entry(const Recording& recording, const char* action, const RecordedBlock& block,
                    int64_t time_us) {
     out_.begin_dict();
-    out_.text("action");
-    out_.text(action);
+    write_text("action", action);
     out_.text("addr");
     out_.unsigned_integer(block.address);
     write_number("size", block.bytes);
     write_number("stream", 0);
     write_number("time_us", time_us);
-    out_.text("category");
-    out_.text(name_of(block.category));
+    write_text("category", name_of(block.category));
     write_frames(recording, block.site);
     out_.end_dict();
   }
@@ -142,14 +138,12 @@ class Snapshot {
   /// The viewer fails on categories without "unknown", which the blocks of segments have there.
   void write_end(int64_t time_us) {
     out_.begin_dict();
-    out_.text("action");
-    out_.text("snapshot");
+    write_text("action", "snapshot");
     write_number("addr", 0);
     write_number("size", 0);
     write_number("stream", 0);
     write_number("time_us", time_us);
-    out_.text("category");
-    out_.text("unknown");
+    write_text("category", "unknown");
     out_.text("frames");
     out_.begin_list();
     out_.end_list();
@@ -165,11 +159,9 @@ class Snapshot {
     const auto& site = recording.sites[number];
     out_.begin_list();
     out_.begin_dict();
-    out_.text("filename");
-    out_.text(site.file);
+    write_text("filename", site.file);
     write_number("line", site.line);
-    out_.text("name");
-    out_.text(number == 0 ? to_string(site) : site.function);
+    write_text("name", number == 0 ? to_string(site) : site.function);
     out_.end_dict();
     out_.end_list();
     frames_.emplace(number, out_.keep());
@@ -178,6 +170,10 @@ class Snapshot {
   void write_number(const char* key, int64_t value) {
     out_.text(key);
     out_.integer(value);
+  }
+  void write_text(const char* key, const std::string& text) {
+    out_.text(key);
+    out_.text(text);
   }
 
   void split_now_and_then() {

@@ -9,6 +9,9 @@
 #include "base/markup.h"
 
 namespace brimful::probes {
+
+extern const char* const kSummaryTable;  ///< summary.html
+
 namespace {
 
 constexpr size_t kSummaryColumns = 11;
@@ -123,6 +126,14 @@ std::string line_of(const Cells& cells, const std::array<size_t, kSummaryColumns
   return line.substr(0, line.find_last_not_of(' ') + 1);
 }
 
+Fields row_fields(const Cells& cells, int64_t depth) {
+  Fields row{{{"module", cells[0]}, {"indent", std::to_string(depth + 1)}}};
+  for (size_t column = 1; column < kSummaryColumns; ++column) {
+    row.lists[column < kWords ? "words" : "numbers"].push_back({{{"text", cells[column]}}});
+  }
+  return row;
+}
+
 }  // namespace
 
 void charge(std::vector<ModuleRow>& modules, const std::vector<MemorySpan>& spans) {
@@ -169,32 +180,17 @@ std::string to_string(const StepSummary& summary) {
 }
 
 std::string to_html(const StepSummary& summary) {
-  const auto cell = [](const char* tag, size_t column, const std::string& text, int64_t depth) {
-    const std::string style =
-        column == 0
-            ? "text-align:left;padding-left:" + std::to_string(depth + 1) + "em;white-space:pre"
-            : std::string(column < kWords ? "text-align:left" : "text-align:right");
-    return std::string("<") + tag + " style=\"" + style + "\">" + escape_markup(text) + "</" + tag +
-           ">";
-  };
-  std::string html = "<table><thead><tr>";
-  for (size_t column = 0; column < kSummaryColumns; ++column) {
-    html += cell("th", column, kTitles[column], 0);
-  }
-  html += "</tr></thead><tbody>";
+  Fields fields;
+  fields.lists["head"].push_back(row_fields(kTitles, 0));
+  auto& modules = fields.lists["modules"];
   for (const ModuleRow& row : summary.modules) {
-    const Cells cells = cells_of(row);
-    html += "<tr>";
-    for (size_t column = 0; column < kSummaryColumns; ++column) {
-      html += cell("td", column, cells[column], row.depth);
-    }
-    html += "</tr>";
+    modules.push_back(row_fields(cells_of(row), row.depth));
   }
-  html += "</tbody></table>";
-  for (const std::string& line : lines_below(summary)) {
-    html += "<div>" + escape_markup(line) + "</div>";
+  auto& lines = fields.lists["lines"];
+  for (std::string& line : lines_below(summary)) {
+    lines.push_back({{{"text", std::move(line)}}});
   }
-  return html;
+  return fill_markup(kSummaryTable, fields);
 }
 
 }  // namespace brimful::probes

@@ -77,7 +77,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
       ``torch.float32`` sums bfloat16 or float16 gradients without rounding on the way (one more copy of them).
     - ``error_feedback``: what rounding to ``wire_dtype`` took from a gradient is added to the next one.
     - ``gradient_predivide_factor``: in a plain loop, divide by this before the sum and by the rest after it.
-    - ``whole_path``: make the collectives of a single rank too, for measurements.
 
     What ``module._ddp_params_and_buffers_to_ignore`` names stays each rank's own. Unlike with torch's class:
 
@@ -132,7 +131,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         wire_dtype: torch.dtype | None = None,
         error_feedback: bool = False,
         gradient_predivide_factor: float | None = None,
-        whole_path: bool = False,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -157,7 +155,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "wire_dtype": wire_dtype,
             "error_feedback": error_feedback,
             "gradient_predivide_factor": gradient_predivide_factor,
-            "whole_path": whole_path,
         }
         self._mixed = self._make_mixed()
         self._reducer: _C.Reducer | None = self._make_reducer(contents, init_sync, at_start)
@@ -445,8 +442,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             )
 
     @property
-    def buckets_left(self) -> int:
-        """Buckets that have left in the step that runs."""
+    def buckets_launched(self) -> int:
+        """Buckets that were launched in the step that runs."""
         return self.reducer.launched
 
     def zero_grad(self, set_to_none: bool = True) -> None:

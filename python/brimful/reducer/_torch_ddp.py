@@ -26,7 +26,7 @@ _side_groups: weakref.WeakKeyDictionary[torch.nn.Module, dist.ProcessGroup] = (
 atexit.register(_side_groups.clear)
 
 
-def participant(model: Any) -> _C.ForeignReducer:
+def adapter(model: Any) -> _C.TorchDdpAdapter:
     """The part that `model` takes in a step. Its first one is a collective: it makes the group to agree over."""
     refuse(model)
     parameters = trainable(model)
@@ -42,7 +42,7 @@ def participant(model: Any) -> _C.ForeignReducer:
         nothing = [_nothing(p, p in sparse) for p in parameters]
         _reduce(this(), parameters, nothing, source)
 
-    return _C.ForeignReducer(parameters, _side_group(model), reduce)
+    return _C.TorchDdpAdapter(parameters, _side_group(model), reduce)
 
 
 def trainable(model: Any) -> list[torch.nn.Parameter]:

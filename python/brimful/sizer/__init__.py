@@ -198,7 +198,7 @@ class BatchSizer:
         self._buffers = parts.buffers()
         self._optimizers = parts.optimizers
         self._device = devices[0]
-        self._foreign = parts.foreign
+        self._wrapped_by_torch = parts.torch_ddp
         scaler_tensors = _scaler_tensors(scaler, devices[0])
         self._room = OptimizerRoom(parts.optimizers)
         recompute, offload = rungs_of(ladder)
@@ -231,7 +231,7 @@ class BatchSizer:
         this = weakref.ref(self)
         return _C.BatchSizer(
             reducers=[w.reducer for w in parts.wrapped],
-            foreign=[_torch_ddp.participant(f) for f in parts.foreign],
+            adapters=[_torch_ddp.adapter(m) for m in parts.torch_ddp],
             outside=parts.outside,
             entries=_entries(parts.children),
             devices=parts.devices(),
@@ -342,7 +342,9 @@ class BatchSizer:
         return outcome
 
     def _local(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        return _torch_ddp.local(loss_fn, self._foreign) if self._foreign else loss_fn
+        return (
+            _torch_ddp.local(loss_fn, self._wrapped_by_torch) if self._wrapped_by_torch else loss_fn
+        )
 
     def plan(
         self, batch: Any, loss_fn: Callable[[Any, Any], Any], *, accumulate: bool = False
@@ -376,7 +378,7 @@ class BatchSizer:
         core = self._core
         if self._loops > 0 and core.expects_step:
             # The loop before was left: by all ranks, or the others wait in its next step.
-            core.tell_failure(False, "it left its loop over data and began another one")
+            core.report_failure(False, "it left its loop over data and began another one")
         self._loops = 0
         error: BaseException | None = None
         following: Any = None
@@ -407,7 +409,7 @@ class BatchSizer:
 
     def _fail(self, error: BaseException) -> None:
         """Inform the other ranks, which wait in their next step; nobody does after the last one."""
-        self._core.tell_failure(is_out_of_memory(error), text_of(error))
+        self._core.report_failure(is_out_of_memory(error), text_of(error))
         mark_reported(error)
         raise error
 

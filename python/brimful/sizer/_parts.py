@@ -69,7 +69,7 @@ class Parts:
         self.modules = modules_of(model)
         self.children = list(dict.fromkeys(child for m in self.modules for child in m.modules()))
         self.wrapped = [c for c in self.children if isinstance(c, DistributedDataParallel)]
-        self.foreign = [c for c in self.children if isinstance(c, _torch_ddp.TorchDDP)]
+        self.torch_ddp = [c for c in self.children if isinstance(c, _torch_ddp.TorchDDP)]
         self.parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
         self.optimizers = optimizers_of(optimizer)
         self.outside = self._outside()
@@ -77,13 +77,13 @@ class Parts:
     def _outside(self) -> list[torch.Tensor]:
         """What is trained and no wrapper reduces."""
         reduced = {p for w in self.wrapped for p in w.parameters()}
-        reduced |= {p for f in self.foreign for p in _torch_ddp.trainable(f)}
+        reduced |= {p for f in self.torch_ddp for p in _torch_ddp.trainable(f)}
         asked = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         every = dict.fromkeys([*self.parameters, *asked])
         return [p for p in every if p.requires_grad and p not in reduced]
 
     def require_reduced(self) -> None:
-        _require_reduced(self.outside, [*self.wrapped, *self.foreign])
+        _require_reduced(self.outside, [*self.wrapped, *self.torch_ddp])
 
     def require_trained(self) -> None:
         if not any(p.requires_grad for p in self.parameters):
@@ -96,7 +96,7 @@ class Parts:
         lockstep = asked
         if lockstep is None:
             lockstep = any(isinstance(c, torch.nn.SyncBatchNorm) for c in self.children)
-        if lockstep and self.foreign:
+        if lockstep and self.torch_ddp:
             raise ValueError(
                 "ranks that use torch's DistributedDataParallel cannot keep collectives inside the model in "
                 "step (lockstep: True); wrap the module in brimful.DistributedDataParallel"

@@ -19,4 +19,10 @@ TEST_CASE("FNV-1a has the published values", "[base]") {
   CHECK(hashed<uint64_t>("foobar") == 0x85944171f73967e8ULL);
 }
 
+TEST_CASE("FNV-1a of a number is that of its eight bytes, the lowest first", "[base]") {
+  brimful::Fnv<uint64_t> hash;
+  hash.add(uint64_t{0x0807060504030201});
+  CHECK(hash.value() == hashed<uint64_t>("\x01\x02\x03\x04\x05\x06\x07\x08"));
+}
+
 }  // namespace test_fnv

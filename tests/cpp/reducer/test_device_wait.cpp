@@ -15,7 +15,7 @@ namespace {
 
 const c10::Device kDevice(c10::DeviceType::CUDA, 0);
 
-/// Of two ranks. As long as it cannot tell it throws, as torch's do that do not know the question.
+/// Of two ranks. As long as it cannot say it throws, as torch's do that do not know the question.
 class Asked : public c10d::Backend {
  public:
   Asked() : Backend(0, 2) {}
@@ -64,7 +64,7 @@ struct OnDevice {
 
 }  // namespace
 
-TEST_CASE("a backend that cannot tell its error is asked once, and one that can at every look",
+TEST_CASE("a backend that cannot say its error is asked once, and one that can at every look",
           "[reducer]") {
   OnDevice<Mute> mute;
   mute.backend->tells = false;
@@ -83,7 +83,7 @@ TEST_CASE("a backend that cannot tell its error is asked once, and one that can 
   CHECK_THROWS_AS(require_no_error(asked.group, kDevice), std::runtime_error);
 }
 
-TEST_CASE("a backend that has told and then throws is asked again", "[reducer]") {
+TEST_CASE("a backend that has said its error and then throws is asked again", "[reducer]") {
   OnDevice<Forgetful> forgetful;
   forgetful.wait();
   forgetful.backend->tells = false;

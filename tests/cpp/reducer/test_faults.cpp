@@ -145,8 +145,8 @@ void expect_outcome(Checks& checks, const Case& item, int rank, int world_size,
   checks.expect(outcome.pieces == (item.fails(rank) ? 4 : 2), name + "wrong split");
   const auto& first = outcome.attempts.front();
   checks.expect(first.alone == alone, name + "alone is " + std::to_string(first.alone));
-  checks.expect(!item.fails(rank) || (first.buckets_left == 0) == alone,
-                name + "buckets left: " + std::to_string(first.buckets_left));
+  checks.expect(!item.fails(rank) || (first.buckets_launched == 0) == alone,
+                name + "buckets launched: " + std::to_string(first.buckets_launched));
   checks.expect(first.ran_out == (alone ? std::vector<int>{rank} : item.failing_ranks(world_size)),
                 name + "the wrong ranks ran out");
 }

@@ -237,7 +237,7 @@ TEST_CASE("A parameter unused here gets the others' gradient, one unused everywh
     }
     const auto reducer = Reducer::create(parameters, {}, group, capped(24));
     for (int step = 0; step < 3; ++step) {
-      const int user = step;  // of parameter 1; nobody uses parameter 2
+      const int user = step;  // of parameter 1; no rank uses parameter 2
       Tensors used{parameters[0], parameters[3]};
       if (rank == user) {
         used.push_back(parameters[1]);
@@ -364,7 +364,7 @@ TEST_CASE("Sparse gradients of every dtype and shape are summed in the same orde
   }
 }
 
-TEST_CASE("Ranks whose models differ are told which parameter, on every rank",
+TEST_CASE("Ranks whose models differ learn which parameter, on every rank",
           "[reducer][bad input]") {
   struct Difference {
     Tensors mine;
@@ -428,6 +428,24 @@ TEST_CASE("A reducer needs a group, and parameters that need a gradient", "[redu
                       Catch::Contains("require a gradient"));
     CHECK_THROWS_WITH(Reducer::create({leaf(at::zeros({1}))}, {}, group, capped(0)),
                       Catch::Contains("caps must be positive"));
+  });
+}
+
+TEST_CASE("A reduction dtype is a real floating one of 16 bits or more", "[reducer][bad input]") {
+  using enum c10::ScalarType;
+  run_ranks({1}, [](int, const Group& group) {
+    for (int8_t i = 0; i < static_cast<int8_t>(NumOptions); ++i) {
+      ReducerOptions options;
+      options.wire_dtype = static_cast<c10::ScalarType>(i);
+      const auto caught =
+          catching([&] { Reducer::create({leaf(at::zeros({1}))}, {}, group, options); });
+      const auto& dtype = *options.wire_dtype;
+      const bool reduced = dtype == Double || dtype == Float || dtype == Half || dtype == BFloat16;
+      INFO(c10::toString(dtype) << ": " << caught.text);
+      CHECK(caught.type == (reduced ? Caught::Type::nothing : Caught::Type::value_error));
+      CHECK((reduced || caught.text.find(std::string("(wire_dtype: ") + c10::toString(dtype) +
+                                         "); choose ") != std::string::npos));
+    }
   });
 }
 

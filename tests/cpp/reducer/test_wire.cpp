@@ -19,7 +19,7 @@ at::Tensor values(int64_t count, double salt, c10::ScalarType dtype = at::kFloat
 }
 }  // namespace
 
-TEST_CASE("A wire carries gradients in its dtype and back", "[reducer]") {
+TEST_CASE("Gradients travel in the reduction dtype and back", "[reducer]") {
   const auto from = GENERATE(at::kFloat, at::kDouble, at::kBFloat16, at::kHalf);
   const auto to = GENERATE(at::kFloat, at::kBFloat16, at::kHalf);
   if (from == to) {
@@ -107,7 +107,7 @@ TEST_CASE("A gradient that is not finite spoils one step, not the error", "[redu
   CHECK(at::isfinite(good).all().item<bool>());
 }
 
-TEST_CASE("A wire on a CUDA device rounds once, as on the CPU", "[reducer][gpu]") {
+TEST_CASE("A reduction dtype rounds once on a CUDA device, as on the CPU", "[reducer][gpu]") {
   BRIMFUL_NEEDS_GPUS(1);
   const bool feedback = GENERATE(false, true);
   const double scale = feedback ? 0.5 : 1.0 / 3;  // a sum of products may round once less there
@@ -128,7 +128,8 @@ TEST_CASE("A wire on a CUDA device rounds once, as on the CPU", "[reducer][gpu]"
   }
 }
 
-TEST_CASE("A wire's launches on a CUDA device do not grow with its row", "[reducer][gpu]") {
+TEST_CASE("A reduction dtype's launches on a CUDA device do not grow with the bucket",
+          "[reducer][gpu]") {
   BRIMFUL_NEEDS_GPUS(1);
   const auto calls = reinterpret_cast<long (*)(const char*)>(dlsym(RTLD_DEFAULT, "sim_cuda_calls"));
   if (calls == nullptr) {

@@ -12,12 +12,12 @@
 
 namespace test_oom {
 
-using brimful::describe;
 using brimful::is_out_of_memory;
 using brimful::is_out_of_memory_message;
 using brimful::MemoryEvidence;
 using brimful::Shortage;
 using brimful::shortage_in;
+using brimful::to_string;
 
 namespace {
 template <typename Error>
@@ -188,13 +188,13 @@ TEST_CASE("Memory errors that lost their type are known by their text", "[step]"
 }
 
 TEST_CASE("An error is described by its own message, short", "[step]") {
-  CHECK(describe(error_of(std::runtime_error("first\nsecond\n\nbacktrace"))) == "first\nsecond");
-  CHECK(describe(thrown_by([] { TORCH_CHECK_VALUE(false, "wrong (x: ", 3, ")"); })) ==
+  CHECK(to_string(error_of(std::runtime_error("first\nsecond\n\nbacktrace"))) == "first\nsecond");
+  CHECK(to_string(thrown_by([] { TORCH_CHECK_VALUE(false, "wrong (x: ", 3, ")"); })) ==
         "wrong (x: 3)");
-  CHECK(describe(error_of(std::runtime_error("ends\n"))) == "ends");
-  CHECK(describe(error_of(std::runtime_error(""))).empty());
-  CHECK(describe(error_of(7)) == "an exception that is no std::exception");
-  CHECK(describe(error_of(std::runtime_error(std::string(5000, 'x')))).size() == 2000);
+  CHECK(to_string(error_of(std::runtime_error("ends\n"))) == "ends");
+  CHECK(to_string(error_of(std::runtime_error(""))).empty());
+  CHECK(to_string(error_of(7)) == "an exception that is no std::exception");
+  CHECK(to_string(error_of(std::runtime_error(std::string(5000, 'x')))).size() == 2000);
 }
 
 }  // namespace test_oom

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from lost_ranks import CLEAN_UP_ONLY, KINDS, at_once
-from models import classes, cross_entropy, dropout_net, wrap
+from lost_ranks import CLEAN_UP_ONLY, KINDS, at_once, train
+from models import classes, dropout_net, wrap
 from rank_processes import raised
 from torch import nn
 
@@ -130,14 +130,7 @@ def lost_device_job(rank, kind, with_sizer, raises):
     model.module[0].weight.register_hook(lose)
     for step in range(3):
         batch = [t.cuda() for t in classes(8, seed=step)]
-
-        def run(batch=batch):
-            if sizer:
-                sizer.step(batch, cross_entropy)
-            else:
-                cross_entropy(model, batch).backward()
-
-        error = raised(run)
+        error = raised(train, model, sizer, batch)
         if error is not None:
             kept.append(
                 (model, sizer)

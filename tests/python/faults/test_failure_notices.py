@@ -16,6 +16,7 @@ from models import (
 from rank_processes import raised, run_script
 
 import brimful
+from brimful.reducer._whole_path import whole_path
 
 SOON_S = 2.0
 
@@ -90,7 +91,8 @@ def test_a_rank_that_fails_between_two_loops_posts_its_failure_and_does_not_kill
 
 
 def launches_at_the_end_job(rank, in_loop):
-    model = wrap(dropout_net(), whole_path=True)
+    with whole_path():
+        model = wrap(dropout_net())
     sizer = brimful.BatchSizer(model)
     for batch in sizer.batches([classes(8, seed=step) for step in range(2)]):
         sizer.step(batch, cross_entropy)

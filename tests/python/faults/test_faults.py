@@ -177,7 +177,9 @@ def memory_faults_job(rank, kinds, points, pieces, absent=()):
             assert len(short) == (rank.index in chosen), fault  # who ran out did so alone
         count["alone"] += sum(attempt.alone for attempt in mine)
         count["together"] += sum(not attempt.alone for attempt in short)
-        count["after a bucket was launched"] += sum(attempt.buckets_left > 0 for attempt in mine)
+        count["after a bucket was launched"] += sum(
+            attempt.buckets_launched > 0 for attempt in mine
+        )
         count["stood"] += not short
     return count
 

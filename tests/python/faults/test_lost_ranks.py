@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
-from lost_ranks import at_once
+from lost_ranks import at_once, require_named, train
 from models import classes, cross_entropy, dropout_net, wrap
 from rank_processes import raised
 
@@ -25,7 +25,7 @@ class Leave:
 
     def __init__(self, model, point, nap_s):
         self.model, self.point, self.nap_s = model, point, nap_s
-        self.armed, self.buckets_left = False, None
+        self.armed, self.buckets_launched = False, None
         if point == "forward":
             model.module[3].register_forward_pre_hook(self)
         elif point == "backward":
@@ -35,8 +35,8 @@ class Leave:
         if not self.armed:
             return
         self.armed = False
-        self.buckets_left = self.model.buckets_left
-        assert (self.buckets_left > 0) == (self.point == "backward")
+        self.buckets_launched = self.model.buckets_launched
+        assert (self.buckets_launched > 0) == (self.point == "backward")
         if self.nap_s is None:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self.nap_s)
@@ -51,24 +51,11 @@ def lost_job(rank, point, nap_s, with_sizer, lost):
         if point == "between":
             leave()
         batch = classes(8, seed=step)
-        if sizer:
-            error = raised(sizer.step, batch, cross_entropy)
-        else:
-            error = raised(lambda batch=batch: cross_entropy(model, batch).backward())
+        error = raised(train, model, sizer, batch)
         if error is not None:
             return step, error
         model.zero_grad()
     return None
-
-
-def require_named(result, lost, words):
-    step, error = result
-    assert step == 2
-    assert type(error) is brimful.RankFailed, error
-    assert error.rank == lost, error
-    assert "the process group broke in step 2: " in str(error), error
-    assert f"rank {lost} {words}" in str(error), error
-    assert error.seconds < SOON_S, (error.seconds, error)
 
 
 POINTS = ["forward", "between", "backward"]
@@ -81,7 +68,7 @@ def test_a_killed_rank_is_named_by_the_others(ranks, with_sizer):
         results = ranks(lost_job, *job, size=SIZE, timeout_s=TIMEOUT_S, lost=(lost,))
         assert results.pop(lost) is None
         for result in results:
-            require_named(result, lost, "did not come (it left its loop, died or hangs)")
+            require_named(result, lost, "did not come (it left its loop, died or hangs)", SOON_S)
 
     places = itertools.product(POINTS, [0, SIZE - 1])
     at_once([partial(run, point, lost) for point, lost in places])
@@ -93,7 +80,7 @@ def test_a_rank_that_sleeps_past_the_timeout_is_named_by_the_others(ranks, with_
         results = ranks(lost_job, point, nap_s, with_sizer, 1, size=SIZE, timeout_s=TIMEOUT_S)
         for rank, result in enumerate(results):
             if rank != 1 or words == "came ":
-                require_named(result, 1, words)
+                require_named(result, 1, words, SOON_S)
 
     naps = (TIMEOUT_S + 0.7, "came "), (TIMEOUT_S + 5, "did not come (it left")
     places = itertools.product(POINTS, naps)

@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from lost_ranks import CLEAN_UP_ONLY, CYCLES_A_S, KINDS, at_once
-from models import classes, cross_entropy, dropout_net, wrap
+from lost_ranks import CLEAN_UP_ONLY, CYCLES_A_S, KINDS, at_once, require_named, train
+from models import classes, dropout_net, wrap
 from rank_processes import raised
 
 import brimful
@@ -44,7 +44,7 @@ class Leave:
     def __call__(self, *_):
         if not self.armed:
             return
-        in_backward = self.model.buckets_left > 0
+        in_backward = self.model.buckets_launched > 0
         self.armed = self.point == "both" and not in_backward
         assert in_backward == (self.point != "forward") or self.point == "both"
         if self.point != "finish":
@@ -68,12 +68,9 @@ def lost_job(rank, kind, environment, point, nap_s, with_sizer):
         batch = [t.cuda() for t in classes(8, seed=step)]
 
         def run(batch=batch):
-            if sizer:
-                sizer.step(batch, cross_entropy)
-            else:
-                cross_entropy(model, batch).backward()
+            train(model, sizer, batch)
             if second:
-                cross_entropy(second, batch).backward()
+                train(second, None, batch)
 
         error = raised(run)
         if error is not None:
@@ -93,14 +90,7 @@ def test_ranks_import_nothing_large_in_their_first_step(ranks):
     assert ranks(slow_to_import) == [[], []]
 
 
-def require_named(results, words):
-    step, error = results[0]
-    assert step == 2, results
-    assert type(error) is brimful.RankFailed, error
-    assert error.rank == 1, error
-    assert "the process group broke in step 2: " in str(error), error
-    assert words in str(error), error
-    assert error.seconds < SOON_S, (error.seconds, error)
+DID_NOT_COME = "did not come (it left its loop, died or hangs)"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,7 +98,7 @@ def test_a_killed_rank_is_named_by_the_other(ranks, kind):
     def run(point, with_sizer):
         job = kind, CLEAN_UP_ONLY, point, None, with_sizer
         results = ranks(lost_job, *job, lost=(1,))
-        require_named(results, "rank 1 did not come (it left its loop, died or hangs)")
+        require_named(results[0], 1, DID_NOT_COME, SOON_S)
 
     places = [("forward", True), ("backward", False), ("agreement", False), ("finish", True)]
     at_once([partial(run, *place) for place in places])
@@ -118,7 +108,7 @@ def test_without_a_watchdog_a_killed_rank_is_named(ranks):
     def run(kind):
         environment = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
         results = ranks(lost_job, kind, environment, "backward", None, True, lost=(1,))
-        require_named(results, "rank 1 did not come (it left its loop, died or hangs)")
+        require_named(results[0], 1, DID_NOT_COME, SOON_S)
 
     at_once([partial(run, kind) for kind in KINDS])
 
@@ -128,7 +118,7 @@ def test_without_a_watchdog_a_killed_rank_is_named(ranks):
 def test_a_rank_that_hangs_is_named_before_the_watchdog_ends_the_process(ranks, kind):
     def run(point, with_sizer):
         results = ranks(lost_job, kind, {}, point, TIMEOUT_S + 3, with_sizer, watchdog_s=40)
-        require_named(results, "rank 1 did not come (it left its loop, died or hangs)")
+        require_named(results[0], 1, DID_NOT_COME, SOON_S)
 
     places = [("forward", False), ("backward", True), ("agreement", False)]
     at_once([partial(run, *place) for place in places])
@@ -138,7 +128,7 @@ def test_a_rank_that_hangs_is_named_before_the_watchdog_ends_the_process(ranks, 
 def test_a_rank_that_comes_too_late_is_not_ended_by_its_watchdog(ranks, kind):
     """It calls no collective that the others have left, which its watchdog would find as its backward goes on."""
     results = ranks(lost_job, kind, {}, "both", TIMEOUT_S, False, watchdog_s=40)
-    require_named(results, "rank 1 did not come (it left its loop, died or hangs)")
+    require_named(results[0], 1, DID_NOT_COME, SOON_S)
     step, error = results[1]
     assert step == 2, results
     assert type(error) is brimful.RankFailed, error

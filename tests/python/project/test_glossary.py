@@ -12,18 +12,7 @@ PAGES = sorted(
 )
 HEADERS = sorted((ROOT / "csrc" / "include").rglob("*.h"))
 SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h"))
-#: Folders whose comments are not kept to it yet.
-OPEN = ("tests/cpp/reducer",)
-
-
-def kept(paths: list[Path]) -> list[Path]:
-    return [path for path in paths if not path.relative_to(ROOT).as_posix().startswith(OPEN)]
-
-
-KEPT = kept(SOURCES)
-CPP_TESTS = kept(
-    [p for p in sorted((ROOT / "tests" / "cpp").rglob("*")) if p.suffix in (".cpp", ".h")]
-)
+CPP_TESTS = sorted(p for p in (ROOT / "tests" / "cpp").rglob("*") if p.suffix in (".cpp", ".h"))
 MODULES = sorted((ROOT / "python").rglob("*.py"))
 TESTS = sorted((ROOT / "tests" / "python").rglob("*.py"))
 PROGRAMS = sorted(p for f in ("benchmarks", "examples", "tools") for p in (ROOT / f).rglob("*.py"))
@@ -85,7 +74,7 @@ def test_public_headers_use_the_words_of_the_glossary(header: Path) -> None:
     assert replaced_in(comments_of(header)) == {}
 
 
-@pytest.mark.parametrize("source", KEPT, ids=lambda source: str(source.relative_to(ROOT)))
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))
 def test_comments_of_sources_use_the_words_of_the_glossary(source: Path) -> None:
     assert replaced_in(comments_of(source), IN_MESSAGES) == {}
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import brimful
+from brimful.reducer._whole_path import whole_path
 
 HARMLESS = [
     {"find_unused_parameters": True},
@@ -296,3 +297,21 @@ def attributes_job(rank):
 def test_synchronisation_can_be_switched_by_torchs_attribute(ranks):
     first, second = ranks(attributes_job)
     assert not same_bits(first, second)
+
+
+def single_rank_job(rank):
+    def launches():
+        model = brimful.DistributedDataParallel(small_net())
+        train_once(model, 0)
+        return model.reducer.counters.launches
+
+    assert launches() == 0
+    with whole_path():
+        assert launches() > 0
+    assert launches() == 0
+    with pytest.raises(TypeError, match="whole_path"):
+        brimful.DistributedDataParallel(small_net(), whole_path=True)
+
+
+def test_a_single_rank_makes_collectives_only_to_be_measured(ranks):
+    ranks(single_rank_job, size=1)

@@ -23,6 +23,7 @@ from models import (
 from rank_processes import raised
 
 import brimful
+from brimful.reducer._whole_path import whole_path
 
 
 def generator_net():
@@ -126,7 +127,8 @@ def test_a_plain_backward_between_steps_of_two_modules_does_not_disturb_a_shorta
 
 
 def other_optimizer_job(rank):
-    a, b = (wrap(net, whole_path=True) for net in two_nets())
+    with whole_path():
+        a, b = (wrap(net) for net in two_nets())
     optimizer = torch.optim.SGD(a.parameters(), lr=0.1)
     other = torch.optim.SGD(b.parameters(), lr=0.1)
     batch = classes(8, seed=rank.index)

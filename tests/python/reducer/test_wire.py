@@ -200,9 +200,17 @@ def test_predivision_does_not_change_the_mean(ranks, factor):
     assert ranks(predivide_job, factor) == pytest.approx([1.5, 1.5])
 
 
+DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+REDUCED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+NOT_REDUCED = sorted(DTYPES - REDUCED, key=str)
+
+
+def test_dtypes_of_all_kinds_are_not_reduced():
+    assert {torch.bool, torch.int64, torch.complex64, torch.float8_e5m2} <= set(NOT_REDUCED)
+
+
 def bad_options_job(rank):
     for options, match in (
-        ({"wire_dtype": torch.int32}, "wire_dtype: Int"),
         ({"error_feedback": True}, "error_feedback: true"),
         ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor: 0"),
         ({"plan": "fastest"}, "plan: fastest"),
@@ -210,6 +218,12 @@ def bad_options_job(rank):
     ):
         with pytest.raises(ValueError, match=match):
             wrap(net(), **options)
+    for dtype in NOT_REDUCED:
+        match = r"cannot be reduced in this dtype \(wire_dtype: \w+\); choose .*torch\.bfloat16"
+        with pytest.raises(ValueError, match=match):
+            wrap(net(), wire_dtype=dtype)
+    for dtype in REDUCED:
+        wrap(net(), wire_dtype=dtype)
     with pytest.raises(TypeError, match="wire_dtype"):
         wrap(net(), wire_dtype="bfloat16")
     with pytest.raises(brimful.PlanMismatch, match=r"reduction dtype: (BFloat16|as the gradients)"):

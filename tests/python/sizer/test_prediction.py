@@ -9,6 +9,7 @@ from rank_processes import raised
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import brimful
+from brimful.reducer._whole_path import whole_path
 
 ROWS = 240
 
@@ -103,7 +104,8 @@ def test_no_step_runs_out_of_memory_and_pieces_are_as_large_as_they_can_be(ranks
 def steady_job(rank, name, wrapped):
     make, batch_of = MODELS[name]
     seed(0)
-    model = wrap(make(), whole_path=True) if wrapped else make()
+    with whole_path():
+        model = wrap(make()) if wrapped else make()
     batch = batch_of(ROWS)
     unsplit = peak_of_step(brimful.BatchSizer(model), batch, square)
     sizer = brimful.BatchSizer(model, predict=True)

@@ -64,10 +64,11 @@ def _steps(
     warm_up: int,
 ) -> dict[str, Step]:
     import brimful
+    from brimful.reducer._whole_path import whole_path
 
     x = batch.cuda()
     wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
-        "brimful": lambda module: brimful.DistributedDataParallel(module, whole_path=True),
+        "brimful": whole_path()(brimful.DistributedDataParallel),
         "torch": lambda module: nn.parallel.DistributedDataParallel(
             module, device_ids=[0], gradient_as_bucket_view=True
         ),

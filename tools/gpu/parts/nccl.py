@@ -76,11 +76,13 @@ def run(small: bool) -> Iterator[Check]:
 
 def _case(name: str) -> Check:
     import brimful
+    from brimful.reducer._whole_path import whole_path
 
     make, draw, options, allowed = CASES[name]
     torch.manual_seed(0)
     bare = make().cuda()
-    model = brimful.DistributedDataParallel(copy.deepcopy(bare), whole_path=True, **options)
+    with whole_path():
+        model = brimful.DistributedDataParallel(copy.deepcopy(bare), **options)
     if name == "hook":
         model.register_comm_hook(None, _hook)
     side = torch.cuda.Stream() if name == "side stream" else None

@@ -18,7 +18,8 @@ struct ReducerOptions {
   /// "ordered": the order alone; "registration": the reverse of registration, never changed; else a plan that plan()
   /// gave, never changed.
   std::string plan = "auto";
-  /// Gradients travel as this floating dtype: bfloat16 halves the bytes of float32, float32 sums bfloat16 exactly.
+  /// Gradients travel as this dtype (float64, float32, float16 or bfloat16): bfloat16 halves the bytes of float32, float32
+  /// sums bfloat16 exactly.
   std::optional<c10::ScalarType> wire_dtype;
   bool error_feedback = false;  ///< what rounding to wire_dtype took is added to the next gradient
   /// Plain loop: gradients are divided by this before the sum and by world size / this after it; nothing: world size.

@@ -76,18 +76,6 @@ class BRIMFUL_API BatchNorms {
   /// Gives the modules back what they had before the first piece.
   void after_step() noexcept;
 
-  /// Calls after_step() at its end, however that comes.
-  class Scope {
-   public:
-    explicit Scope(BatchNorms& norms) : norms_(norms) {}
-    ~Scope() { norms_.after_step(); }
-    Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
-
-   private:
-    BatchNorms& norms_;
-  };
-
  private:
   /// Of the values of each channel.
   struct Moments {

@@ -79,7 +79,7 @@ class BRIMFUL_API BatchSizer {
   /// Informs the other ranks that this one failed between two steps; they raise in their next one.
   void announce_failure(FailureKind kind, const std::string& text);
   /// The same, if they come to another step; where they cannot be reached, the log says so.
-  void tell_failure(FailureKind kind, const std::string& text);
+  void report_failure(FailureKind kind, const std::string& text);
 
   /// Calls `step`, an optimizer's. An error in it, which no step can undo, is sent to the other ranks: they raise in their
   /// next step, and this one throws HalfStepError with its text. RankFailed and HalfStepError pass as they are.

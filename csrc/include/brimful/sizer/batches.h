@@ -21,8 +21,8 @@ class Batches {
   /// If an exception leaves the loop's body between two steps, the other ranks raise in their next one.
   ~Batches() {
     if (std::uncaught_exceptions() > exceptions_ && sizer_.expects_step()) {
-      sizer_.tell_failure(Status::error,
-                          "an exception ended its loop (see that rank's own output)");
+      sizer_.report_failure(Status::error,
+                            "an exception ended its loop (see that rank's own output)");
     }
   }
 
@@ -51,7 +51,7 @@ class Batches {
     }
     const bool any = sizer_.begin_loop(next_ || error ? Next::yes : Next::no, input());
     if (error) {
-      sizer_.announce_failure(Status::error, describe(error));
+      sizer_.announce_failure(Status::error, to_string(error));
       std::rethrow_exception(error);
     }
     done_ = !any;
@@ -78,7 +78,7 @@ class Batches {
     try {
       fetch();
     } catch (...) {
-      sizer_.announce_failure(Status::error, describe(std::current_exception()));
+      sizer_.announce_failure(Status::error, to_string(std::current_exception()));
       throw;
     }
     sizer_.announce_next(next_ ? Next::yes : Next::no, input());

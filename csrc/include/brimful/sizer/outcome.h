@@ -26,9 +26,9 @@ struct AttemptNote {
   int64_t piece_rows = 0;    ///< of the largest piece; 0: no data
   int64_t peak_bytes = 0;    ///< of this rank's device during the try
   std::vector<int> ran_out;  ///< ranks that ran out of memory in it, empty for the one that stands
-  int64_t buckets_left = 0;  ///< of this rank, when its work ended
-  bool alone = false;        ///< repeated, and the other ranks are not informed
-  bool cache_released = false;  ///< afterwards: fragments in torch's cache were the trouble
+  int64_t buckets_launched = 0;  ///< of this rank, when its work ended
+  bool alone = false;            ///< repeated, and the other ranks are not informed
+  bool cache_released = false;   ///< afterwards: fragments in torch's cache were the trouble
 };
 
 struct Outcome {

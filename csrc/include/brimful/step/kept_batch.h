@@ -33,18 +33,6 @@ class BRIMFUL_API KeptBatch {
   /// `other`, restored, had a part of this batch: what its work changed is copied from now on.
   void learn(const KeptBatch& other);
 
-  /// Calls end().
-  class Scope {
-   public:
-    explicit Scope(KeptBatch& kept) : kept_(kept) {}
-    ~Scope() { kept_.end(); }
-    Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
-
-   private:
-    KeptBatch& kept_;
-  };
-
  private:
   struct Entry {
     NamedTensor named;

@@ -52,6 +52,6 @@ BRIMFUL_API bool is_out_of_memory(const std::exception_ptr& error, const MemoryE
 BRIMFUL_API bool is_out_of_memory_message(std::string_view message);
 BRIMFUL_API bool is_out_of_memory_message(std::string_view message, const MemoryEvidence& evidence);
 /// The error's own text without a C++ backtrace, cut to one paragraph of at most 2000 characters.
-BRIMFUL_API std::string describe(const std::exception_ptr& error);
+BRIMFUL_API std::string to_string(const std::exception_ptr& error);
 
 }  // namespace brimful

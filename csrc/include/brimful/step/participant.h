@@ -50,9 +50,10 @@ class BRIMFUL_API ParticipantAttempt {
   virtual void begin_piece(bool last, const at::Tensor& loss) = 0;
   /// Launches the early buckets whose turn it is.
   virtual void advance() = 0;
-  virtual bool early_left() const = 0;
+  /// The early buckets were launched.
+  virtual bool launched_early() const = 0;
   virtual Progress progress() const = 0;
-  /// Launches what has not left, up to the last bucket. Over several participants, all of this comes before the first last
+  /// Launches the buckets that were not launched yet, up to the last one. Over several participants, all of this comes before the first last
   /// bucket, in their order.
   virtual void launch_early(Fill fill) = 0;
   /// The last bucket, with what all ranks are to know of this one.

@@ -40,10 +40,10 @@ struct AttemptResult {
   Status own = Status::ok;  ///< ok, retry (of a late gradient), out_of_memory or error
   std::exception_ptr
       error;  ///< set for `error` only: an out-of-memory error pins the tensors of its frames
-  std::string text;          ///< of the error, out of memory or not
-  int64_t buckets_left = 0;  ///< launched when the work ended
-  bool retry_alone = false;  ///< no bucket was launched: no other rank needs to know
-  bool same_split = false;   ///< Attempt::same_split said so
+  std::string text;              ///< of the error, out of memory or not
+  int64_t buckets_launched = 0;  ///< when the work ended
+  bool retry_alone = false;      ///< no bucket was launched: no other rank needs to know
+  bool same_split = false;       ///< Attempt::same_split said so
   std::vector<ControlRecord>
       records;  ///< by rank; empty with retry_alone, and after leaving lockstep
 };

@@ -115,7 +115,8 @@ TEST_CASE("A drawing of nothing, and of a name that is markup, is a drawing", "[
   Costs nothing;
   nothing.forward = nothing.backward_input = nothing.backward_weight = {0};
   const auto svg = to_picture_svg(simulate(schedule, nothing));
-  CHECK_THAT(svg, Contains("&lt;a&gt; &amp;   \"b\": 1 rank, 1 stage, 1 microbatch; time 0"));
+  CHECK_THAT(svg,
+             Contains("&lt;a&gt; &amp;   &quot;b&quot;: 1 rank, 1 stage, 1 microbatch; time 0"));
   CHECK(count_of(svg, "<title>") == 0);
   CHECK(count_of(svg, "nan") + count_of(svg, "inf") == 0);
 }

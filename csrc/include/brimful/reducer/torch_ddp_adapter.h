@@ -17,19 +17,19 @@ namespace brimful {
 /// has all its gradients, or has failed, all ranks exchange their records over a group of its own, and reduce only if none
 /// has failed. So a shortage anywhere in forward or backward is repeated like any other, at the price that nothing is
 /// reduced during backward. Not thread-safe.
-class BRIMFUL_API ForeignReducer final : public Participant {
+class BRIMFUL_API TorchDdpAdapter final : public Participant {
  public:
   /// Makes the gradients of its parameters the mean over the ranks, and gives all ranks the buffers of rank `source`.
   /// Called on all ranks or on none; allocations on the CPU are not refused meanwhile.
   using Reduce = std::function<void(int source)>;
 
   /// `side_group`: a group for tensors on the CPU with the same ranks, which nothing else uses.
-  static std::shared_ptr<ForeignReducer> create(
+  static std::shared_ptr<TorchDdpAdapter> create(
       std::vector<at::Tensor> parameters, const c10::intrusive_ptr<c10d::ProcessGroup>& side_group,
       Reduce reduce);
-  ~ForeignReducer() override;
-  ForeignReducer(const ForeignReducer&) = delete;
-  ForeignReducer& operator=(const ForeignReducer&) = delete;
+  ~TorchDdpAdapter() override;
+  TorchDdpAdapter(const TorchDdpAdapter&) = delete;
+  TorchDdpAdapter& operator=(const TorchDdpAdapter&) = delete;
 
   int rank() const override;
   int world_size() const override;
@@ -41,7 +41,7 @@ class BRIMFUL_API ForeignReducer final : public Participant {
 
  private:
   struct State;
-  explicit ForeignReducer(std::unique_ptr<State> state);
+  explicit TorchDdpAdapter(std::unique_ptr<State> state);
 
   std::unique_ptr<State> s_;
 };

@@ -2,7 +2,7 @@
 #include <ATen/core/grad_mode.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
-#include <brimful/reducer/foreign.h>
+#include <brimful/reducer/torch_ddp_adapter.h>
 #include <brimful/step/oom.h>
 
 #include <algorithm>
@@ -21,18 +21,18 @@ namespace {
 std::string prefix_for(c10d::ProcessGroup& group) {
   const auto store = group.getStore();
   const auto rank = std::to_string(group.getRank());
-  return "brimful/foreign/" +
-         (store ? std::to_string(store->add("brimful/foreign/" + rank, 1)) : std::string()) + "/";
+  return "brimful/torch_ddp/" +
+         (store ? std::to_string(store->add("brimful/torch_ddp/" + rank, 1)) : std::string()) + "/";
 }
 }  // namespace
 
-/// Nothing leaves before finish(), which exchanges the records and reduces if it is due.
-struct ForeignReducer::State final : ParticipantAttempt {
+/// Nothing is launched before finish(), which exchanges the records and reduces if it is due.
+struct TorchDdpAdapter::State final : ParticipantAttempt {
   void begin(int source) override { buffer_source = source; }
   void set_order(ParticipantAttempt* /*before*/, ParticipantAttempt* /*after*/) override {}
   void begin_piece(bool /*last*/, const at::Tensor& /*loss*/) override {}
   void advance() override {}
-  bool early_left() const override { return true; }
+  bool launched_early() const override { return true; }
   /// Never complete: who runs out behind the last gradient repeats, which costs no other rank anything.
   Progress progress() const override { return {}; }
   void launch_early(Fill /*fill*/) override {}
@@ -61,13 +61,13 @@ struct ForeignReducer::State final : ParticipantAttempt {
   std::optional<Updates> updates;
 };
 
-ForeignReducer::ForeignReducer(std::unique_ptr<State> state) : s_(std::move(state)) {}
-ForeignReducer::~ForeignReducer() {
+TorchDdpAdapter::TorchDdpAdapter(std::unique_ptr<State> state) : s_(std::move(state)) {}
+TorchDdpAdapter::~TorchDdpAdapter() {
   forget_at_exit(this);
 }
 
-std::shared_ptr<ForeignReducer> ForeignReducer::create(std::vector<at::Tensor> parameters,
-                                                       const Group& side_group, Reduce reduce) {
+std::shared_ptr<TorchDdpAdapter> TorchDdpAdapter::create(std::vector<at::Tensor> parameters,
+                                                         const Group& side_group, Reduce reduce) {
   TORCH_CHECK_VALUE(side_group,
                     "ranks agree over a group of their own (side_group: null); make one with gloo");
   auto state = std::make_unique<State>();
@@ -80,8 +80,8 @@ std::shared_ptr<ForeignReducer> ForeignReducer::create(std::vector<at::Tensor> p
   if (state->world_size > 1 && !state->parameters.empty()) {
     state->updates.emplace(state->parameters, state->parameters.front().device());
   }
-  std::shared_ptr<ForeignReducer> reducer(new ForeignReducer(std::move(state)));
-  release_at_exit(reducer.get(), [weak = std::weak_ptr<ForeignReducer>(reducer)] {
+  std::shared_ptr<TorchDdpAdapter> reducer(new TorchDdpAdapter(std::move(state)));
+  release_at_exit(reducer.get(), [weak = std::weak_ptr<TorchDdpAdapter>(reducer)] {
     if (const auto alive = weak.lock()) {
       alive->s_->group.reset();
       alive->s_->reduce = nullptr;
@@ -90,37 +90,37 @@ std::shared_ptr<ForeignReducer> ForeignReducer::create(std::vector<at::Tensor> p
   return reducer;
 }
 
-int ForeignReducer::rank() const {
+int TorchDdpAdapter::rank() const {
   return s_->rank;
 }
 
-int ForeignReducer::world_size() const {
+int TorchDdpAdapter::world_size() const {
   return s_->world_size;
 }
 
-int64_t ForeignReducer::step() const {
+int64_t TorchDdpAdapter::step() const {
   return s_->step;
 }
 
-const std::vector<at::Tensor>& ForeignReducer::parameters() const {
+const std::vector<at::Tensor>& TorchDdpAdapter::parameters() const {
   return s_->parameters;
 }
 
-const FailureBoard& ForeignReducer::board() const {
+const FailureBoard& TorchDdpAdapter::board() const {
   return *s_->board;
 }
 
-ParticipantAttempt& ForeignReducer::attempt() {
+ParticipantAttempt& TorchDdpAdapter::attempt() {
   return *s_;
 }
 
-std::vector<ControlRecord> ForeignReducer::exchange(const ControlRecord& record) {
+std::vector<ControlRecord> TorchDdpAdapter::exchange(const ControlRecord& record) {
   return s_->exchange_all(record, "their first batches");
 }
 
 // A rank's record, and a byte for each parameter: has it a gradient?
-std::vector<ControlRecord> ForeignReducer::State::exchange_all(const ControlRecord& record,
-                                                               const std::string& what) {
+std::vector<ControlRecord> TorchDdpAdapter::State::exchange_all(const ControlRecord& record,
+                                                                const std::string& what) {
   const memory::Unlimited unlimited;
   std::vector<uint8_t> own(kRecordBytes + parameters.size());
   const auto encoded = encode(record);
@@ -138,7 +138,7 @@ std::vector<ControlRecord> ForeignReducer::State::exchange_all(const ControlReco
         "the ranks could not agree on " + what + " (rank " + std::to_string(rank) +
             "); a rank left its loop, died or hangs: look at the others' output, and start the "
             "job again. The group said: " +
-            describe(std::current_exception()));
+            to_string(std::current_exception()));
   }
   std::vector<ControlRecord> records;
   used_by_rank.assign(parameters.size(), 0);
@@ -153,7 +153,7 @@ std::vector<ControlRecord> ForeignReducer::State::exchange_all(const ControlReco
   return records;
 }
 
-Ending ForeignReducer::State::finish() {
+Ending TorchDdpAdapter::State::finish() {
   auto [record, loss_sum] = std::exchange(said, {});
   if (loss_sum.defined()) {
     record.loss_sum = loss_sum.item<double>();
@@ -181,7 +181,7 @@ Ending ForeignReducer::State::finish() {
   return ending;
 }
 
-void ForeignReducer::State::reduce_gradients() {
+void TorchDdpAdapter::State::reduce_gradients() {
   const memory::Unlimited unlimited;  // no way back from here
   const memory::UnlimitedEverywhere in_the_groups_threads;
   try {
@@ -200,7 +200,7 @@ void ForeignReducer::State::reduce_gradients() {
   }
 }
 
-void ForeignReducer::State::accept(double scale, bool keep_unused) {
+void TorchDdpAdapter::State::accept(double scale, bool keep_unused) {
   const double factor = scale * world_size;  // it made the mean of what must be the sum
   for (size_t i = 0; i < parameters.size(); ++i) {
     auto& gradient = parameters[i].mutable_grad();
@@ -212,13 +212,13 @@ void ForeignReducer::State::accept(double scale, bool keep_unused) {
   }
 }
 
-void ForeignReducer::State::discard() {
+void TorchDdpAdapter::State::discard() {
   for (const auto& parameter : parameters) {
     parameter.mutable_grad().reset();
   }
 }
 
-void ForeignReducer::State::abandon() {
+void TorchDdpAdapter::State::abandon() {
   try {
     group->abort();
   } catch (const std::exception& e) {

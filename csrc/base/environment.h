@@ -1,0 +1,34 @@
+#pragma once
+#include <sys/resource.h>
+#include <charconv>
+#include <cstdint>
+#include <cstdlib>
+#include <optional>
+#include <string>
+
+// What a process was started with.
+namespace brimful {
+
+/// The variable's text; empty where it is not set.
+inline std::string environment(const char* name) {
+  const char* const text = std::getenv(name);
+  return text == nullptr ? "" : text;
+}
+
+/// The whole number that the variable begins with, else `otherwise`.
+inline int64_t environment_number(const char* name, int64_t otherwise) {
+  const std::string text = environment(name);
+  std::from_chars(text.data(), text.data() + text.size(), otherwise);
+  return otherwise;
+}
+
+/// Of RLIMIT_AS and its like; nothing: none.
+inline std::optional<int64_t> soft_limit(decltype(RLIMIT_AS) resource) {
+  rlimit limit{};
+  if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+    return std::nullopt;
+  }
+  return static_cast<int64_t>(limit.rlim_cur);
+}
+
+}  // namespace brimful
