@@ -80,6 +80,7 @@ void bind_outcome(py::module_& m) {
       .BRIMFUL_FIELDS(def_readonly, StepRungs, recomputed, offloaded, everything)
       .def("__bool__", [](const StepRungs& self) { return !self.empty(); })
       .def("__eq__", [](const StepRungs& self, const StepRungs& other) { return self == other; })
+      .def("__str__", [](const StepRungs& self) { return to_string(self); })
       .def("__repr__", [](const StepRungs& self) { return "StepRungs(" + to_string(self) + ")"; });
   py::class_<Outcome>(m, "Outcome", "How a step ended; see BatchSizer.step.")
       .BRIMFUL_FIELDS(def_readonly, Outcome, loss, weight, pieces, split, rungs, retries,

@@ -59,7 +59,7 @@ void bind_figures(py::module_& m) {
       .BRIMFUL_FIELDS(def_readwrite, StepSummary, modules, mode, device, rows, used_bytes,
                       forward_peak_bytes, backward_peak_bytes, optimizer_peak_bytes, peak_bytes,
                       predicted_bytes, margin_bytes, workspaces_unknown, bytes_per_row, limit_bytes,
-                      largest_rows)
+                      largest_rows, limit_plan)
       .def("__str__", [](const StepSummary& self) { return to_string(self); })
       .def("to_dict", &summary_as_dict)
       .def("_repr_html_", [](const StepSummary& self) { return to_html(self); });
@@ -81,6 +81,7 @@ void bind_summary(py::module_& m) {
       .def("run", &SmallSteps::run, py::arg("rows"), py::arg("step_with"))
       .def("run_whole", &SmallSteps::run_whole, py::arg("rows"), py::arg("step"))
       .def("look", &SmallSteps::look, py::arg("rows"), py::arg("batch"), py::arg("gone"))
+      .def("peak_bytes", &SmallSteps::peak_bytes, py::arg("rows"))
       .def(
           "predict",
           [](const SmallSteps& self, StepSummary& found) {

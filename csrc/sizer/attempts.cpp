@@ -136,8 +136,9 @@ class BatchSizer::State::Running {
     outcome_.split = attempt_.split = s_.split_by(retry.plan(), input_);
     const bool finest = s_.is_finest(input_, std::ssize(attempt_.split));
     climb_.begin_attempt(retry.plan().rungs, finest);
-    attempt_.retries_left = retry.may_repeat() || climb_.may_go_on();
-    attempt_.can_shrink = !finest || climb_.may_go_on();
+    const bool may_climb = s_.options_.max_retries > 0 && climb_.may_go_on();
+    attempt_.retries_left = retry.may_repeat() || may_climb;
+    attempt_.can_shrink = !finest || may_climb;
     s_.owed_ = false;
     next_piece_ = 0;
     s_.recorder_.begin_attempt();

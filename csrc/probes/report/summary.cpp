@@ -113,7 +113,11 @@ std::string rows_text(const StepSummary& summary) {
 }
 
 std::vector<std::string> lines_below(const StepSummary& summary) {
-  return {"mode: " + summary.mode, rows_text(summary), peaks_text(summary)};
+  std::vector<std::string> lines{"mode: " + summary.mode, rows_text(summary), peaks_text(summary)};
+  if (!summary.limit_plan.empty()) {
+    lines.push_back(summary.limit_plan);
+  }
+  return lines;
 }
 
 std::string line_of(const Cells& cells, const std::array<size_t, kSummaryColumns>& widths) {

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from brimful import _C
 from brimful._modules import unwrapped
+from brimful.memory._limit_plan import limit_plan
 from brimful.memory._module_spans import ModuleRows, ModuleSpans, SavedBytes
 from brimful.sizer._unchanged import Unchanged
 
@@ -34,6 +35,7 @@ def summary(
     batch_dim: Any = 0,
     size_fn: Callable[[Any], int] | None = None,
     split_fn: Callable[[Any, int, int], Any] | None = None,
+    limit: int | None = None,
 ) -> _C.StepSummary:
     """Run steps with this batch, and return what they take of memory, module by module; then undo them.
 
@@ -60,7 +62,9 @@ def summary(
     parameters and its state, are held meanwhile and not counted. A data-parallel wrapper is left out: other ranks take
     no part.
 
-    ``batch_dim``, ``size_fn`` and ``split_fn`` are a ``BatchSizer``'s.
+    ``batch_dim``, ``size_fn`` and ``split_fn`` are a ``BatchSizer``'s. With ``limit``, a number of bytes, ``limit_plan``
+    is what a ``BatchSizer`` would do to stay within it: pieces, or what it recomputes and offloads of single rows. The
+    step itself runs without that limit.
 
     Raises ``ValueError`` for a batch without rows and for a loss that needs no gradient, ``TypeError`` for other types,
     and what the model raises. From one thread, with no other that allocates; waits for the device.
@@ -68,6 +72,10 @@ def summary(
     _check(model, loss_fn, optimizer, autocast)
     splitter = _C.Splitter(batch_dim=batch_dim, size_fn=size_fn, split_fn=split_fn)
     rows = splitter.rows_of(batch)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"a limit is a number of bytes (limit: {limit!r})")
+    if limit is not None and not train:
+        raise ValueError("a plan for a limit is one of training (train: False); leave limit out")
     if rows < 1:
         raise ValueError(f"there is nothing to measure in a batch without rows (rows: {rows})")
     step = _Step(unwrapped(model), loss_fn or _sum_of_outputs, optimizer, train, autocast)
@@ -92,6 +100,19 @@ def summary(
                 error.add_note(f"the largest batch that fits: {found.largest_rows} rows")
             raise
         steps.look_beyond(found)
+        if limit is not None:
+            unchanged.between_runs()
+            found.limit_plan = limit_plan(
+                step.model,
+                step.device,
+                step.run_between,
+                found,
+                lambda begin, end: splitter.slice(batch, rows, begin, end),
+                batch,
+                steps.peak_bytes,
+                limit,
+                unchanged.bytes,
+            )
     return found
 
 
@@ -181,6 +202,25 @@ class _Step:
                 with part("optimizer"):
                     # Not the step that schedulers and sizers put in its place.
                     type(self._optimizer).step(self._optimizer)
+
+    def run_between(self, batch: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        """Forward and backward alone."""
+
+        @contextmanager
+        def part(name: str) -> Iterator[None]:
+            if name == "forward":
+                begin()
+            try:
+                yield
+            finally:
+                if name == "forward":
+                    end()
+
+        optimizer, self._optimizer = self._optimizer, None
+        try:
+            self.run(batch, part)
+        finally:
+            self._optimizer = optimizer
 
     def _casting(self) -> AbstractContextManager[Any]:
         if self._autocast is None:

@@ -176,6 +176,11 @@ TEST_CASE("Only advice that applies is given", "[sizer][too large]") {
     CHECK(kinds(shortfall) ==
           with({"raise the", "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True:"}, rest));
   }
+  SECTION("the ladder's end") {
+    shortfall.climbed = true;
+    CHECK(kinds(shortfall) ==
+          Kinds{"raise the", "split the", "compute in", "freeze parameters", "use a"});
+  }
   SECTION("bfloat16 already") {
     shortfall.autocast = true;
     CHECK(kinds(shortfall) ==

@@ -273,7 +273,7 @@ def test_a_batch_that_does_not_fit_whole_is_refused_without_a_second_try():
         return cross_entropy(model, piece)
 
     before = values_of(model)
-    sizer = brimful.BatchSizer(model, batch_norm="refuse")
+    sizer = brimful.BatchSizer(model, batch_norm="refuse", ladder="split")
     memory.set_limit("cpu", memory.stats("cpu").used_bytes + (ROWS << 15))
     error = raised(sizer.step, BATCH, heavy)
     memory.set_limit("cpu", None)

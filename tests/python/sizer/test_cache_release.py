@@ -80,12 +80,16 @@ def test_it_is_asked_for_once_in_sixteen_steps():
 
 def test_where_nothing_is_left_to_split_a_release_may_still_do():
     model = net()
+
+    def only_split(model):
+        return brimful.BatchSizer(model, ladder="split")
+
     outcome = step(brimful.BatchSizer(model), model, Planted(FRAGMENTED), rows=1)
     assert tries(outcome) == [(1, True), (1, False)]
     with pytest.raises(brimful.BatchTooLarge, match="expandable_segments:True"):
-        step(brimful.BatchSizer(model), model, Planted(FRAGMENTED, FRAGMENTED), rows=1)
+        step(only_split(model), model, Planted(FRAGMENTED, FRAGMENTED), rows=1)
     with pytest.raises(brimful.BatchTooLarge) as full:
-        step(brimful.BatchSizer(model), model, Planted(FULL), rows=1)
+        step(only_split(model), model, Planted(FULL), rows=1)
     assert not any("expandable_segments" in advice for advice in full.value.advice)
     with pytest.raises(brimful.BatchTooLarge):
         step(brimful.BatchSizer(model, max_retries=0), model, Planted(FRAGMENTED), rows=1)

@@ -36,7 +36,7 @@ def test_a_new_sizer_has_seen_nothing():
 
 def test_steps_retries_and_failures_are_counted():
     model = net()
-    sizer = brimful.BatchSizer(model, max_retries=2)
+    sizer = brimful.BatchSizer(model, max_retries=2, ladder="split")
     for failures in (0, 2, 0):
         sizer.step(classes(8), planted(failures))
         model.zero_grad()

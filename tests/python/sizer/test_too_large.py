@@ -50,7 +50,7 @@ def trained(optimizer_type, width=1000):
     """A model that has made a step, so that its optimizer has state."""
     model = Widening(width)
     optimizer = optimizer_type(model.parameters())
-    sizer = brimful.BatchSizer(model, optimizer)
+    sizer = brimful.BatchSizer(model, optimizer, ladder="split")
     sizer.step(torch.randn(ROWS, 40), square)
     optimizer.step()
     optimizer.zero_grad()
@@ -152,7 +152,9 @@ def rank_job(rank):
         return cross_entropy(model, piece)
 
     brimful.memory.set_limit("cpu", used() + (1 << 20))
-    error = raised(brimful.BatchSizer(model).step, classes(3, seed=rank.index), loss)
+    error = raised(
+        brimful.BatchSizer(model, ladder="split").step, classes(3, seed=rank.index), loss
+    )
     brimful.memory.set_limit("cpu", None)
     assert same_bits(values_of(model), before) and rng_states() == random
     if rank.index == 1:
@@ -167,6 +169,17 @@ def test_the_rank_that_ran_out_says_so_and_the_others_name_it(ranks):
     assert rank == 1 and [rows for _, rows, _ in tried] == [3, 2, 1]
     assert "failed on rank 1: out of memory: CPU out of memory. Tried" in healthy
     assert advice[-1] == "use a smaller model or input, or a device with more memory"
+
+
+def test_what_the_ladder_has_tried_is_advised_no_more():
+    model = Widening(1000)
+    brimful.memory.set_limit("cpu", used() + 400 * 1000)
+    error = raised(brimful.BatchSizer(model).step, torch.randn(2, 40), square)
+    assert [(pieces, rows) for pieces, rows, _ in error.tried] == [(1, 2), (2, 1), (2, 1)]
+    advice = "\n".join(error.advice)
+    assert "several devices (Pipeline)" in advice and "checkpoint activations" not in advice
+    error = raised(brimful.BatchSizer(model, max_retries=0).step, torch.randn(1, 40), square)
+    assert len(error.tried) == 1, "no step is repeated where that is not wanted"
 
 
 def test_map_batches_has_the_same_facts():
@@ -196,7 +209,7 @@ def test_map_batches_has_the_same_facts():
 def test_an_optimizer_without_room_has_the_same_facts():
     model = torch.nn.Linear(1000, 1000)
     optimizer = torch.optim.Adam(model.parameters())
-    sizer = brimful.BatchSizer(model, optimizer)
+    sizer = brimful.BatchSizer(model, optimizer, ladder="split")
     batch = torch.randn(2, 1000)
     calls = []
     bytes = bytes_of(model.parameters())
@@ -221,7 +234,7 @@ def falling_budget_job(rank, rows, max_retries):
     torch.manual_seed(0)
     model = wrap(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)))
     before = values_of(model)
-    sizer = brimful.BatchSizer(model, max_retries=max_retries)
+    sizer = brimful.BatchSizer(model, max_retries=max_retries, ladder="split")
     pieces = []
 
     def fall(_):

@@ -57,6 +57,7 @@ struct StepSummary {
   std::optional<double> bytes_per_row;
   std::optional<int64_t> limit_bytes;   ///< on CUDA without a limit what the device has for tensors
   std::optional<int64_t> largest_rows;  ///< of a batch whose step stays within the limit
+  std::string limit_plan;  ///< what this batch's step has to do within a limit that was asked for
 };
 
 /// Adds each span to the modules that ran in it.
