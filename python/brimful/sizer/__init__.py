@@ -43,6 +43,7 @@ class _NoData:
 NO_DATA = _NoData()
 #: Generators' states that a step captures, and numbers that an optimizer's kernels wrap in tensors.
 _BESIDE_OPTIMIZER_BYTES = 16384
+_FRAGMENTS_BYTES = 32 << 20  # more than the segments in which torch's allocator has small blocks
 
 
 def _announced(batch: Any) -> Any:
@@ -388,6 +389,8 @@ class BatchSizer:
             return 0
         captured = sum(b.nbytes for b in self._buffers if b.device == self._device)
         needed = self._optimizer_bytes() + captured + _BESIDE_OPTIMIZER_BYTES
+        if self._device.type == "cuda":  # where bytes that are free may lie in pieces of no use
+            needed += _FRAGMENTS_BYTES + capacity // 32
         return _C._memory_used_bytes(self._device) + needed - capacity
 
     def _local(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

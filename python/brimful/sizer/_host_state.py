@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import logging
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from brimful.sizer._next_step import NextStep, next_step, taken
 
 _Optimizer = torch.optim.Optimizer
 _Group = dict[str, Any]
+_Parcel = tuple[_Optimizer, _Group, torch.Tensor]
 _Homes = dict[str, torch.Tensor]  # of one parameter, by the name in its state
 #: Of smaller parameters the state stays: a file gives whole pages.
 _LEAST_BYTES = 4096
@@ -124,30 +126,22 @@ class HostState:
         before = dict(self._fused)
         if self._device.type == "cpu":
             self._fused = dict.fromkeys(before, True)
-        missing = missing_bytes()
-        chosen = []
-        movable = sorted(self._movable(), key=lambda parcel: -parcel[0])
-        beside = max(
-            (p.nbytes for *_, p in movable), default=0
-        )  # a piece's gradient before it is added
-        for parcel in movable:
-            if not all_of_it and missing + beside <= 0:
-                break
-            chosen.append(parcel[1:])
-            missing -= parcel[0]
-        is_enough = bool(chosen) if all_of_it else missing <= 0
-        if not is_enough or not self._move(chosen):
+        movable = sorted(self._movable(), key=lambda parcel: -parcel[2].nbytes)
+        if not all_of_it:
+            movable = self._fewest(missing_bytes, movable)
+        is_enough = bool(movable) if all_of_it else self._missing(missing_bytes, movable) <= 0
+        if not is_enough or not self._move(movable):
             self._fused = before
             return False
         self._log()
         return True
 
-    def _movable(self) -> list[tuple[int, _Optimizer, _Group, torch.Tensor]]:
+    def _movable(self) -> list[_Parcel]:
         return [
-            (len(names) * taken(p.nbytes, p.device), optimizer, group, p)
+            (optimizer, group, p)
             for optimizer, homes in self._homes.items()
             for group in optimizer.param_groups
-            if (names := _names(optimizer, group))
+            if _names(optimizer, group)
             for p in group["params"]
             if p not in homes
             and p.requires_grad
@@ -156,7 +150,36 @@ class HostState:
             and _is_plain(p)
         ]
 
-    def _move(self, chosen: Sequence[tuple[_Optimizer, _Group, torch.Tensor]]) -> bool:
+    def _fewest(
+        self, missing_bytes: Callable[[], int], movable: Sequence[_Parcel]
+    ) -> Sequence[_Parcel]:
+        """Which of these leave enough, with a gradient more: a piece's, before it is added to those of others."""
+        beside = max((p.nbytes for *_, p in movable), default=0)
+        count = bisect.bisect_left(
+            range(len(movable)),
+            True,
+            key=lambda count: self._missing(missing_bytes, movable[:count]) + beside <= 0,
+        )
+        return movable[:count]
+
+    def _missing(self, missing_bytes: Callable[[], int], moved: Sequence[_Parcel]) -> int:
+        """As if the state of these were elsewhere."""
+        there = 0
+        for optimizer, group, p in moved:
+            self._homes[optimizer][p] = {}
+            state = optimizer.state.get(p, {})
+            for value in map(state.get, _names(optimizer, group)):
+                if isinstance(value, torch.Tensor) and value.device == self._device:
+                    there += taken(value.nbytes, value.device)
+        self._places += 1
+        try:
+            return missing_bytes() - there
+        finally:
+            for optimizer, _, p in moved:
+                del self._homes[optimizer][p]
+            self._places += 1
+
+    def _move(self, chosen: Sequence[_Parcel]) -> bool:
         try:
             made = [
                 (optimizer, p, {name: self._home(p) for name in _names(optimizer, group)})

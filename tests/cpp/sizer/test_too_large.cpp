@@ -205,6 +205,7 @@ TEST_CASE("Only advice that applies is given", "[sizer][too large]") {
           "MiB)");
     shortfall.device = c10::Device(c10::DeviceType::CUDA, 0);
     shortfall.limit_bytes.reset();
+    shortfall.others = {};
     CHECK(advice_for(shortfall)[0].rfind("keep the optimizer's state on the host (ladder=", 0) ==
           0);
     shortfall.state_may_leave = false;
