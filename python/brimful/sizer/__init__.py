@@ -270,6 +270,8 @@ class BatchSizer:
         if self._host is not None:
             this = weakref.ref(self)
             self._host.decide = lambda: (sizer := this()) is not None and sizer._place_state()
+            if self._core.world_size > 1:
+                self._host.be_alike()
 
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an error inside `optimizer.step` a HalfStepError of which the other ranks are informed."""
@@ -375,8 +377,8 @@ class BatchSizer:
             return False
         self._host.adopt()
         # Of several ranks no step can be repeated with more room, so that all the state goes at once.
-        if self._core.world_size > 1 and self._missing_bytes() > 0:
-            all_of_it = True
+        if self._core.world_size > 1:
+            all_of_it = self._host.is_all_due or self._missing_bytes() > 0
         moved = self._host.make_room(self._missing_bytes, all_of_it=all_of_it)
         if moved:
             self._room.empty()

@@ -91,12 +91,25 @@ class HostState:
         self._device = device
         self._homes: dict[_Optimizer, dict[torch.Tensor, _Homes]] = {o: {} for o in optimizers}
         self._fused = dict.fromkeys(optimizers, False)
-        self._failed = False
+        self._failed = self._alike = False
         self._places = 0  # how often that has changed
         #: Called before state is loaded, which would go to the device.
         self.decide: Callable[[], object] = lambda: None
         for optimizer in optimizers:
             self._follow_loads(optimizer)
+
+    def be_alike(self) -> None:
+        """Of several ranks: parameters have the same bits on all, and so the same kernels everywhere.
+
+        On the CPU what lies in a file makes no difference; on a device all the state leaves, room or not.
+        """
+        self._alike = True
+        if self._device.type == "cpu":
+            self._fused = dict.fromkeys(self._fused, True)
+
+    @property
+    def is_all_due(self) -> bool:
+        return self._alike and self._device.type != "cpu"
 
     def next_step(self, optimizer: _Optimizer) -> NextStep:
         """What its next step takes of the device."""
@@ -126,11 +139,12 @@ class HostState:
         before = dict(self._fused)
         if self._device.type == "cpu":
             self._fused = dict.fromkeys(before, True)
-        movable = sorted(self._movable(), key=lambda parcel: -parcel[2].nbytes)
+        movable: Sequence[_Parcel] = sorted(self._movable(), key=lambda parcel: -parcel[2].nbytes)
         if not all_of_it:
             movable = self._fewest(missing_bytes, movable)
-        is_enough = bool(movable) if all_of_it else self._missing(missing_bytes, movable) <= 0
-        if not is_enough or not self._move(movable):
+        is_enough = all_of_it or self._missing(missing_bytes, movable) <= 0
+        changes = bool(movable) or self._fused != before
+        if not (is_enough and changes and self._move(movable)):
             self._fused = before
             return False
         self._log()
@@ -186,6 +200,8 @@ class HostState:
                 for optimizer, group, p in chosen
             ]
         except (RuntimeError, torch.OutOfMemoryError) as error:
+            if self.is_all_due:
+                raise
             self._failed = True
             text = str(error).split("\n", 1)[0]
             logging.getLogger("brimful").warning(
@@ -204,16 +220,16 @@ class HostState:
         return _pinned_like(parameter).zero_()
 
     def _log(self) -> None:
-        moved = [p for homes in self._homes.values() for p in homes]
-        bytes = sum(t.nbytes for o in self._homes.values() for h in o.values() for t in h.values())
+        moved = [homes for of in self._homes.values() for homes in of.values()]
         every = sum(len(g["params"]) for optimizer in self._homes for g in optimizer.param_groups)
+        where = "in a file" if self._device.type == "cpu" else "on the host"
         logging.getLogger("brimful").info(
             "the optimizer's state is %s from here on (parameters: %d of %d, bytes: %s), and stepped on the CPU by "
             "torch's fused kernel",
-            "in a file" if self._device.type == "cpu" else "on the host",
+            where if moved else "where it was",
             len(moved),
             every,
-            _C._format_bytes(bytes),
+            _C._format_bytes(sum(home.nbytes for homes in moved for home in homes.values())),
         )
 
     def adopt(self) -> None:

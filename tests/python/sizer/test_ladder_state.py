@@ -488,7 +488,22 @@ def test_a_row_that_needs_the_room_of_the_state_gets_it():
         sizer.step(batch(1), greedy)
 
 
-def test_momentum_0_has_no_state_to_move(caplog):
+def test_a_step_that_lacks_room_for_its_temporaries_alone_is_fused(caplog):
+    expected = plain("Adam, L2, maximize", steps=2)
+    model, optimizer, sizer = with_state_away("Adam, L2, maximize")
+    other = brimful.BatchSizer(model, optimizer)
+    inputs = torch.randn(ROWS, WIDTH["cpu"])
+    enough = bytes_of(model.parameters()) + units(optimizer, model) + 40_000
+    with caplog.at_level(logging.INFO, logger="brimful"), room(enough):
+        assert type(raised(other.step, inputs, square)) is brimful.BatchTooLarge
+        del other
+        steps_of(model, optimizer, sizer, range(2))
+    assert in_files(optimizer) == 0
+    assert "is where it was from here on (parameters: 0 of 24, bytes: 0 B)" in caplog.text
+    assert_same(values(model, optimizer), expected)
+
+
+def test_momentum_0_has_no_state_to_move():
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sizer = brimful.BatchSizer(model, optimizer, ladder=LADDER)
@@ -601,7 +616,9 @@ def test_a_file_takes_the_layout_and_no_memory_and_goes_with_its_tensor():
 
 def ranks_train(rank):
     model = brimful.DistributedDataParallel(perceptron())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=0.01
+    )  # whose own kernel differs in the last bit
     sizer = brimful.BatchSizer(model, optimizer, ladder=LADDER)
     bytes = bytes_of(model.parameters())
     free = bytes + BESIDE if rank.index == 1 else 100 * bytes
