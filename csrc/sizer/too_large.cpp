@@ -131,7 +131,7 @@ void advise_on_standing(const Shortfall& shortfall, std::vector<std::string>& ad
   }
 }
 
-/// There would be room if the optimizer's state were not on the device; of pieces nobody knows how much they lack.
+/// There would be room if the optimizer's state were not on the device; how much pieces lack is not known.
 void advise_on_state(const Shortfall& shortfall, std::vector<std::string>& advice) {
   if (!shortfall.state_may_leave || !shortfall.standing) {
     return;
