@@ -192,6 +192,26 @@ def test_parameters_that_fit_keep_their_state_and_one_line_says_so(caplog):
     )
 
 
+def test_the_largest_parameters_go_first_and_a_plan_knows_what_is_left():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 512), nn.Linear(512, 64))
+    model[2].weight.requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    sizer = brimful.BatchSizer(model, optimizer, ladder=LADDER)
+    state = 2 * bytes_of(p for p in model.parameters() if p.requires_grad)
+    inputs = batch(0)
+    with room(state // 2 + state - 20_000):
+        before = sizer.plan(inputs, square).optimizer_bytes
+        sizer.step(inputs, square)
+        optimizer.step()
+        optimizer.zero_grad()
+        after = sizer.plan(inputs, square).optimizer_bytes
+    assert in_files(optimizer) == 2
+    assert lies_in_a_file(optimizer.state[model[1].weight]["exp_avg"])
+    left = state - 2 * model[1].weight.nbytes
+    assert left <= before <= left + 100 and left <= after <= left + 100
+
+
 def test_where_there_is_room_nothing_is_moved_and_the_optimizer_steps_by_itself():
     results = []
     for ladder in ("split", LADDER):
@@ -393,10 +413,18 @@ def test_hooks_of_a_step_see_gradients_and_what_they_do_with_them_stays():
             optimizer.step()
             assert all(p.grad is None for p in model.parameters())
     assert seen == [True] * 4
-    model(batch(0)).sum().backward()
+
+
+def test_an_error_in_a_step_leaves_gradients_in_sight():
+    model, optimizer, sizer = with_state_away("Adam")
+    with room(bytes_of(model.parameters()) + BESIDE):
+        steps_of(model, optimizer, sizer, range(2))
+        sizer.step(batch(0), square)
+    weight_of(model, -1).grad = weight_of(model, -1).grad.to_sparse()
     gradients = [p.grad for p in model.parameters()]
-    optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-    assert type(raised(optimizer.step)) is brimful.HalfStepError
+    error = raised(optimizer.step)
+    assert type(error) is brimful.HalfStepError
+    assert "a gradient is sparse, and the optimizer's state lies elsewhere" in str(error)
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
 
 
