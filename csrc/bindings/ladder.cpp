@@ -37,6 +37,17 @@ py::object get(const py::object& packed) {
   return py::cast(std::move(tensor));
 }
 
+/// Dense as `like` is: its strides hold.
+at::Tensor scratch_zeros_like(const at::Tensor& like) {
+  TORCH_CHECK_VALUE(like.is_non_overlapping_and_dense() && like.numel() > 0,
+                    "a file holds dense tensors that are not empty (shape: ", like.sizes(),
+                    ", strides: ", like.strides(), ")");
+  auto data = ScratchFile::zeros(static_cast<int64_t>(like.nbytes()));
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), like.nbytes(), std::move(data));
+  const auto options = at::TensorOptions().dtype(like.dtype()).device(at::kCPU);
+  return at::empty({0}, options).set_(storage, 0, like.sizes(), like.strides());
+}
+
 /// Modules of Python's torch.nn, which an object of brimful.sizer._ladder runs with rungs.
 class PythonModules final : public Modules {
  public:
@@ -106,6 +117,13 @@ void bind_recorder(py::module_& m) {
       .def("put", &put, py::arg("tensor"))
       .def_static("get", &get, py::arg("packed"))
       .def_property_readonly("bytes", &Aside::bytes);
+  m.def(
+      "_scratch_zeros_like",
+      [](const at::Tensor& like) {
+        const py::gil_scoped_release no_gil;
+        return scratch_zeros_like(like);
+      },
+      py::arg("like"), "On the CPU, in a file without a name: counts against no limit.");
   m.def("_set_scratch_rate", &ScratchFile::set_bytes_per_s, py::arg("bytes_per_s"),
         "As if the disk were no faster; 0: as it is. For measurements.");
 }

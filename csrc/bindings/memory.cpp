@@ -105,6 +105,10 @@ void bind_stats(py::module_& m) {
   m.def(
       "memory_stats", [](py::handle device) { return stats(as_device(device)); }, "device"_a);
   m.def(
+      "_memory_capacity_bytes",
+      [](py::handle device) { return memory::capacity_bytes(as_device(device)); },
+      py::arg("device"), "All that tensors may take; None where there is no bound.");
+  m.def(
       "_memory_used_bytes", [](py::handle device) { return stats(as_device(device)).used_bytes; },
       "device"_a);
   m.def(

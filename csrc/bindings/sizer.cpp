@@ -229,7 +229,7 @@ std::unique_ptr<PythonSizer> make_sizer(
     bool equal_pieces, const std::string& batch_norm,
     const std::vector<std::pair<std::string, py::object>>& batch_norms,
     const std::optional<PythonSizer::ScalerTensors>& scaler,
-    const std::optional<py::object>& ladder, bool recompute, bool offload) {
+    const std::optional<py::object>& ladder, bool recompute, bool offload, bool state_may_leave) {
   BatchSizerOptions options;
   options.max_retries = max_retries;
   options.pieces = pieces;
@@ -248,6 +248,7 @@ std::unique_ptr<PythonSizer> make_sizer(
   options.ladder = ladder ? ladder_modules_of(*ladder) : nullptr;
   options.recompute = recompute;
   options.offload = offload;
+  options.state_may_leave = state_may_leave;
   return std::make_unique<PythonSizer>(reducers, adapters, std::move(outside), entries, devices,
                                        keepers, std::move(weight_fn), std::move(splitter), scaler,
                                        std::move(options));
@@ -266,7 +267,7 @@ void bind_sizer(py::module_& m) {
            py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("piece_rows"),
            py::arg("local"), py::arg("lockstep"), py::arg("predict"), py::arg("equal_pieces"),
            py::arg("batch_norm"), py::arg("batch_norms"), py::arg("scaler"), py::arg("ladder"),
-           py::arg("recompute"), py::arg("offload"))
+           py::arg("recompute"), py::arg("offload"), py::arg("state_may_leave"))
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("accumulate"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),

@@ -88,6 +88,16 @@ void unmap(void* context) {
   const std::unique_ptr<Mapping> mapping(static_cast<Mapping*>(context));
   munmap(mapping->data, static_cast<size_t>(in_pages(mapping->part->bytes())));
 }
+
+struct OwnMapping {
+  void* data;
+  size_t bytes;
+};
+
+void unmap_own(void* context) {
+  const std::unique_ptr<OwnMapping> mapping(static_cast<OwnMapping*>(context));
+  munmap(mapping->data, mapping->bytes);
+}
 }  // namespace
 
 std::shared_ptr<ScratchFile> ScratchFile::open(const std::string& directory) {
@@ -162,6 +172,21 @@ c10::DataPtr ScratchFile::map(std::shared_ptr<const Part> part) {
               "a tensor that was put aside could not be mapped: ", reason(errno),
               " (tensor: ", format_bytes(part->bytes()), ")");
   return {data, new Mapping{std::move(part), data}, &unmap, c10::Device(c10::DeviceType::CPU)};
+}
+
+c10::DataPtr ScratchFile::zeros(int64_t bytes, const std::string& directory) {
+  const auto file = open(directory);  // the mapping alone keeps it
+  const auto length = in_pages(bytes);
+  const auto refused = ::posix_fallocate(file->file_, 0, length);
+  TORCH_CHECK(refused == 0, "the disk has no room for a tensor: ", reason(refused),
+              " (directory: ", file->directory_, ", tensor: ", format_bytes(bytes),
+              "); free some of it, or set BRIMFUL_SCRATCH_DIR to another one");
+  void* const data = ::mmap(nullptr, static_cast<size_t>(length), PROT_READ | PROT_WRITE,
+                            MAP_SHARED, file->file_, 0);
+  TORCH_CHECK(data != MAP_FAILED, "a file for a tensor could not be mapped: ", reason(errno),
+              " (tensor: ", format_bytes(bytes), ")");
+  return {data, new OwnMapping{data, static_cast<size_t>(length)}, &unmap_own,
+          c10::Device(c10::DeviceType::CPU)};
 }
 
 int64_t ScratchFile::used_bytes() const {

@@ -45,6 +45,10 @@ class BRIMFUL_API ScratchFile : public std::enable_shared_from_this<ScratchFile>
   /// Writes to it do not reach the file.
   /// @throws c10::Error where the system refuses
   static c10::DataPtr map(std::shared_ptr<const Part> part);
+  /// Zeros in a file of their own, in a directory as of open(). Writes reach the file, so that written pages, too, are the
+  /// system's to take away. The file is gone with the memory.
+  /// @throws c10::Error where no directory will do, or the disk has no room
+  static c10::DataPtr zeros(int64_t bytes, const std::string& directory = {});
 
   int64_t used_bytes() const;
   /// That the disk has left; nothing where it does not say.

@@ -159,7 +159,10 @@ void BatchSizer::State::check_limit() {
         *limit >= required,
         "the memory limit is below what parameters, gradients and optimizer state take (limit: ",
         format_bytes(*limit), ", needed before any sample: ", format_bytes(required),
-        "); raise it or shard the model");
+        "); raise it or shard the model",
+        options_.state_may_leave
+            ? ", or keep the optimizer's state elsewhere (ladder=[..., \"state\"])"
+            : "");
   }
   checked_.limit = limit;
   checked_.kept_bytes = kept;

@@ -41,6 +41,7 @@ Shortfall BatchSizer::State::shortfall_of(const StepInput& input) const {
   shortfall.rows = input.rows.value_or(0);
   shortfall.max_retries = options_.max_retries;
   shortfall.may_split = norms_.may_split();
+  shortfall.state_may_leave = options_.state_may_leave;
   return shortfall;
 }
 

@@ -136,6 +136,23 @@ void advise_on_standing(const Shortfall& shortfall, std::vector<std::string>& ad
   }
 }
 
+/// There would be room if the optimizer's state were not on the device; how much pieces lack is not known.
+void advise_on_state(const Shortfall& shortfall, std::vector<std::string>& advice) {
+  if (!shortfall.state_may_leave || !shortfall.standing) {
+    return;
+  }
+  const auto state = shortfall.standing->optimizer_state.value_or(0);
+  const auto work = work_bytes(shortfall);
+  const auto missing = is_of(shortfall, Shortfall::Of::optimizer) && shortfall.limit_bytes
+                           ? shortfall.used_bytes + work - *shortfall.limit_bytes
+                           : work;
+  if (state > missing && !could_split(shortfall)) {
+    advice.push_back(std::string("keep the optimizer's state ") +
+                     (shortfall.device.is_cpu() ? "in a file" : "on the host") +
+                     " (ladder=[..., \"state\"]; optimizer state: " + format_bytes(state) + ")");
+  }
+}
+
 const char* headline(const Shortfall& shortfall) {
   switch (shortfall.of) {
     case Shortfall::Of::lockstep:
@@ -155,6 +172,7 @@ std::vector<std::string> advice_for(const Shortfall& shortfall) {
   std::vector<std::string> advice;
   advise_on_splits(shortfall, advice);
   advise_on_capacity(shortfall, advice);
+  advise_on_state(shortfall, advice);
   if (is_of(shortfall, Shortfall::Of::optimizer)) {
     advice.emplace_back("take an optimizer with less state");
   }

@@ -36,9 +36,10 @@ struct Shortfall {
   int64_t rows_done = 0;                  ///< of a mapping
   std::optional<int64_t> limit_bytes;
   memory::HeldByOthers others;
-  bool autocast = false;    ///< on around the step
-  bool fragmented = false;  ///< the last refusal was for want of one piece
-  bool climbed = false;     ///< single rows were recomputed and offloaded as far as they can be
+  bool state_may_leave = false;  ///< the optimizer's state could lie elsewhere, and is not asked to
+  bool autocast = false;         ///< on around the step
+  bool fragmented = false;       ///< the last refusal was for want of one piece
+  bool climbed = false;  ///< single rows were recomputed and offloaded as far as they can be
   std::string last_error;
 };
 

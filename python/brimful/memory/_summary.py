@@ -62,9 +62,9 @@ def summary(
     parameters and its state, are held meanwhile and not counted. A data-parallel wrapper is left out: other ranks take
     no part.
 
-    ``batch_dim``, ``size_fn`` and ``split_fn`` are a ``BatchSizer``'s. With ``limit``, a number of bytes, ``limit_plan``
-    is what a ``BatchSizer`` would do to stay within it: pieces, or what it recomputes and offloads of single rows. The
-    step itself runs without that limit.
+    ``batch_dim``, ``size_fn`` and ``split_fn`` are a ``BatchSizer``'s. With ``limit``, a number of bytes,
+    ``limit_plan`` is what a ``BatchSizer`` would do to stay within it: pieces, or what it recomputes and offloads of
+    single rows. The step itself runs without that limit.
 
     Raises ``ValueError`` for a batch without rows and for a loss that needs no gradient, ``TypeError`` for other types,
     and what the model raises. From one thread, with no other that allocates; waits for the device.

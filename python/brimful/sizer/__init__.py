@@ -18,7 +18,8 @@ from brimful._modules import batch_norms
 from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
 from brimful.sizer import _trial
-from brimful.sizer._ladder import LadderModules, rungs_of
+from brimful.sizer._host_state import HostState, can_leave
+from brimful.sizer._ladder import LadderModules, has_state, rungs_of
 from brimful.sizer._optimizer_room import OptimizerRoom
 from brimful.sizer._parts import Parts
 
@@ -40,6 +41,9 @@ class _NoData:
 
 
 NO_DATA = _NoData()
+#: Generators' states that a step captures, and numbers that an optimizer's kernels wrap in tensors.
+_BESIDE_OPTIMIZER_BYTES = 16384
+_FRAGMENTS_BYTES = 32 << 20  # more than the segments in which torch's allocator has small blocks
 
 
 def _announced(batch: Any) -> Any:
@@ -139,7 +143,8 @@ class BatchSizer:
     ``ladder="auto"`` lets a step whose single rows do not fit recompute modules in backward, or offload what they save
     to a file, instead of raising ``BatchTooLarge``: as few as needed, by measured times, and bit-equal to a step with
     room. ``["split", "recompute"]`` and ``["split", "offload"]`` allow one of them; ``"split"`` neither. Not in
-    lockstep.
+    lockstep. With ``"state"`` in the list the state of an Adam, AdamW or SGD that has no room lies in a file (CPU) or
+    on the host (CUDA), the largest parameters' first, and torch's fused kernel for the CPU steps it there.
 
     A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on the split, and is
     reproducible with the same split. ``batch_norm`` says what to do about that: ``"warn"`` logs one warning that names
@@ -200,8 +205,9 @@ class BatchSizer:
         self._device = devices[0]
         self._wrapped_by_torch = parts.torch_ddp
         scaler_tensors = _scaler_tensors(scaler, devices[0])
-        self._room = OptimizerRoom(parts.optimizers)
         recompute, offload = rungs_of(ladder)
+        self._host = HostState(parts.optimizers, devices[0]) if has_state(ladder) else None
+        self._room = OptimizerRoom(parts.optimizers, self._host)
         self._consumed = 0
         self._gradient_bytes = parts.gradient_bytes(self._device)
         _require_callable(weight_fn=weight_fn, size_fn=size_fn, split_fn=split_fn)
@@ -220,11 +226,11 @@ class BatchSizer:
             ladder=LadderModules(parts.modules, devices[0]) if recompute or offload else None,
             recompute=recompute,
             offload=offload,
+            state_may_leave=self._state_may_leave(),
         )
         self._loops = 0  # that have not come to their end
         self._take_over(parts.wrapped)
-        for item in parts.optimizers:
-            self._guard(item)
+        self._follow_optimizers()
 
     def _make_core(self, parts: Parts, batch_dim: BatchDim, **options: Any) -> _C.BatchSizer:
         # The core is no container to the garbage collector: what it holds must not lead back to it.
@@ -258,9 +264,20 @@ class BatchSizer:
                 (sizer := this()) is not None and sizer._core.expects_step and sizer._loops > 0
             )
 
+    def _follow_optimizers(self) -> None:
+        for optimizer in self._optimizers:
+            self._guard(optimizer)
+        if self._host is not None:
+            this = weakref.ref(self)
+            self._host.decide = lambda: (sizer := this()) is not None and sizer._place_state()
+            if self._core.world_size > 1:
+                self._host.be_alike()
+
     def _guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an error inside `optimizer.step` a HalfStepError of which the other ranks are informed."""
         inner = optimizer.step
+        host = self._host  # outlives the sizer
+        run = inner if host is None else functools.partial(host.step, optimizer, inner)
         this = weakref.ref(self)
 
         @functools.wraps(getattr(inner, "__func__", inner))  # a function where a scheduler put one
@@ -269,7 +286,7 @@ class BatchSizer:
             try:
                 if sizer is not None:
                     sizer._room.release(optimizer)
-                return inner(*args, **kwargs)
+                return run(*args, **kwargs)
             except (_C.RankFailed, _C.HalfStepError):
                 raise
             except Exception as error:
@@ -323,23 +340,60 @@ class BatchSizer:
         trial = _trial.current()
         try:
             sizes = _checked(batch, loss_fn, split)
+            self._place_state()
             self._room.keep()
             if trial is not None and data is not None:
                 plan = functools.partial(self.plan, batch, loss_fn, accumulate=accumulate)
                 trial.before_step(self, plan, accumulate)
         except Exception as caught:  # must fail the step, not this call: the other ranks wait
             error = caught
-        try:
-            outcome = self._core.step(
-                data, self._local(loss_fn), self._model, sizes, rungs, error, bool(accumulate)
-            )
-        except BaseException as reported:
-            mark_reported(reported)
-            raise
+        outcome = self._run(data, loss_fn, sizes, rungs, error, bool(accumulate))
         self._consumed += data is not None
         if trial is not None:
             trial.after_step(outcome)
         return outcome
+
+    def _run(self, data: Any, loss_fn: Callable[[Any, Any], Any], *rest: Any) -> _C.Outcome:
+        """A step, and once more where the optimizer's state is what a row's room is taken by."""
+        while True:
+            try:
+                return self._core.step(data, self._local(loss_fn), self._model, *rest)
+            except BaseException as reported:
+                mark_reported(reported)
+                alone = self._core.world_size == 1  # else the others were informed of a failure
+                of_rows = isinstance(reported, _C.BatchTooLarge) and bool(reported.tried)
+                if not (alone and of_rows and self._place_state(all_of_it=True)):
+                    raise
+            self._room.keep()
+
+    def _state_may_leave(self) -> bool:
+        return (
+            self._host is None and bool(self._optimizers) and all(map(can_leave, self._optimizers))
+        )
+
+    def _place_state(self, *, all_of_it: bool = False) -> bool:
+        """Move state of the optimizers off the device where it has no room; returns whether it did."""
+        if self._host is None:
+            return False
+        self._host.adopt()
+        # Of several ranks no step can be repeated with more room, so that all the state goes at once.
+        if self._core.world_size > 1:
+            all_of_it = self._host.is_all_due or self._missing_bytes() > 0
+        moved = self._host.make_room(self._missing_bytes, all_of_it=all_of_it)
+        if moved:
+            self._room.empty()
+        return moved
+
+    def _missing_bytes(self) -> int:
+        """What the optimizers' next steps, and gradients, take beyond what the device has."""
+        capacity = _C._memory_capacity_bytes(self._device)
+        if capacity is None:
+            return 0
+        captured = sum(b.nbytes for b in self._buffers if b.device == self._device)
+        needed = self._optimizer_bytes() + captured + _BESIDE_OPTIMIZER_BYTES
+        if self._device.type == "cuda":  # where bytes that are free may lie in pieces of no use
+            needed += _FRAGMENTS_BYTES + capacity // 32
+        return _C._memory_used_bytes(self._device) + needed - capacity
 
     def _local(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return (
@@ -366,6 +420,7 @@ class BatchSizer:
         fewer than three rows, or a CUDA allocator is not torch's own.
         """
         _checked(batch, loss_fn, None)
+        self._place_state()
         self._room.keep()
         return self._core.plan(batch, self._local(loss_fn), self._model, bool(accumulate))
 
@@ -417,10 +472,14 @@ class BatchSizer:
         return [
             value
             for optimizer in self._optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
+            for parameter, state in optimizer.state.items()
+            for name, value in state.items()
             if isinstance(value, torch.Tensor)
+            and not self._lies_elsewhere(optimizer, parameter, name)
         ] + self._room.tensors()
+
+    def _lies_elsewhere(self, *of: Any) -> bool:
+        return self._host is not None and self._host.lies_elsewhere(*of)
 
     def _standing_tensors(
         self,

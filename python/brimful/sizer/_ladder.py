@@ -403,13 +403,18 @@ class LadderModules:
 
 def rungs_of(ladder: str | Iterable[str]) -> tuple[bool, bool]:
     """Whether to recompute, and to offload. Raises ValueError for what is no ladder."""
-    known = {"split", "recompute", "offload"}
+    known = {"split", "recompute", "offload", "state"}
     if ladder == "auto":
         return True, True
     chosen = {ladder} if isinstance(ladder, str) else set(ladder)
     if not chosen <= known or "split" not in chosen:
         raise ValueError(
-            f"a ladder is 'auto', 'split', or a list of 'split', 'recompute' and 'offload' that begins with 'split' "
-            f"(ladder: {ladder!r})"
+            f"a ladder is 'auto', 'split', or a list of 'split', 'recompute', 'offload' and 'state' that begins with "
+            f"'split' (ladder: {ladder!r})"
         )
     return "recompute" in chosen, "offload" in chosen
+
+
+def has_state(ladder: str | Iterable[str]) -> bool:
+    """Whether the optimizer's state may lie elsewhere: only where it is asked for."""
+    return not isinstance(ladder, str) and "state" in set(ladder)

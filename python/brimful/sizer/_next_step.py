@@ -6,7 +6,7 @@ import inspect
 import logging
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,18 +75,24 @@ def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     return [part.untyped_storage() for part in parts]
 
 
-def next_step(optimizer: torch.optim.Optimizer) -> NextStep:
+def next_step(optimizer: torch.optim.Optimizer, without: Container[torch.Tensor] = ()) -> NextStep:
     """The optimizer, its parameters, its state and its hooks are left alone.
+
+    ``without`` parameters that it does not step by itself.
 
     All zero for a step that is none of torch's own, or needs more than gradients (LBFGS): its first step shows them.
     """
     try:
         step = _torchs_step(optimizer)
         fused = any(group.get("fused") for group in optimizer.param_groups)
+        groups = [
+            {**group, "params": [p for p in group["params"] if p not in without]}
+            for group in optimizer.param_groups
+        ]
         try:
-            found = _rehearse(optimizer, step, optimizer.param_groups, "meta")
+            found = _rehearse(optimizer, step, groups, "meta")
         except RuntimeError:  # a step that reads values
-            found = _rehearse_in_pairs(optimizer, step)
+            found = _rehearse_in_pairs(optimizer, step, groups)
         # A fused step works in place; stand-ins cannot take it.
         return found._replace(peak_bytes=found.kept_bytes) if fused else found
     except Exception as error:
@@ -106,7 +112,9 @@ def _torchs_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return step
 
 
-def _rehearse_in_pairs(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> NextStep:
+def _rehearse_in_pairs(
+    optimizer: torch.optim.Optimizer, step: Callable[..., Any], groups: list[dict[str, Any]]
+) -> NextStep:
     """With memory, of each parameter after the one before it, once for all pairs that look alike.
 
     What a step holds of more parameters at once (foreach; variables of its loop) is not in the peak.
@@ -122,14 +130,14 @@ def _rehearse_in_pairs(optimizer: torch.optim.Optimizer, step: Callable[..., Any
             ),
         )
         if looks not in known:
-            pair = [{**optimizer.param_groups[group], "params": parameters}]
+            pair = [{**groups[group], "params": parameters}]
             with _C._Unlimited():
                 known[looks] = _rehearse(optimizer, step, pair, parameters[0].device)
         return known[looks]
 
     kept = most = 0
     states = []
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(groups):
         before: list[torch.Tensor] = []
         for parameter in group["params"]:
             alone = found(number, [parameter])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from brimful import _C
+from brimful.sizer._host_state import HostState
 from brimful.sizer._next_step import NextStep, next_step, taken
 
 
@@ -16,12 +17,15 @@ class OptimizerRoom:
     What is kept is memory alone: the optimizers and their ``state`` are not touched, so that a first step is one.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], host: HostState | None = None
+    ) -> None:
+        self._host = host
         self._kept: dict[torch.optim.Optimizer, dict[torch.Tensor, list[torch.Tensor]]] = {
             optimizer: {} for optimizer in optimizers
         }
         self._stepped = dict.fromkeys(optimizers, False)
-        self._found: dict[torch.optim.Optimizer, tuple[tuple[int, int], NextStep]] = {}
+        self._found: dict[torch.optim.Optimizer, tuple[tuple[int, ...], NextStep]] = {}
 
     def keep(self) -> None:
         """Allocate what the state will take, where a limit holds for sizes that are chosen from now on."""
@@ -43,6 +47,10 @@ class OptimizerRoom:
         self._kept[optimizer] = {}
         self._stepped[optimizer] = True
 
+    def empty(self) -> None:
+        """What is kept is not what the state will take any more."""
+        self._kept = {optimizer: {} for optimizer in self._kept}
+
     def tensors(self) -> list[torch.Tensor]:
         """What is kept."""
         return [t for kept in self._kept.values() for tensors in kept.values() for t in tensors]
@@ -63,8 +71,14 @@ class OptimizerRoom:
         return most
 
     def _next(self, optimizer: torch.optim.Optimizer) -> NextStep:
-        made = len(optimizer.state), sum(len(g["params"]) for g in optimizer.param_groups)
+        host = self._host
+        made: tuple[int, ...] = (
+            len(optimizer.state),
+            sum(len(g["params"]) for g in optimizer.param_groups),
+            *(() if host is None else host.look(optimizer)),
+        )
         known = self._found.get(optimizer)
         if known is None or known[0] != made:
-            known = self._found[optimizer] = made, next_step(optimizer)
+            found = next_step(optimizer) if host is None else host.next_step(optimizer)
+            known = self._found[optimizer] = made, found
         return known[1]

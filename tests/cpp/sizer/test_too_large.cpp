@@ -200,6 +200,29 @@ TEST_CASE("Only advice that applies is given", "[sizer][too large]") {
     CHECK(kinds(shortfall) ==
           Kinds{"raise the", "freeze parameters", "checkpoint activations", "compute in", "use a"});
   }
+  SECTION("state that could lie elsewhere, where it is more than what is missing") {
+    shortfall.state_may_leave = true;
+    CHECK(kinds(shortfall) == with({"raise the"}, rest));
+    shortfall.standing->optimizer_state = 41 * kMiB;
+    CHECK(kinds(shortfall)[1] == "keep the");
+    CHECK(advice_for(shortfall)[1] ==
+          "keep the optimizer's state in a file (ladder=[..., \"state\"]; optimizer state: 41.0 "
+          "MiB)");
+    shortfall.device = c10::Device(c10::DeviceType::CUDA, 0);
+    shortfall.limit_bytes.reset();
+    shortfall.others = {};
+    CHECK(advice_for(shortfall)[0].rfind("keep the optimizer's state on the host (ladder=", 0) ==
+          0);
+    shortfall.state_may_leave = false;
+    CHECK(kinds(shortfall)[0] == "freeze parameters");
+    shortfall = example();
+    shortfall.state_may_leave = true;
+    shortfall.of = Shortfall::Of::optimizer;
+    shortfall.optimizer_bytes = 51 * kMiB;  // 7 too many, of which the state has 8
+    CHECK(kinds(shortfall)[1] == "keep the");
+    shortfall.optimizer_bytes = 52 * kMiB;
+    CHECK(kinds(shortfall)[1] == "take an");
+  }
   SECTION("a share that is not worth it") {
     shortfall.used_bytes = 55 * kMiB;  // leaves 5 of 60
     CHECK(kinds(shortfall) == Kinds{"raise the", "freeze parameters", "use a"});

@@ -182,7 +182,7 @@ def test_a_stage_that_draws_nothing_leaves_the_generator_and_runs_beside_those_t
 
 
 class PutsBack(torch.autograd.Function):
-    """As a checkpoint does that another thread interrupts: its backward leaves the generator where a forward found it."""
+    """As a checkpoint that another thread interrupts: its backward leaves the generator where a forward found it."""
 
     @staticmethod
     def forward(ctx, x, state):
