@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from chart import BLUE, GREY, ORANGE, Chart
+from ladder import draw_ladder
 from probes import (
     draw_leak,
     draw_leak_rule,
@@ -280,6 +281,7 @@ def draw_interleaved() -> str:
 
 DRAWINGS: dict[str, Callable[[], str]] = {
     "retry": draw_retry,
+    "ladder": draw_ladder,
     "step": draw_step,
     "failure": draw_failure,
     "buckets": draw_buckets,

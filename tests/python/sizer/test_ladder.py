@@ -503,3 +503,41 @@ def test_a_kept_tensor_that_is_changed_before_its_backward_is_an_error_as_ever()
     x.mul_(2)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation \(shape: \[64, 64\]"):
         loss.backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.9, 0.7])
+def test_on_cuda_a_plan_holds_at_its_first_step(share):
+    """Its requests were replayed in the allocator's pool: bytes alone would run out, step after step."""
+
+    def made():
+        torch.manual_seed(0)
+        layers = [nn.TransformerEncoderLayer(128, 4, 512, batch_first=True) for _ in range(6)]
+        return nn.Sequential(*layers).cuda()
+
+    def step_of(sizer, model):
+        clear(model)
+        torch.manual_seed(1)
+        return sizer.step(row, square, split=[1])
+
+    row = torch.randn(1, 512, 128, device="cuda")
+    model = made()
+    sizer = brimful.BatchSizer(model)
+    for _ in range(2):
+        used = torch.cuda.memory_allocated()
+        outcome = step_of(sizer, model)
+    expected, peak = state_of(model), outcome.peak_bytes - used
+    del model, sizer
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = made()
+    sizer = brimful.BatchSizer(model)
+    brimful.memory.set_limit("cuda:0", torch.cuda.memory_allocated() + int(share * peak))
+    try:
+        outcomes = [step_of(sizer, model) for _ in range(3)]
+    finally:
+        brimful.memory.set_limit("cuda:0", None)
+    assert outcomes[0].rungs.everything
+    assert [outcome.retries for outcome in outcomes[1:]] == [0, 0]
+    assert outcomes[2].rungs.recomputed or outcomes[2].rungs.offloaded
+    assert_same(state_of(model), expected)
