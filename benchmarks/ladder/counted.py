@@ -30,6 +30,8 @@ def main(name: str, ladder: str, steps: int) -> None:
     library = ctypes.PyDLL(str(callgrind.find_program(cost.COUNTED_LIBRARY)))
     for _ in range(idle.WARM_UP_STEPS):
         step()
+    callgrind.start_counting()
+    step()
     counted = ctypes.PYFUNCTYPE(None)(step)
     for _ in range(steps):
         library.brimful_bench_run(counted)

@@ -10,14 +10,14 @@ from benchmarks import callgrind, common
 from benchmarks.probes import cost
 
 IDS = ("ladder.idle",)
-MODELS, QUICK_MODELS = ("cnn", "transformer"), ("tiny",)
+MODEL, QUICK_MODEL = "cnn", "tiny"
 WARM_UP_STEPS = 3
 STEPS, QUICK_STEPS = 3, 2
-SPLIT, AUTO = "split", "auto"
+SPLIT, AGAIN, AUTO = "split", "split again", "auto"
 
 
 def measure(quick: bool) -> Iterator[common.Figure]:
-    """Yields the larger fraction of the models; a count has no interval, and one round is enough."""
+    """Yields the fraction; a count has no interval, and one round is enough."""
     steps = QUICK_STEPS if quick else STEPS
     conditions = common.machine_conditions()
     conditions.update(
@@ -25,27 +25,25 @@ def measure(quick: bool) -> Iterator[common.Figure]:
         warm_up_steps=WARM_UP_STEPS,
         steps=steps,
     )
-    above: dict[str, float] = {}
+    model = QUICK_MODEL if quick else MODEL
     try:
         callgrind.find_program(cost.COUNTED_LIBRARY)
-        for name in QUICK_MODELS if quick else MODELS:
-            counts = {ladder: _count(name, ladder, steps) for ladder in (SPLIT, AUTO)}
-            above[name] = counts[AUTO] / counts[SPLIT] - 1
-            conditions[name] = counts
-            print(f"  {name}: {counts}, {above[name]:+.4%}", flush=True)
+        counts = {way: _count(model, way, steps) for way in (SPLIT, AUTO, AGAIN)}
     except callgrind.Unavailable as error:
         yield common.unmeasured(IDS[0], str(error), conditions=conditions)
         return
-    worst = max(above, key=lambda name: above[name])
-    conditions["worst"] = worst
-    value = above[worst]
+    value = counts[AUTO] / counts[SPLIT] - 1
+    conditions.update(model=model, counts=counts, a_a=counts[AGAIN] / counts[SPLIT] - 1)
+    print(f"\nladder.idle: {value:+.4%}, {counts}", flush=True)
     yield common.Figure(
         IDS[0], "fraction", value, value, value, SPLIT, rounds=1, conditions=conditions
     )
 
 
-def _count(name: str, ladder: str, steps: int) -> float:
+def _count(name: str, way: str, steps: int) -> float:
+    ladder = AUTO if way == AUTO else SPLIT
+    module = "benchmarks.ladder.counted"
     text = callgrind.profile(
-        Path(sys.executable), "-m", "benchmarks.ladder.counted", name, ladder, str(steps)
+        Path(sys.executable), "-m", module, name, ladder, str(steps), late=True
     )
     return callgrind.total(text) / steps

@@ -13,8 +13,8 @@ from benchmarks.sizer import models, sweep, sweep_ranks, trials
 IDS = ("ladder.sweep_bad",)
 #: Swept at every allocation; of the others some, spread over the step.
 EVERY = ("conv + BN", "encoder", "LSTM", "embeddings", "checkpointed", "in-place ReLU")
-SOME_FAULTS = 24  # of each rung
-RANKS_MODELS = ("conv + BN", "embeddings")
+SOME_FAULTS = 8  # of each rung
+RANKS_MODELS = {"embeddings": None, "conv + BN": SOME_FAULTS, "LSTM": SOME_FAULTS}
 QUICK_MODELS = ("MLP",)
 QUICK_FAULTS = 4
 STALL_S = 60.0
@@ -28,13 +28,13 @@ def measure(quick: bool) -> Iterator[common.Figure]:
         for name in QUICK_MODELS if quick else cases.CASES:
             began = time.monotonic()
             most = None if name in EVERY else SOME_FAULTS
-            found.update(_sweep(name, QUICK_FAULTS if quick else most))
-            print(f"  {name}: {time.monotonic() - began:.0f} s", flush=True)
-    names, of_ranks = (QUICK_MODELS, QUICK_FAULTS) if quick else (RANKS_MODELS, None)
+            of_model = _sweep(name, QUICK_FAULTS if quick else most)
+            found.update(of_model)
+            bad = [words for of_rung in of_model.values() for words in of_rung.bad]
+            print(f"  {name}: {time.monotonic() - began:.0f} s, bad: {bad[:2]}", flush=True)
+    of_ranks = dict.fromkeys(QUICK_MODELS, QUICK_FAULTS) if quick else RANKS_MODELS
     try:
-        by_rank = ranks.run_ranks(
-            sweep_ranks.WORLD_SIZE, sweep_rank, names, of_ranks, stall_s=STALL_S
-        )
+        by_rank = ranks.run_ranks(sweep_ranks.WORLD_SIZE, sweep_rank, of_ranks, stall_s=STALL_S)
     except ranks.RanksFailed as error:
         yield common.unmeasured(IDS[0], str(error), conditions=common.machine_conditions())
         return
@@ -45,7 +45,7 @@ def measure(quick: bool) -> Iterator[common.Figure]:
         failing_ranks=sweep_ranks.FAILING,
         rows=cases.ROWS,
         every_allocation=EVERY,
-        two_ranks=names,
+        two_ranks=of_ranks,
         others_faults_a_rung=SOME_FAULTS,
     )
     yield figure
@@ -129,13 +129,12 @@ def sweep_rank(
     rank: int,
     world_size: int,
     progress: Callable[[], None],
-    names: tuple[str, ...],
-    most: int | None,
+    of_models: dict[str, int | None],
 ) -> dict[str, sweep.Found]:
     """One rank's part: the same trials on all ranks, what was bad on this one."""
     found: dict[str, sweep.Found] = {}
     with plans.quiet():
-        for name in names:
+        for name, most in of_models.items():
             began = time.monotonic()
             subject = Rung(name, rank)
             for rung in subject.plans:  # on both ranks
