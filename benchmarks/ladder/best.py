@@ -18,7 +18,7 @@ from benchmarks.sizer import models
 IDS = ("ladder.time_over_best",)
 BEST = "best of all plans"
 RATES = (1_000_000_000, 100_000_000)  # bytes per second of the disk
-SHARES = (0.85, 0.6, 0.45)  # of the peak with room
+SHARES = (0.9, 0.8, 0.7)  # of the peak with room
 STEPS = 4  # under the limit; the first is recorded
 TRIED = 2  # times that each plan is run, the faster counts
 FINALISTS = 3
@@ -143,6 +143,7 @@ def _compare(name: str, rate: int, rounds: int) -> dict[str, dict[str, Any]]:
         if chosen is None:
             if fitting:
                 raise RuntimeError(f"no plan was found where {fitting[0]} fits ({key})")
+            print(f"  {key}: no plan fits", flush=True)
             continue
         near = [t for t in fitting if t.rungs != chosen and t.seconds < CLOSE * fitting[0].seconds]
         others = [t.rungs for t in near[:FINALISTS]]

@@ -142,8 +142,12 @@ def describe(rungs: Any) -> str:
     """Of a StepRungs."""
     if rungs.everything:
         return "everything"
-    parts = [f"recomputed {', '.join(rungs.recomputed)}"] if rungs.recomputed else []
-    parts += [f"offloaded {', '.join(rungs.offloaded)}"] if rungs.offloaded else []
+    ways = {"recomputed": rungs.recomputed, "offloaded": rungs.offloaded}
+    parts = [
+        f"{way} {', '.join(name or 'the model' for name in names)}"
+        for way, names in ways.items()
+        if names
+    ]
     return "; ".join(parts) or "no rung"
 
 
