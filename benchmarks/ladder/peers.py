@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ def measure(quick: bool) -> Iterator[common.Figure]:
     found[f"decoder of {COMPILED_BLOCKS}"] = _compare(
         lambda: cases.Blocks(True, COMPILED_BLOCKS),
         words(1, LENGTH),
-        lambda: [_compiled(backend, each) for backend in backends for each in fractions],
+        lambda: (_compiled(backend, each) for backend in backends for each in fractions),
         rounds,
     )
     conditions = common.machine_conditions()
@@ -123,6 +123,7 @@ def _by_hand(model: nn.Module) -> Way:
 
 
 def _compiled(backend: str, fraction: float) -> Way:
+    """It is gone when the next one is compiled."""
     import torch._functorch.config as functorch
 
     torch._dynamo.reset()
@@ -138,7 +139,7 @@ def _compiled(backend: str, fraction: float) -> Way:
 def _compare(
     make: Callable[[], nn.Module],
     sample: torch.Tensor,
-    make_peers: Callable[[], list[Way]],
+    make_peers: Callable[[], Iterable[Way]],
     rounds: int,
 ) -> dict[str, Any]:
     logging.getLogger("torch").setLevel(logging.ERROR)
