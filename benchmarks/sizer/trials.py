@@ -51,13 +51,17 @@ class Result:
 
 
 class Subject:
-    """A model that is put back to its start before each trial."""
+    """A model that is put back to its start before each trial.
+
+    `ladder`: the sizer's; `rungs`, which may be set later, are those of each step.
+    """
 
     def __init__(
         self,
         case: models.Case,
         wrap: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
         rank: int = 0,
+        ladder: str = "split",
     ) -> None:
         import brimful
 
@@ -68,6 +72,7 @@ class Subject:
         self.model = module if wrap is None else wrap(module)
         torch.manual_seed(1 + rank)
         self.rank = rank
+        self.ladder, self.rungs = ladder, None
         self.batch = case.batch(ROWS + rank)
         self.tensors = [*self.model.parameters(), *self.model.buffers()]
         # Bytes seen after clean runs: threads of a process group let go of a collective's tensors a moment later.
@@ -120,10 +125,11 @@ class Subject:
         is_clean: bool,
     ) -> Result:
         optimizer = torch.optim.Adam([p for p in self.model.parameters() if p.requires_grad])
-        sizer = self.brimful.BatchSizer(self.model, optimizer, predict=False)
+        sizer = self.brimful.BatchSizer(self.model, optimizer, predict=False, ladder=self.ladder)
         result = Result()
+        rungs = self.rungs
         calls = (
-            (WORK, lambda: sizer.step(self.batch, noisy_loss, split=split)),
+            (WORK, lambda: sizer.step(self.batch, noisy_loss, split=split, rungs=rungs)),
             (OPTIMIZER, optimizer.step),
         )
         with self.brimful._C._PeakScope("cpu") as peak:

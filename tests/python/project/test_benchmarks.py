@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import common, intervals, run
+from benchmarks.ladder import plans, sweep as ladder_sweep
 from benchmarks.reducer import bench, cases, control_record, report, rounds, steps
 from benchmarks.sizer import models, sweep, trials
 
@@ -210,3 +212,19 @@ def test_a_fault_that_ends_badly_is_found(monkeypatch, no_limit):
     monkeypatch.setattr(trials.Result, "differs_from", lambda *_: "random numbers differ")
     (figure,) = sweep.measure(quick=True)
     assert figure.value > 0 and "random numbers differ" in figure.conditions["bad"][0]
+
+
+def test_a_step_on_a_rung_that_ends_otherwise_is_found(monkeypatch, no_limit):
+    monkeypatch.setattr(ladder_sweep, "RUNGS", {"recompute": "parts recomputed"})
+    (found,) = ladder_sweep._sweep("MLP", 2).values()
+    assert (found.faults, found.retried, found.bad) == ({"recompute": 2}, 2, [])
+    monkeypatch.setattr(trials.Result, "differs_from", lambda *_: "random numbers differ")
+    (found,) = ladder_sweep._sweep("MLP", 2).values()
+    assert len(found.bad) == 2
+
+
+def test_all_plans_of_a_small_model_are_listed_once():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    _, modules = plans.recorded(model, torch.randn(2, 4))
+    listed = [plans.describe(plans.named(modules, plan)) for plan in plans.every(modules)]
+    assert len(listed) == len(set(listed)) == 3 * 3 + 2 + 1

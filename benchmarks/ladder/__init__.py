@@ -1,0 +1,1 @@
+"""What steps take and cost whose single rows do not fit."""
