@@ -102,6 +102,7 @@ void bind_recorder(py::module_& m) {
            py::arg("device"))
       .def("enter", &StepEventRecorder::enter, py::arg("module"), py::arg("arguments"))
       .def("leave", &StepEventRecorder::leave)
+      .def("leave_out", &StepEventRecorder::leave_out, py::arg("ms"))
       .def("note_copied", &StepEventRecorder::note_copied, py::arg("module"), py::arg("bytes"))
       .def("begin_forward", &StepEventRecorder::begin_forward)
       .def("begin_backward", &StepEventRecorder::begin_backward)

@@ -159,8 +159,7 @@ std::shared_ptr<const ScratchFile::Part> ScratchFile::write(const void* data, in
                 "\"offload\" out of ladder");
     written += some;
   }
-  // Pages that are on the disk are the system's to take; a sync would wait for them.
-  ::sync_file_range(file_, offset, bytes, SYNC_FILE_RANGE_WRITE);
+  // Not sent to the disk at once: giving its place back would wait for that, and most is back before it has to be there.
   return part;
 }
 

@@ -48,7 +48,7 @@ void StepEventRecorder::enter(int32_t module, const std::vector<at::Tensor>& arg
   call.module = module;
   call.piece = std::max(piece_, 0);
   call.parent = stack_.empty() ? kNever : stack_.back();
-  call.forward_ms = aside_ms_ - now;
+  call.forward_ms = aside_ms_ + left_out_ms_ - now;
   const auto place = std::ssize(found_.calls);
   stack_.push_back(place);
   found_.calls.push_back(std::move(call));
@@ -66,9 +66,14 @@ void StepEventRecorder::leave() {
   if (!open_ || in_backward_ || stack_.empty()) {
     return;
   }
-  found_.calls[static_cast<size_t>(stack_.back())].forward_ms += now - aside_ms_;
+  found_.calls[static_cast<size_t>(stack_.back())].forward_ms += now - aside_ms_ - left_out_ms_;
   mark(Kind::leave, stack_.back());
   stack_.pop_back();
+}
+
+void StepEventRecorder::leave_out(double ms) {
+  const std::lock_guard lock(mutex_);
+  left_out_ms_ += ms;
 }
 
 void StepEventRecorder::note_copied(int32_t module, int64_t bytes) {

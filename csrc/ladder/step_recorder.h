@@ -26,6 +26,8 @@ class BRIMFUL_API StepEventRecorder {
   void leave();
   /// Of the innermost call, or with a module the last of its calls.
   void note_copied(int32_t module, int64_t bytes);
+  /// Of the calls under way, which were looked at for so long.
+  void leave_out(double ms);
   /// A piece's, or its backward.
   void begin_forward();
   void begin_backward();
@@ -62,6 +64,7 @@ class BRIMFUL_API StepEventRecorder {
   std::vector<int64_t> stack_;
   StepEvents found_;
   double aside_ms_ = 0;
+  double left_out_ms_ = 0;  ///< beside that, in no call's time
   int64_t aside_bytes_ = 0;
 };
 

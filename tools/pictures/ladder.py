@@ -12,7 +12,6 @@ from torch import nn
 import brimful
 from brimful import _C
 
-
 _EACH = 5  # operators of which the picture shows the most
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -96,7 +97,11 @@ class _State:
         self.names = set(vars(module))
         self.random = random.getstate()
         numpy = sys.modules.get("numpy")
-        self.numpy = numpy.random.get_state(legacy=False)["state"] if numpy is not None else None
+        state = numpy.random.get_state(legacy=False)["state"] if numpy is not None else {}
+        self.numpy = {
+            name: value.tobytes() if hasattr(value, "tobytes") else value
+            for name, value in state.items()
+        }
         self.buffers = [(id(b), _version(b)) for b in module._buffers.values() if b is not None]
 
     def refusal(self, after: _State) -> str | None:
@@ -104,7 +109,7 @@ class _State:
             return "its forward changes its attributes"
         if self.random != after.random:
             return "its forward draws from Python's random"
-        if str(self.numpy) != str(after.numpy):
+        if self.numpy != after.numpy:
             return "its forward draws from numpy's random numbers"
         return None
 
@@ -361,6 +366,7 @@ class LadderModules:
         assert recorder is not None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
             module, inputs = self.module(place), _tensors((args, kwargs))
             if torch._C._autograd._top_saved_tensors_default_hooks(False)[0] is not self._put:
                 self._refuse(place, "it runs within a checkpoint of the program")
@@ -368,11 +374,13 @@ class LadderModules:
             before = _State(module)
             self._watched += [(place, weakref.ref(t), _version(t)) for t in inputs]
             versions = [_version(t) for t in inputs]
+            recorder.leave_out(1e3 * (time.perf_counter() - began))
             recorder.enter(place, inputs)
             try:
                 return inner(*args, **kwargs)
             finally:
                 recorder.leave()
+                began = time.perf_counter()
                 after = _State(module)
                 if (why := before.refusal(after)) is not None:
                     self._refuse_around(module, why)
@@ -382,6 +390,7 @@ class LadderModules:
                     self._note_changing(module)
                 if copied := self.changing_buffers(place):
                     recorder.note_copied(place, sum(b.nbytes for b in copied))
+                recorder.leave_out(1e3 * (time.perf_counter() - began))
 
         return forward
 
