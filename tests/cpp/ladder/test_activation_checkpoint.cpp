@@ -41,8 +41,9 @@ Tensor generator_now() {
   return at::detail::getDefaultCPUGenerator().get_state();
 }
 
+/// No view: autocast keeps no casts of those.
 Tensor leaf(at::IntArrayRef sizes, double salt) {
-  return filled(sizes, salt).set_requires_grad(true);
+  return filled(sizes, salt).clone().set_requires_grad(true);
 }
 
 /// Calls functions, through checkpoint() or not.
