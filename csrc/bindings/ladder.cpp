@@ -1,3 +1,4 @@
+#include <brimful/ladder/checkpoint.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -94,6 +95,18 @@ std::string rungs_repr(const Rungs& rungs) {
          ", offloaded=" + listed(rungs.offloaded) +
          ", everything=" + (rungs.everything ? "True)" : "False)");
 }
+/// For tests, which compare it with torch's: programs of Python have torch.utils.checkpoint.
+std::vector<at::Tensor> checkpoint_python(py::object function, std::vector<at::Tensor> inputs,
+                                          bool preserve_rng) {
+  const auto run = [fn = shared_object(std::move(function))](const std::vector<at::Tensor>& given) {
+    return call_python([&] {
+      const py::tuple arguments(py::cast(given));
+      return call_or_stop_at_exit(*fn, arguments).cast<std::vector<at::Tensor>>();
+    });
+  };
+  const py::gil_scoped_release released;
+  return checkpoint(CheckpointOptions{preserve_rng}, run, std::move(inputs));
+}
 void bind_recorder(py::module_& m) {
   py::class_<StepEventRecorder, std::shared_ptr<StepEventRecorder>>(m, "_StepEventRecorder")
       .def(py::init([](py::handle device) {
@@ -172,6 +185,8 @@ void bind_ladder(py::module_& m) {
         return calls;
       });
   bind_recorder(m);
+  m.def("_checkpoint", &checkpoint_python, py::arg("function"), py::arg("inputs"),
+        py::arg("preserve_rng") = true);
 }
 
 }  // namespace brimful

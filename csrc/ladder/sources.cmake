@@ -1,8 +1,13 @@
 brimful_sources(HEAVY
   aside.cpp
+  checkpoint.cpp
+  checkpoint_sequential.cpp
+  function_watch.cpp
   host_copy.cpp
+  inner_graph.cpp
   ladder.cpp
-  step_recorder.cpp)
+  step_recorder.cpp
+  surroundings.cpp)
 brimful_sources(LIGHT
   call_bytes.cpp
   choose.cpp

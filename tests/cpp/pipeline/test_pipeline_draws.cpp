@@ -1,5 +1,6 @@
 // Stages that draw random numbers take turns with the generator that their threads share.
 #include <ATen/CPUGeneratorImpl.h>
+#include <brimful/ladder/checkpoint.h>
 #include <brimful/pipeline/pipeline.h>
 #include "support/catch.h"
 #include "support/quiet_log.h"
@@ -19,13 +20,18 @@ namespace {
 constexpr int kStages = 3;
 
 struct Drawing {
-  explicit Drawing(int jitter, const std::string& schedule, int draws_from = 0)
+  explicit Drawing(int jitter, const std::string& schedule, int draws_from = 0,
+                   bool checkpoints = false)
       : model(kStages), first_that_draws(draws_from) {
     auto parts = model.stages();
     for (int i = 0; i < kStages; ++i) {
-      parts[i].forward = [this, i, inner = parts[i].forward](const pipeline::Value& input) {
-        const auto h = inner(input).tensors[0];
-        return pipeline::value_of(i < first_that_draws ? h : at::dropout(h, 0.5, true));
+      const auto forward = [this, i, inner = parts[i].forward](const at::Tensor& x) {
+        const auto h = inner(pipeline::value_of(x)).tensors[0];
+        return i < first_that_draws ? h : at::dropout(h, 0.5, true);
+      };
+      parts[i].forward = [forward, checkpoints](const pipeline::Value& input) {
+        const auto& x = input.tensors[0];
+        return pipeline::value_of(checkpoints ? checkpoint(forward, x) : forward(x));
       };
     }
     PipelineOptions options;
@@ -87,6 +93,22 @@ TEST_CASE("A seed gives the same steps whatever the threads do, and whoever drew
     CHECK(all_equal(other.step(), one));
     CHECK(all_equal(other.step(), two));
   }
+}
+
+TEST_CASE("Stages that are checkpoints draw the same numbers in backward", "[pipeline][draws]") {
+  const QuietLog quiet;
+  const Watchdog watchdog("steps of checkpoints", std::chrono::seconds(60));
+  const std::string schedule = GENERATE("gpipe", "1f1b", "zb_h1");
+  const int jitter = GENERATE(0, 100);
+  seed(7);
+  Drawing plain(0, schedule);
+  seed(7);
+  const auto one = plain.step();
+  const auto two = plain.step();
+  Drawing other(jitter, schedule, 0, true);
+  seed(7);
+  CHECK(all_equal(other.step(), one));
+  CHECK(all_equal(other.step(), two));
 }
 
 }  // namespace test_pipeline_draws
