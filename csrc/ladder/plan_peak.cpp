@@ -163,7 +163,7 @@ class Plan {
       again.push_back({block.bytes, block.taken_at, ends ? block.given_back_at : kNever, is_kept,
                        is_kept ? saved->second : kNever});
     }
-    timeline_.run_again(group.used_at, call.copied_bytes + 3 * generator_bytes(), std::move(again));
+    timeline_.run_again(group.used_at, call.copied_bytes + 3 * generator_bytes(), again);
   }
   /// A CUDA generator's state lies on the host as well.
   int64_t generator_bytes() const { return step_.brought_back ? 0 : kGeneratorBytes; }

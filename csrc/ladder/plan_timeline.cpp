@@ -37,7 +37,8 @@ void PlanTimeline::hold(int64_t bytes, int64_t from, int64_t to) {
   list(bytes, from, kBehindAll, to, -1);
 }
 
-void PlanTimeline::run_again(int64_t moment, int64_t beside_bytes, std::vector<Again> blocks) {
+void PlanTimeline::run_again(int64_t moment, int64_t beside_bytes,
+                             const std::vector<Again>& blocks) {
   std::map<int64_t, int64_t> changes;
   list(beside_bytes, moment, 0, moment, kBehindAll - 1);
   for (const auto& block : blocks) {

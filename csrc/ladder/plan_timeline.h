@@ -25,7 +25,7 @@ class PlanTimeline {
 
   void hold(int64_t bytes, int64_t from, int64_t to);
   /// All of it at one moment, and `beside_bytes` meanwhile.
-  void run_again(int64_t moment, int64_t beside_bytes, std::vector<Again> blocks);
+  void run_again(int64_t moment, int64_t beside_bytes, const std::vector<Again>& blocks);
 
   int64_t peak_bytes() const;
   /// The same as what an allocator is asked for, in order.

@@ -286,4 +286,10 @@ void BatchSizer::State::load_state(const std::map<std::string, double>& state) {
   steps_ = static_cast<int64_t>(steps);
 }
 
+Report BatchSizer::State::report() const {
+  auto report = recorder_.report(policy_.piece_rows());
+  report.rungs = ladder_.logged;
+  return report;
+}
+
 }  // namespace brimful

@@ -30,7 +30,7 @@ class BatchSizer::State {
   bool begin_loop(Next next, const StepInput& first);
   void announce_next(Next next, const StepInput& next_input);
   void announce_failure(FailureKind kind, const std::string& text);
-  Report report() const { return recorder_.report(policy_.piece_rows()); }
+  Report report() const;
   std::map<std::string, double> state() const;
   void load_state(const std::map<std::string, double>& state);
   bool expects_step() const { return agreed_.holds && !agreed_.at_end; }

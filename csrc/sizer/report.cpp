@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "base/format.h"
+#include "sizer/climb.h"
 
 namespace brimful {
 namespace {
@@ -30,6 +31,9 @@ std::string to_string(const Report& report) {
     text << "\npeak / limit: " << (report.last_fill ? percent(*report.last_fill) : "none")
          << " in the last step, " << percent(*report.mean_fill) << " on average, "
          << percent(*report.most_fill) << " at most";
+  }
+  if (!report.rungs.empty()) {
+    text << "\nto fit single rows: " << to_string(report.rungs);
   }
   text << "\ntime in steps: " << report.total_ms
        << " ms, lost to repeated attempts: " << report.lost_ms << " ms";

@@ -44,8 +44,9 @@ std::string top_place(const OomFacts& facts, Phase phase) {
 std::string cheaper_batches(const OomFacts& facts) {
   return facts.program && facts.program->uses_sizer
              ? "use a smaller batch"
-             : "split the batch (brimful.BatchSizer does it by itself where memory runs out; in a "
-               "validation brimful.map_batches)";
+             : "split the batch (brimful.BatchSizer does it by itself where memory runs out, and "
+               "recomputes "
+               "or offloads what a single row saves; in a validation brimful.map_batches)";
 }
 
 constexpr const char* kUseSdpa =

@@ -202,11 +202,14 @@ def test_rungs_leave_again_when_there_is_room():
         assert sizer.step(batch, square).rungs.everything  # it is recorded
         clear(model)
         second = sizer.step(batch, square)
+    assert sizer.report().rungs == second.rungs
+    assert f"to fit single rows: {second.rungs}" in str(sizer.report())
     assert second.retries == 0
     assert second.rungs.recomputed or second.rungs.offloaded
     clear(model)
     with room(2 * peak):
         assert not sizer.step(batch, square).rungs
+    assert not sizer.report().rungs and "single rows" not in str(sizer.report())
 
 
 def test_recorded_rungs_are_run_again():

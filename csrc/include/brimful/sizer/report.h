@@ -1,5 +1,6 @@
 #pragma once
 #include <brimful/export.h>
+#include <brimful/sizer/outcome.h>
 
 #include <cstdint>
 #include <optional>
@@ -37,6 +38,7 @@ struct Report {
   std::optional<double> most_fill;
   double total_ms = 0;
   double lost_ms = 0;
+  StepRungs rungs;                ///< of the last step that stood
   std::vector<StepNote> history;  ///< of the last 64 steps, oldest first
 };
 
