@@ -1,4 +1,4 @@
-#include <brimful/ladder/checkpoint.h>
+#include <brimful/ladder/activation_checkpoint.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 

@@ -1,6 +1,6 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <brimful/ladder/checkpoint.h>
+#include <brimful/ladder/activation_checkpoint.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>

@@ -6,4 +6,5 @@ match($0, /@throws [A-Za-z0-9_:]+,/) { $0 = substr($0, 1, RSTART + RLENGTH - 2) 
 /^\/\/\// || /^template <.*>$/ { pending = pending $0 "\n"; next }
 /^[A-Za-z]+\(.*\) -> / { pending = ""; next }
 /^namespace/ && pending != "" { printf "/// @file\n" }
+{ sub(/ local = /, " local=") } # a keyword of another language, unless it is written so
 { printf "%s%s\n", pending, $0; pending = "" }

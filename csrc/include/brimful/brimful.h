@@ -1,7 +1,7 @@
 #pragma once
 // The classes of the tutorials, and c10d::ProcessGroup; leaves out what fewer programs use, to be included by name.
 #include <brimful/error.h>
-#include <brimful/ladder/checkpoint.h>
+#include <brimful/ladder/activation_checkpoint.h>
 #include <brimful/launch/distributed_sampler.h>
 #include <brimful/launch/init_from_env.h>
 #include <brimful/launch/run_ranks.h>

@@ -1,6 +1,6 @@
 // Stages that draw random numbers take turns with the generator that their threads share.
 #include <ATen/CPUGeneratorImpl.h>
-#include <brimful/ladder/checkpoint.h>
+#include <brimful/ladder/activation_checkpoint.h>
 #include <brimful/pipeline/pipeline.h>
 #include "support/catch.h"
 #include "support/quiet_log.h"

@@ -1,7 +1,7 @@
 #pragma once
 // Takes torch::nn's headers in; not in brimful.h.
 #include <ATen/core/Tensor.h>
-#include <brimful/ladder/checkpoint.h>
+#include <brimful/ladder/activation_checkpoint.h>
 #include <torch/nn/modules/container/sequential.h>
 
 #include <cstdint>
