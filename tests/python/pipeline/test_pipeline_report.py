@@ -48,8 +48,13 @@ def test_the_picture_shows_measured_above_planned(schedule):
             for microbatch in range(4):
                 name = f"{stage}{kind}{microbatch}: "
                 assert sum(tip.startswith(name) for tip in tips) == 2
-    rows = sorted({float(e.get("y")) for e in root.iter() if len(e) and e.tag.endswith("}rect")})
-    assert len(rows) == 6  # three ranks, twice, one below the other
+    rows = []
+    for panel in (e for e in root if e.tag.endswith("}g")):
+        top = float(panel.get("transform").strip("translate()").split()[1])
+        rows += sorted(
+            {top + float(e.get("y")) for e in panel if len(e) and e.tag.endswith("}rect")}
+        )
+    assert len(set(rows)) == 6 and rows == sorted(rows)  # three ranks, twice, one below the other
 
 
 def test_without_a_trace_there_is_no_picture():

@@ -172,8 +172,9 @@ def test_the_rank_that_ran_out_says_so_and_the_others_name_it(ranks):
 
 
 def test_what_the_ladder_has_tried_is_advised_no_more():
-    model = Widening(1000)
-    brimful.memory.set_limit("cpu", used() + 400 * 1000)
+    width = max(1000, used() // 400)
+    model = Widening(width)
+    brimful.memory.set_limit("cpu", used() + 400 * width)
     error = raised(brimful.BatchSizer(model).step, torch.randn(2, 40), square)
     assert [(pieces, rows) for pieces, rows, _ in error.tried] == [(1, 2), (2, 1), (2, 1)]
     advice = "\n".join(error.advice)
