@@ -54,7 +54,7 @@ def test_the_picture_shows_measured_above_planned(schedule):
         rows += sorted(
             {top + float(e.get("y")) for e in panel if len(e) and e.tag.endswith("}rect")}
         )
-    assert len(set(rows)) == 6 and rows == sorted(rows)  # three ranks, twice, one below the other
+    assert len(set(rows)) == 6 and rows == sorted(rows)  # of three ranks, twice
 
 
 def test_without_a_trace_there_is_no_picture():
