@@ -50,7 +50,7 @@ def test_the_picture_shows_measured_above_planned(schedule):
                 assert sum(tip.startswith(name) for tip in tips) == 2
     rows = []
     for panel in (e for e in root if e.tag.endswith("}g")):
-        top = float(panel.get("transform").strip("translate()").split()[1])
+        top = float(panel.get("transform").removesuffix(")").split()[1])
         rows += sorted(
             {top + float(e.get("y")) for e in panel if len(e) and e.tag.endswith("}rect")}
         )
