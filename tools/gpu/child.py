@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import sys
 import traceback
 from pathlib import Path
 
@@ -33,3 +35,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # An autograd thread that still drops its last graph while Python ends aborts the process (torch 2.15, Python 3.11).
+    os._exit(0)
