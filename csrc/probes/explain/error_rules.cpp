@@ -123,6 +123,12 @@ constexpr std::array kRules{
               "keep CUDA out of the dataset, or use multiprocessing_context='spawn'"},
     ErrorRule{"Too many open files", "", "open_files", false, kManyFiles, kAllowMoreFiles},
     ErrorRule{"received 0 items of ancdata", "", "open_files", false, kManyFiles, kAllowMoreFiles},
+    ErrorRule{"terminate called without an active exception", "", "ended_in_a_thread", false,
+              "the process ended while one of its threads was still at work: in a program that "
+              "ends right after a backward, mostly autograd's thread of a GPU, which drops the "
+              "graph while Python ends; or a C++ thread that nobody joined",
+              "what the program did before has its result; use Python 3.14, which lets such "
+              "threads be, or flush what is open and end the program by os._exit(0)"},
 };
 
 constexpr const char* kCompareIndices =
