@@ -28,6 +28,7 @@ void bind_pipeline(py::module_& m);
 void bind_verify_split(py::module_& m);
 void bind_split_backward(py::module_& m);
 void bind_split_types(py::module_& m);
+void bind_stop(py::module_& m);
 void bind_summary(py::module_& m);
 
 }  // namespace brimful

@@ -12,6 +12,7 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_explain(m);
   brimful::bind_batch(m);
   brimful::bind_split_types(m);
+  brimful::bind_stop(m);
   brimful::bind_reducer(m);
   brimful::bind_torch_ddp_adapter(m);
   brimful::bind_ladder(m);

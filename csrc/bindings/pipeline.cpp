@@ -324,7 +324,7 @@ void bind_pipeline(py::module_& m) {
                       peak_live_bytes, parameter_bytes, gradient_bytes, buffer_bytes, split_note);
   py::class_<PipelineOutcome>(m, "PipelineOutcome", "How a step ended; see Pipeline.step.")
       .BRIMFUL_FIELDS(def_readonly, PipelineOutcome, loss, weight, microbatches, split, retries,
-                      total_ms, peak_bytes, stages)
+                      total_ms, stop, peak_bytes, stages)
       .def("__repr__", &pipeline_outcome_repr);
   py::class_<PythonPipeline>(m, "Pipeline")
       .def(py::init(&make_pipeline), py::kw_only(), py::arg("stages"), py::arg("devices"),

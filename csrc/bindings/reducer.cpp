@@ -129,6 +129,7 @@ void bind_loop(ReducerClass& reducer) {
       .def("call_off", of_loop(&PlainLoop::call_off))
       .def("end_join", of_loop(&PlainLoop::end_join))
       .def_property_readonly("active", [](Reducer& reducer) { return reducer.loop().active(); })
+      .def_property_readonly("stop", [](Reducer& reducer) { return reducer.loop().stop(); })
       .def("begin_scope", of_loop(&PlainLoop::begin_scope), NoGil())
       .def("end_scope_ok", of_loop(&PlainLoop::end_scope_ok), NoGil())
       .def_property(

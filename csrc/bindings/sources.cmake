@@ -36,6 +36,7 @@ brimful_sources(BINDINGS
   sizer_values.cpp
   split_backward.cpp
   split_types.cpp
+  stop.cpp
   structure.cpp
   summary.cpp
   verify_split.cpp)

@@ -330,6 +330,7 @@ void Pipeline::State::hear_replicas(Call& call, StepResult& result,
     const auto& record = records[replica];
     verdict.weight += record.weight;
     verdict.loss_sum += record.loss_sum;
+    verdict.stop = std::max(verdict.stop, record.stop);
     if (replica != call.group.rank() && record.verdict >= Status::retry &&
         record.verdict > verdict.kind) {
       verdict.kind = record.verdict;

@@ -67,6 +67,7 @@ void Pipeline::State::stand(const Call& call, StepResult result, const PeerVerdi
   outcome.microbatches = call.filled();
   outcome.split.assign(call.split.begin(), call.split.begin() + call.filled());
   outcome.retries = call.retry.retries();
+  outcome.stop = learn_stop(verdict.stop);
   outcome.total_ms = static_cast<double>(result.end_ns - result.begin_ns) / 1e6;
   last_total_ = outcome.weight > 0 ? outcome.weight : last_total_;
   last_result = std::move(result);

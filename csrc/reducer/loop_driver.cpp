@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
+#include <brimful/step/stop.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -65,6 +66,10 @@ void LoopDriver::prepare_forward() {
   settle();
   forward_.open = sync_ && at::GradMode::is_enabled();
   s_.begin_times();
+}
+
+bool LoopDriver::stop() const {
+  return s_.link.alone ? stop_requested() : step_.stops;
 }
 
 void LoopDriver::forward_done() {
@@ -191,6 +196,7 @@ void LoopDriver::begin_plain_step(Status verdict) {
   engine_.begin_plain(scales, join_.active.empty() ? 0 : join_.active.front());
   step_.said = {};
   step_.said.record.verdict = verdict;
+  step_.said.record.stop = stop_to_send();
   step_.said.record.weight = verdict == Status::ok ? 1 : 0;
   if (step_.unannounced) {
     step_.said.record.verdict = step_.unannounced->kind;

@@ -48,6 +48,7 @@ class LoopDriver final : public PlainLoop, private EngineDriver {
   bool any_rank(bool own) override;
   void call_off() override;
   const std::vector<int>& active() const override { return join_.active; }
+  bool stop() const override;
 
   const EngineState& state() const { return s_; }
   /// What a step that died here still owes.
@@ -90,6 +91,7 @@ class LoopDriver final : public PlainLoop, private EngineDriver {
     std::exception_ptr own_error;        ///< thrown by the reducer itself in this backward
     bool aborted = false;                ///< drained after a failure, not yet waited for
     int64_t begun = 0;                   ///< when its backward began, among the group's
+    bool stops = false;                  ///< all ranks stop behind the last one
     std::optional<Exchange> parting;     ///< what this rank said when its step died
     uint64_t parting_number = 0;         ///< and of which reducer
   };

@@ -48,6 +48,7 @@ void LoopDriver::require_success(const Ending& ending) {
       detail::throw_plan_mismatch(ending.divergence);
     }
     note_data(records);
+    step_.stops = stops(records);
     return;
   }
   engine_.discard();

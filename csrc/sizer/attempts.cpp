@@ -67,7 +67,8 @@ void BatchSizer::State::stand(const AttemptResult& result, double ref, Outcome& 
   agreed_.last_total = total > 0 ? total : agreed_.last_total;
   outcome.loss = mean_loss(result.records);
   outcome.weight = total;
-  outcome.last = nobody_continues(result.records);
+  outcome.last = nobody_steps(result.records);
+  outcome.stop = stops(result.records);
   for (const auto& record : result.records) {
     outcome.work_ms.push_back(record.work_ms);
   }
@@ -221,7 +222,7 @@ Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepI
     outcome.attempts.push_back(note);
     return again;
   }
-  agreed_.at_end = !result.records.empty() && nobody_continues(result.records);
+  agreed_.at_end = !result.records.empty() && nobody_steps(result.records);
   if (result.own == Status::error) {
     std::rethrow_exception(result.error);
   }

@@ -94,6 +94,7 @@ void BatchSizer::State::adopt(const std::vector<ControlRecord>& records) {
 ControlRecord BatchSizer::State::record_for(Next next, const StepInput& input) const {
   ControlRecord record;
   record.next = next;
+  record.stop = stop_to_send();
   record.next_weight = next == Next::yes ? own_weight(input) : (next == Next::no ? 0 : kUnknown);
   record.next_pieces = static_cast<uint16_t>(std::min<int64_t>(wanted_pieces(input), UINT16_MAX));
   return record;
@@ -110,7 +111,8 @@ bool BatchSizer::State::begin_loop(Next next, const StepInput& first) {
   agreed_.at_end = false;
   const auto records = group_.exchange(agreed_.next);
   adopt(records);
-  return !nobody_continues(records);
+  agreed_.at_end = nobody_steps(records);
+  return !agreed_.at_end;
 }
 
 void BatchSizer::State::announce_failure(FailureKind kind, const std::string& text) {
@@ -225,7 +227,7 @@ Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
   }
   if (bad_input) {
     const auto failure = failure_of(bad_input);
-    agreed_.at_end = nobody_continues(group_.run_failed(failure.kind, failure.text, agreed_.next));
+    agreed_.at_end = nobody_steps(group_.run_failed(failure.kind, failure.text, agreed_.next));
     agreed_.next = {};
     std::rethrow_exception(bad_input);
   }

@@ -6,7 +6,7 @@
 
 namespace brimful {
 namespace {
-// Layout: verdict 1, next 1, next_pieces 2, weight 8, loss_sum 8, next_weight 8, ref 4, work_ms 4, plan 4, updated 8.
+// Layout: verdict 1, next and stop 1, next_pieces 2, weight 8, loss_sum 8, next_weight 8, ref 4, work_ms 4, plan 4, updated 8.
 template <typename Record, typename Visit>
 void for_each_field(Record& record, const Visit& visit) {
   int64_t offset = 0;
@@ -25,6 +25,8 @@ void for_each_field(Record& record, const Visit& visit) {
   field(record.plan);
   field(record.updated);
 }
+constexpr size_t kNextOffset = 1;
+constexpr int kNextBits = 2;
 static_assert(1 + 1 + 2 + 8 * 3 + 4 * 3 == kUpdatedOffset);
 static_assert(kUpdatedOffset + sizeof(ControlRecord::updated) == kRecordBytes);
 static_assert(kLossSumOffset == 1 + 1 + 2 + 8);
@@ -44,6 +46,7 @@ RecordBytes encode(const ControlRecord& record) {
   for_each_field(record, [&](const auto& value, int64_t offset) {
     std::memcpy(bytes.data() + offset, &value, sizeof(value));
   });
+  bytes[kNextOffset] |= record.stop << kNextBits;
   return bytes;
 }
 
@@ -52,6 +55,8 @@ ControlRecord decode(const RecordBytes& bytes) {
   for_each_field(record, [&](auto& value, int64_t offset) {
     std::memcpy(&value, bytes.data() + offset, sizeof(value));
   });
+  record.next = static_cast<Next>(bytes[kNextOffset] & ((1 << kNextBits) - 1));
+  record.stop = bytes[kNextOffset] >> kNextBits;
   return record;
 }
 
@@ -91,6 +96,11 @@ double next_total_weight(const std::vector<ControlRecord>& records) {
 bool nobody_continues(const std::vector<ControlRecord>& records) {
   return std::all_of(records.begin(), records.end(),
                      [](const auto& record) { return record.next == Next::no; });
+}
+
+bool nobody_steps(const std::vector<ControlRecord>& records) {
+  const bool stop = stops(records);
+  return stop || nobody_continues(records);
 }
 
 int next_buffer_source(const std::vector<ControlRecord>& records) {

@@ -12,4 +12,5 @@ brimful_sources(HEAVY
   oom.cpp
   remedy.cpp
   step.cpp
+  stop.cpp
   transaction.cpp)

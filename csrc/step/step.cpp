@@ -174,11 +174,12 @@ bool StepGroup::late_gradient() const {
 
 void StepGroup::launch(Fill fill, const Announcement& said) {
   own_ = said;
+  own_.record.stop = stop_to_send();
   for (const auto& participant : participants_) {
     participant->attempt().launch_early(fill);
   }
   for (const auto& participant : participants_) {
-    participant->attempt().launch_last(fill, said);
+    participant->attempt().launch_last(fill, own_);
   }
 }
 

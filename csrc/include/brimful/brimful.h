@@ -27,5 +27,6 @@
 #include <brimful/sizer/map_batches.h>
 #include <brimful/sizer/optimizer_bytes.h>
 #include <brimful/sizer/verify_split.h>
+#include <brimful/step/stop.h>
 #include <brimful/version.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

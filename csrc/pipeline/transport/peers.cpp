@@ -38,6 +38,7 @@ PeerVerdict worse(PeerVerdict first, PeerVerdict second) {
   both.links = std::max(first.links, second.links);
   both.lost_link = first.lost_link || second.lost_link;
   both.has_more = first.has_more || second.has_more;
+  both.stop = std::max(first.stop, second.stop);
   const bool other_rows = first.rows != second.rows;
   const bool other_setup = first.setup != second.setup;
   auto worst = second.kind > first.kind ? std::move(second) : std::move(first);

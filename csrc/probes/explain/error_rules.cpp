@@ -126,7 +126,7 @@ constexpr std::array kRules{
     ErrorRule{"terminate called without an active exception", "", "ended_in_a_thread", false,
               "the process ended while one of its threads was still at work: in a program that "
               "ends right after a backward, mostly autograd's thread of a GPU, which drops the "
-              "graph while Python ends; or a C++ thread that nobody joined",
+              "graph while Python ends; or a C++ thread that was not joined",
               "what the program did before has its result; use Python 3.14, which lets such "
               "threads be, or flush what is open and end the program by os._exit(0)"},
 };

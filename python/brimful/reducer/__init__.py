@@ -442,6 +442,14 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             )
 
     @property
+    def stop(self) -> bool:
+        """Whether all ranks stop behind the last step of a plain loop, since one was asked to: see ``request_stop``.
+
+        Under a ``BatchSizer`` ``Outcome.stop`` says it.
+        """
+        return self.reducer.stop
+
+    @property
     def buckets_launched(self) -> int:
         """Buckets that were launched in the step that runs."""
         return self.reducer.launched

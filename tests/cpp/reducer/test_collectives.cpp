@@ -10,6 +10,9 @@
 
 #include <brimful/launch/run_ranks.h>
 #include <brimful/log.h>
+#include <brimful/step/stop.h>
+
+#include <csignal>
 
 namespace test_collectives {
 
@@ -218,6 +221,35 @@ TEST_CASE("A loop over batches makes one exchange and no other call", "[sizer][c
     checks.expect(counted.backend->total() == expected,
                   "calls: " + std::to_string(counted.backend->total()));
   });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("A loop that is asked to stop ends on all ranks, and makes no call for it",
+          "[sizer][collectives]") {
+  constexpr int64_t kAt = 1;
+  const Watchdog watchdog("a request to stop");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    const CountedGroup counted(group);
+    Trainer trainer(counted.group);
+    std::vector<Batch> loader(9, batch_of(rank, 0, kRows));
+    counted.backend->reset();
+    int64_t steps = 0;
+    for (auto& batch : trainer.sizer.batches(loader)) {
+      if (steps == kAt && rank == 1) {
+        brimful::request_stop(SIGTERM);
+      }
+      const auto outcome = trainer.step(batch);
+      ++steps;
+      checks.expect(outcome.stop == outcome.last, "the outcome");
+    }
+    checks.expect(steps == kAt || steps == kAt + 1, "steps: " + std::to_string(steps));
+    const auto expected = steps * trainer.model.reducer()->buckets() + 1;
+    checks.expect(counted.backend->total() == expected,
+                  "calls: " + std::to_string(counted.backend->total()));
+    checks.expect(brimful::stop_exit_code() == 128 + SIGTERM, "the exit code");
+  });
+  brimful::clear_stop();
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 

@@ -55,6 +55,8 @@ class BRIMFUL_API PlainLoop {
   virtual void call_off() = 0;
   /// Ranks that had data in the last step, in order; empty before the first one.
   virtual const std::vector<int>& active() const = 0;
+  /// A rank was asked to stop (step/stop.h), and all do behind the last step that they made.
+  virtual bool stop() const = 0;
 };
 
 }  // namespace brimful

@@ -43,7 +43,8 @@ struct Outcome {
   int64_t peak_bytes = 0;  ///< of this rank's device during the step, retries included
   /// By rank: that of its control record, or NaN; the largest is the straggler's.
   std::vector<double> work_ms;
-  bool last = false;  ///< no rank has another batch
+  bool last = false;  ///< no rank has another batch, or all stop
+  bool stop = false;  ///< a rank was asked to stop (stop.h), and all do behind this step
   std::vector<AttemptNote> attempts;
 };
 

@@ -16,6 +16,8 @@ enum class Next : uint8_t { unknown, yes, no };
 struct ControlRecord {
   Status verdict = Status::silent;
   Next next = Next::unknown;
+  uint8_t stop =
+      0;  ///< this rank asks all to stop behind this step (stop.h): 1 + the signal, 6 bits
   uint16_t next_pieces = 1;  ///< pieces that this rank wants for its next batch (used in lockstep)
   double weight = 0;         ///< of this step on this rank
   double loss_sum = 0;       ///< sum over pieces of mean loss times weight
@@ -51,6 +53,13 @@ BRIMFUL_API double mean_loss(const std::vector<ControlRecord>& records);
 BRIMFUL_API double next_total_weight(const std::vector<ControlRecord>& records);
 /// True if no rank has, or may have, another batch.
 BRIMFUL_API bool nobody_continues(const std::vector<ControlRecord>& records);
+/// True if no rank makes a next step: nobody_continues(), or stops().
+BRIMFUL_API bool nobody_steps(const std::vector<ControlRecord>& records);
+/// What a record's `stop` is now.
+BRIMFUL_API uint8_t stop_to_send() noexcept;
+/// True if a rank asks all to stop (what `stop` of its record says); this process has then been asked, too.
+BRIMFUL_API bool learn_stop(uint8_t stop) noexcept;
+BRIMFUL_API bool stops(const std::vector<ControlRecord>& records);
 /// Whose buffers win in the next step: the lowest rank's that announced a batch for it; where none did, the lowest
 /// rank's that had one in this step and may have another.
 BRIMFUL_API int next_buffer_source(const std::vector<ControlRecord>& records);

@@ -1,0 +1,98 @@
+#include <brimful/error.h>
+#include <brimful/step/control_record.h>
+#include <brimful/step/stop.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+#include <unistd.h>
+
+namespace brimful {
+namespace {
+// As a record has it: 0, or 1 + the signal that asked.
+std::atomic<uint8_t> request{0};
+static_assert(std::atomic<uint8_t>::is_always_lock_free, "handlers of signals use it");
+
+constexpr int kSignals = 63;  // numbers below it fit into a record
+std::array<struct sigaction, kSignals> before;
+pid_t owner = 0;
+
+void on_signal(int signal) {
+  sigaction(signal, &before.at(signal), nullptr);
+  if (getpid() == owner) {
+    request_stop(signal);
+  } else {
+    raise(signal);  // a child that was forked: when this returns it ends as ever
+  }
+}
+
+void adopt(uint8_t asked) noexcept {
+  uint8_t known = request.load();
+  while (known < asked && !request.compare_exchange_weak(known, asked)) {
+  }
+}
+}  // namespace
+
+void request_stop(int signal) noexcept {
+  adopt(static_cast<uint8_t>(1 + (signal > 0 && signal < kSignals ? signal : 0)));
+}
+
+bool stop_requested() noexcept {
+  return request != 0;
+}
+
+int stop_exit_code() noexcept {
+  const int asked = request;
+  return asked > 1 ? 128 + asked - 1 : 0;
+}
+
+void clear_stop() noexcept {
+  request = 0;
+}
+
+uint8_t stop_to_send() noexcept {
+  return request;
+}
+
+bool learn_stop(uint8_t stop) noexcept {
+  adopt(stop);
+  return stop != 0;
+}
+
+bool stops(const std::vector<ControlRecord>& records) {
+  uint8_t asked = 0;
+  for (const auto& record : records) {
+    asked = std::max(asked, record.stop);
+  }
+  return learn_stop(asked);
+}
+
+void stop_on(const std::vector<int>& signals) {
+  owner = getpid();
+  for (const int signal : signals) {
+    struct sigaction now {};
+    now.sa_handler = on_signal;
+    now.sa_flags = SA_RESTART;
+    sigemptyset(&now.sa_mask);
+    struct sigaction was {};
+    const bool known = signal > 0 && signal < kSignals;
+    if (!known || sigaction(signal, nullptr, &was) != 0) {
+      TORCH_CHECK_VALUE(false, "the signal cannot be handled (signal: ", signal,
+                        "); use one that the system lets programs handle, such as SIGTERM");
+    }
+    if (was.sa_handler == on_signal) {
+      continue;
+    }
+    before.at(signal) = was;
+    TORCH_CHECK_VALUE(sigaction(signal, &now, nullptr) == 0,
+                      "the signal cannot be handled (signal: ", signal, ", ", std::strerror(errno),
+                      "); use one that the system lets programs handle, such as SIGTERM");
+  }
+}
+
+}  // namespace brimful
