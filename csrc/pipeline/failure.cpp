@@ -76,17 +76,20 @@ void rethrow(ActionFailure failure) {
 }
 
 BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<TriedSplit> tried,
-                        int64_t max_retries, c10::Device device, bool is_fixed) {
+                        int64_t max_retries, c10::Device device, bool is_fixed,
+                        const std::set<int>& recomputed) {
   TooLargeFacts facts;
   facts.rank = failure.rank;
   facts.device = device.str();
   facts.limit_bytes = memory::stats(device).limit_bytes;
-  facts.advice = {"checkpoint the activations of stage " + std::to_string(failure.action.stage) +
-                      " (torch.utils.checkpoint)",
-                  "move layers from stage " + std::to_string(failure.action.stage) +
-                      " to others, or add stages",
-                  "use a schedule that holds fewer microbatches, such as 1f1b",
-                  "use a smaller batch, or a device with more memory"};
+  const auto stage = "stage " + std::to_string(failure.action.stage);
+  if (recomputed.count(failure.action.stage) == 0) {
+    facts.advice.emplace_back("checkpoint the activations of " + stage +
+                              " (torch.utils.checkpoint)");
+  }
+  facts.advice.emplace_back("move layers from " + stage + " to others, or add stages");
+  facts.advice.emplace_back("use a schedule that holds fewer microbatches, such as 1f1b");
+  facts.advice.emplace_back("use a smaller batch, or a device with more memory");
   std::ostringstream text;
   if (is_fixed) {
     facts.advice.emplace_back(
@@ -99,6 +102,9 @@ BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<
          << ", max_retries: " << max_retries;
   }
   text << ", device: " << facts.device;
+  if (!recomputed.empty()) {
+    text << ", stages here that recompute: " << recomputed.size();
+  }
   if (facts.limit_bytes) {
     text << ", limit: " << format_bytes(*facts.limit_bytes);
   }

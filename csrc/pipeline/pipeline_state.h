@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
+#include <set>
 
 #include "pipeline/call.h"
 #include "pipeline/executor/executor.h"
@@ -106,6 +108,12 @@ struct Pipeline::State {
   /// rank make another rank's not finite: the scalers of all skip the step.
   void tell_settled(const Call& call, const PeerVerdict& verdict, std::exception_ptr failed);
 
+  // recompute.cpp
+  /// The stage to recompute from now on, where memory ran out in an action; or (one that recomputes, and failed otherwise) to
+  /// recompute no longer. Nothing: neither helps.
+  std::optional<int> stage_to_change(const Call& call, const StepResult& result) const;
+  void change_recomputed(int stage, const ActionFailure& failure);
+
   // pipeline.cpp
   void capture(Call& call);
   void keep(const PipelineWork& work);
@@ -130,6 +138,7 @@ struct Pipeline::State {
     }
   }
 
+  std::set<int> not_again_;   ///< stages that failed when they were recomputed
   bool agreed_ = false;       ///< the ranks of this pipeline have found each other's set-up alike
   bool may_split_ = true;     ///< of all ranks, when they did
   bool any_tied_ = false;     ///< a rank has a tied weight

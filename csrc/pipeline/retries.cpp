@@ -87,6 +87,9 @@ Ended Pipeline::State::ended_by(Call& call, const StepResult& result, const Peer
     log(LogLevel::warning, "memory ran out" + where + ": the step is repeated with " +
                                std::to_string(ended.pieces) + " microbatches instead of " +
                                std::to_string(call.microbatches()));
+  } else if (const auto stage = stage_to_change(call, result)) {
+    change_recomputed(*stage, *result.failure);
+    ended.how = Ended::How::for_others;  // there are only so many stages
   } else if (result.drew_together) {
     log(LogLevel::info,
         "the step is repeated as it was: its stages draw random numbers, and take turns from now");

@@ -33,6 +33,16 @@ StepResult Executor::run(const Schedule& schedule, const StepWork& work) {
 void Executor::cancel() {
   impl_->end_from_outside();
 }
+void Executor::set_recomputed(int stage, bool recomputed) {
+  if (recomputed) {
+    impl_->recomputed.insert(stage);
+  } else {
+    impl_->recomputed.erase(stage);
+  }
+}
+const std::set<int>& Executor::recomputed() const {
+  return impl_->recomputed;
+}
 const std::vector<Stage>& Executor::stages() const {
   return impl_->stages;
 }
@@ -171,6 +181,8 @@ void Executor::Impl::prepare(const Schedule& schedule, const StepWork& work, Ste
   }
   for (auto& run : runs_) {
     run.begin(schedule, rank_of_stage_);
+    run.recomputes = recomputed.count(run.index) > 0;
+    run.compared = run.compared && run.recomputes;
   }
   for (const auto& channel : channels_) {
     channel->reset(schedule.microbatches, work.rows);
@@ -200,6 +212,9 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
   }
   begin_job(std::move(job));
   turns_.begin(schedule.stages);
+  for (const int stage : recomputed) {
+    turns_.note_recomputed(stage);
+  }
   wake_ranks();
   std::exception_ptr interrupted;
   if (!await_end(interrupted)) {

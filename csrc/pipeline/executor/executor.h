@@ -16,6 +16,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -81,6 +82,10 @@ class BRIMFUL_API Executor {
   /// deadlocks. Synchronises no device.
   /// @throws c10::ValueError if the schedule is for another number of ranks or stages, or has ended with actions missing
   StepResult run(const Schedule& schedule, const StepWork& work);
+  /// From the next run() on a stage of this process, by its number, saves nothing in forward and runs it once more in
+  /// backward, or (false) does so no longer. Between runs.
+  void set_recomputed(int stage, bool recomputed);
+  const std::set<int>& recomputed() const;
   /// Ends a run() that is under way, from any thread: ranks stop before their next action, and wait for no message of this
   /// process any more. Nothing where there is none. Does not wait.
   void cancel();

@@ -32,6 +32,7 @@ class Executor::Impl : public std::enable_shared_from_this<Executor::Impl> {
 
   const std::vector<Stage> stages;
   const ExecutorOptions options;
+  std::set<int> recomputed;  ///< stages of this process
 
  private:
   /// What the ranks' threads work on; set by run() before they are woken. Its own copies: an abandoned action outlives run().

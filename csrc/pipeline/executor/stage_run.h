@@ -70,7 +70,9 @@ struct StageRun {
   KnownParameters known_parameters;
   Held held;
   bool splits = true;  ///< false: what I would do is a whole backward, since two parts cost more
-  std::string split_note;  ///< why its backward is not, or not entirely, split
+  bool recomputes = false;  ///< its forward saves nothing, and runs once more in backward
+  bool compared = false;    ///< and was seen to compute the same then
+  std::string split_note;   ///< why its backward is not, or not entirely, split
   std::vector<CallerGradient> caller_gradients;
 
   /// Makes ready for a step.
