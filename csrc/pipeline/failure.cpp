@@ -3,6 +3,7 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 
+#include <algorithm>
 #include <exception>
 #include <sstream>
 #include <stdexcept>
@@ -77,13 +78,13 @@ void rethrow(ActionFailure failure) {
 
 BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<TriedSplit> tried,
                         int64_t max_retries, c10::Device device, bool is_fixed,
-                        const std::set<int>& recomputed) {
+                        const Executor& executor) {
   TooLargeFacts facts;
   facts.rank = failure.rank;
   facts.device = device.str();
   facts.limit_bytes = memory::stats(device).limit_bytes;
   const auto stage = "stage " + std::to_string(failure.action.stage);
-  if (recomputed.count(failure.action.stage) == 0) {
+  if (!executor.recomputes(failure.action.stage)) {
     facts.advice.emplace_back("checkpoint the activations of " + stage +
                               " (torch.utils.checkpoint)");
   }
@@ -102,8 +103,11 @@ BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<
          << ", max_retries: " << max_retries;
   }
   text << ", device: " << facts.device;
-  if (!recomputed.empty()) {
-    text << ", stages here that recompute: " << recomputed.size();
+  const auto& recomputed = executor.recomputed();
+  if (const auto count = std::count_if(recomputed.begin(), recomputed.end(),
+                                       [](const auto& stage) { return stage.second; });
+      count > 0) {
+    text << ", stages here that recompute: " << count;
   }
   if (facts.limit_bytes) {
     text << ", limit: " << format_bytes(*facts.limit_bytes);

@@ -3,7 +3,6 @@
 #include "pipeline/executor/executor.h"
 
 #include <cstdint>
-#include <set>
 #include <vector>
 
 namespace brimful::pipeline {
@@ -14,6 +13,6 @@ namespace brimful::pipeline {
 /// What a step raises that no number of microbatches would save.
 BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<TriedSplit> tried,
                         int64_t max_retries, c10::Device device, bool is_fixed,
-                        const std::set<int>& recomputed);
+                        const Executor& executor);
 
 }  // namespace brimful::pipeline

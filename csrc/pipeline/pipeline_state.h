@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
-#include <set>
 
 #include "pipeline/call.h"
 #include "pipeline/executor/executor.h"
@@ -138,7 +137,6 @@ struct Pipeline::State {
     }
   }
 
-  std::set<int> not_again_;   ///< stages that failed when they were recomputed
   bool agreed_ = false;       ///< the ranks of this pipeline have found each other's set-up alike
   bool may_split_ = true;     ///< of all ranks, when they did
   bool any_tied_ = false;     ///< a rank has a tied weight

@@ -13,10 +13,9 @@ std::optional<int> Pipeline::State::stage_to_change(const Call& call,
     return std::nullopt;
   }
   const int failed = failure->action.stage;
-  const auto& recomputed = executor->recomputed();
   if (failure->kind != Status::out_of_memory) {
     const bool by_itself = options.recompute == Recompute::where_needed;
-    return by_itself && recomputed.count(failed) > 0 ? std::optional(failed) : std::nullopt;
+    return by_itself && executor->recomputes(failed) ? std::optional(failed) : std::nullopt;
   }
   const auto placed = rank_of_stage(call.order);
   const auto device = device_of(*failure);
@@ -27,7 +26,7 @@ std::optional<int> Pipeline::State::stage_to_change(const Call& call,
   for (int stage = 0; stage < std::ssize(placed); ++stage) {
     const bool is_here = !options.peers || placed[stage] == options.peers->rank();
     if (!is_here || options.devices[options.peers ? 0 : placed[stage]] != device ||
-        recomputed.count(stage) > 0 || not_again_.count(stage) > 0) {
+        executor->recomputed().count(stage) > 0) {
       continue;
     }
     if (!best || bytes(stage) > bytes(*best) || (bytes(stage) == bytes(*best) && stage == failed)) {
@@ -39,9 +38,6 @@ std::optional<int> Pipeline::State::stage_to_change(const Call& call,
 
 void Pipeline::State::change_recomputed(int stage, const ActionFailure& failure) {
   const bool ran_out = failure.kind == Status::out_of_memory;
-  if (!ran_out) {
-    not_again_.insert(stage);
-  }
   executor->set_recomputed(stage, ran_out);
   log(LogLevel::warning,
       ran_out ? "memory ran out in the " + pipeline::to_string(failure) +

@@ -126,7 +126,10 @@ Ended Pipeline::State::attempt(Call& call, PeerVerdict& verdict, StepResult& sta
     return {};
   }
   undo(call);
-  call.retry.note_tried(total_bytes(peaks.bytes()));
+  if (const auto& tried = call.retry.tried();
+      tried.empty() || tried.back().pieces != call.microbatches()) {
+    call.retry.note_tried(total_bytes(peaks.bytes()));
+  }
   if (is_failure(verdict.kind)) {
     raise(call, result, verdict);
   }

@@ -14,9 +14,9 @@
 #include <exception>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -83,9 +83,11 @@ class BRIMFUL_API Executor {
   /// @throws c10::ValueError if the schedule is for another number of ranks or stages, or has ended with actions missing
   StepResult run(const Schedule& schedule, const StepWork& work);
   /// From the next run() on a stage of this process, by its number, saves nothing in forward and runs it once more in
-  /// backward, or (false) does so no longer. Between runs.
+  /// backward; or (false) does not, and had better never. Between runs.
   void set_recomputed(int stage, bool recomputed);
-  const std::set<int>& recomputed() const;
+  /// What was set.
+  const std::map<int, bool>& recomputed() const;
+  bool recomputes(int stage) const;
   /// Ends a run() that is under way, from any thread: ranks stop before their next action, and wait for no message of this
   /// process any more. Nothing where there is none. Does not wait.
   void cancel();

@@ -128,7 +128,7 @@ void RankRun::forward(StageRun& stage, int microbatch) {
 }
 
 Value RankRun::run_stage(StageRun& stage, int microbatch, const Value& input) {
-  if (!stage.recomputes || !work_.loss) {
+  if (stage.second_run == SecondRunKind::none || !work_.loss) {
     return stage.stage->forward(input);
   }
   const auto& flight = stage.flights[microbatch];
@@ -137,9 +137,9 @@ Value RankRun::run_stage(StageRun& stage, int microbatch, const Value& input) {
   second.scope = [keywords = work_.keywords, microbatch, device = stage.device] {
     return std::make_unique<KeywordScope>(keywords, microbatch, device, nullptr);
   };
-  if (!stage.compared) {
+  if (stage.second_run == SecondRunKind::unseen) {
     second.compared = [this, &stage](bool same) {
-      stage.compared = stage.compared || same;
+      stage.second_run = same ? SecondRunKind::same : stage.second_run;
       TORCH_CHECK_VALUE(same || !turns_.is_certain(stage.index),
                         "a stage's forward computed something else when it ran once more, in "
                         "backward (stage: ",
