@@ -17,7 +17,8 @@ void bind_stop(py::module_& m) {
   m.def("stop_exit_code", &stop_exit_code,
         "What the process should exit with: 128 + the signal's number, which launchers expect "
         "(SIGTERM: 143), and 0\n"
-        "where the program asked, and without a request. After a step that stops the same on all ranks.");
+        "where the program asked, and without a request. After a step that stops the same on all "
+        "ranks.");
   m.def("clear_stop", &clear_stop,
         "Forget a request, to train again in this process. On all ranks, between two steps.");
   m.def(
