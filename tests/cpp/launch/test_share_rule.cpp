@@ -132,6 +132,19 @@ TEST_CASE("a slow rank's share settles as soon as three steps were seen", "[laun
   }
 }
 
+TEST_CASE("a speed that changes again before its new share is seen is followed at once",
+          "[launch]") {
+  const int64_t lag = 8;
+  Fleet fleet({64, 64, 64, 64}, lag, [](size_t rank, int64_t rows, int64_t step) {
+    return static_cast<double>(rows) * (rank == 2 && step >= 40 && step < 45 ? 0.5 : 0.25);
+  });
+  fleet.run(80);
+  CHECK(fleet.taken[40 + lag + 3] == Rows{74, 73, 36, 73});
+  for (int64_t step = 45 + lag + 3; step < 80; ++step) {
+    CHECK(fleet.slowest_ms(step) < 1.05 * 64 * 0.25);
+  }
+}
+
 TEST_CASE("shares do not follow what gains less than five percent, nor single slow steps",
           "[launch]") {
   Fleet near({100, 100}, 2, [](size_t rank, int64_t rows, int64_t /*step*/) {

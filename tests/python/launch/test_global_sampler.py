@@ -36,8 +36,10 @@ class Numbered(torch.utils.data.Dataset):
         return self.x[index], self.y[index], index
 
 
-def let_ranks_have_workers():
+def with_workers(workers):
+    """Options of a loader in a rank, which is a daemon and would start a server to fork from."""
     multiprocessing.current_process()._config["daemon"] = False
+    return {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
 
 
 class Trainer:
@@ -45,14 +47,12 @@ class Trainer:
 
     def __init__(self, data, slowness=0.0, workers=0, **options):
         self.slowness = slowness
-        if workers:
-            let_ranks_have_workers()
         self.model = wrap(net())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.sizer = brimful.BatchSizer(self.model, self.optimizer)
         options = {"batch_size": BATCH, "lag": 2 * workers + 2, **options}
         self.sampler = brimful.GlobalSampler(data, **options)
-        self.loader = DataLoader(data, batch_sampler=self.sampler, num_workers=workers)
+        self.loader = DataLoader(data, batch_sampler=self.sampler, **with_workers(workers))
         self.ids = []  # by step
 
     def loss(self, model, piece):
@@ -247,9 +247,8 @@ def test_a_sampler_without_a_process_group_has_the_whole_batch():
 def persistent_workers(here):
     data = Numbered(BATCH * 3)
     trainer = Trainer(data, lag=6)
-    let_ranks_have_workers()
     trainer.loader = DataLoader(
-        data, batch_sampler=trainer.sampler, num_workers=2, persistent_workers=True
+        data, batch_sampler=trainer.sampler, persistent_workers=True, **with_workers(2)
     )
     for _ in range(3):
         trainer.run()
