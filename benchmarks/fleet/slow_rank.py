@@ -10,8 +10,8 @@ from benchmarks.fleet import work
 IDS = ("fleet.slow_rank",)
 PEER = "perfectly divisible work"
 SLOWNESS = ((1.0, 2.0), (1.0, 2.0, 1.0, 1.0))
-MS_PER_ROW, QUICK_MS_PER_ROW = 1.0, 0.2
-STEPS, QUICK_STEPS = 60, 20
+MS_PER_ROW, QUICK_MS_PER_ROW = 2.0, 0.2
+STEPS, QUICK_STEPS = 50, 20
 LAG = 2
 UNSETTLED = LAG + 5  # steps that do not count
 STALL_S = 60.0
