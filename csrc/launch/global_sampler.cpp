@@ -190,7 +190,7 @@ GlobalSamplerState GlobalSampler::State::save() const {
   saved["row"] = {static_cast<double>(noted_row)};
   saved["split"] = {static_cast<double>(world_size), static_cast<double>(batch_size),
                     static_cast<double>(options.lag)};
-  saved["rule"] = {static_cast<double>(history.hold), history.pace, history.before_ms};
+  saved["rule"] = {static_cast<double>(history.unseen), history.pace, history.before_ms};
   saved["decided"] = numbers(history.shares);
   saved["slowest_ms"] = {history.slowest_ms.begin(), history.slowest_ms.end()};
   auto& shares = saved["shares"];
@@ -250,7 +250,7 @@ void GlobalSampler::State::load_speeds(const GlobalSamplerState& saved) {
   const auto& slowest = saved.at("slowest_ms");
   read.slowest_ms.assign(slowest.begin(), slowest.end());
   const auto& rule = saved.at("rule");
-  read.hold = static_cast<int64_t>(rule[0]);
+  read.unseen = static_cast<int64_t>(rule[0]);
   read.pace = rule[1];
   read.before_ms = rule[2];
   const auto allowed = [&](const Rows& of_step) {

@@ -14,7 +14,6 @@ namespace {
 constexpr size_t kSpeeds = 5;  // the median of so many steps is a rank's speed,
 constexpr size_t kFewest = 3;  // or of so many at first
 constexpr double kGain = 0.05;
-constexpr double kGainInHold = 0.1;
 constexpr double kSlowestPace = 0.125;  // a power of two, so that products with it are exact
 
 constexpr size_t kNone = std::numeric_limits<size_t>::max();
@@ -165,8 +164,8 @@ std::vector<int64_t> allot(const std::vector<double>& weights, int64_t rows,
 void note_step(ShareHistory& history, const std::vector<int64_t>& rows,
                const std::vector<double>& work_ms, int64_t lag, const ShareBounds& bounds) {
   see(history, rows, work_ms);
-  history.hold = std::max<int64_t>(history.hold - 1, 0);
-  if (history.hold == 0) {
+  history.unseen = std::max<int64_t>(history.unseen - 1, 0);
+  if (history.unseen == 0) {
     judge_last_change(history);
   }
   const auto known = known_of(history, bounds);
@@ -175,8 +174,7 @@ void note_step(ShareHistory& history, const std::vector<int64_t>& rows,
   }
   const auto best = allot(known.speeds, sum(known.shares), known.bounds);
   const double now_ms = slowest_ms(known.shares, known.speeds);
-  const double gain = history.hold == 0 ? kGain : kGainInHold;
-  if (slowest_ms(best, known.speeds) > now_ms * (1 - gain)) {
+  if (slowest_ms(best, known.speeds) > now_ms * (1 - kGain)) {
     return;
   }
   std::vector<double> towards;
@@ -192,7 +190,7 @@ void note_step(ShareHistory& history, const std::vector<int64_t>& rows,
     history.shares[known.ranks[i]] = next[i];
   }
   history.before_ms = median({history.slowest_ms.begin(), history.slowest_ms.end()});
-  history.hold = lag + static_cast<int64_t>(kFewest) - 1;
+  history.unseen = lag + static_cast<int64_t>(kFewest) - 1;
 }
 
 }  // namespace brimful::launch

@@ -23,14 +23,13 @@ struct ShareHistory {
   std::vector<int64_t> shares;             ///< decided last, by rank
   std::deque<std::vector<double>> speeds;  ///< of the last steps: rows per ms by rank, 0: not known
   std::deque<double> slowest_ms;           ///< of the last steps
-  int64_t hold =
-      0;            ///< steps until the last change has been seen; before that a larger gain counts
-  double pace = 1;  ///< how far a change goes of what the speeds say
+  int64_t unseen = 0;    ///< steps until the last change has been seen, and is judged
+  double pace = 1;       ///< how far a change goes of what the speeds say
   double before_ms = 0;  ///< slowest rank before the last change; 0: judged
 };
 
 /// Notes a step and decides shares anew. They change only where the slowest rank is then predicted to
-/// need at least 5 % less time (10 % while the last change has not been seen). `lag`: a decision is for the step that is `lag` behind the one noted.
+/// need at least 5 % less time. A decision is for the step that is `lag` behind the one noted.
 void note_step(ShareHistory& history, const std::vector<int64_t>& rows,
                const std::vector<double>& work_ms, int64_t lag, const ShareBounds& bounds);
 
