@@ -10,6 +10,7 @@ brimful_sources(BINDINGS
   torch_ddp_adapter.cpp
   form_bytes.cpp
   frame_site.cpp
+  global_sampler.cpp
   graph_roots.cpp
   holder_chain.cpp
   holder_path.cpp

@@ -2,9 +2,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <numeric>
-#include <random>
-#include <utility>
+
+#include "launch/permutation.h"
 
 namespace brimful {
 
@@ -17,16 +16,7 @@ DistributedSampler::DistributedSampler(size_t size, int rank, int world_size,
 
 void DistributedSampler::reset(std::optional<size_t> new_size) {
   size_ = new_size.value_or(size_);
-  std::vector<size_t> all(size_);
-  std::iota(all.begin(), all.end(), size_t{0});
-  if (options_.shuffle) {
-    // std::shuffle may differ between standard libraries, and so between hosts.
-    std::seed_seq seed{options_.seed, options_.seed >> 32, next_epoch_, next_epoch_ >> 32};
-    std::mt19937_64 random(seed);
-    for (size_t left = size_; left > 1; --left) {
-      std::swap(all[left - 1], all[random() % left]);
-    }
-  }
+  const auto all = launch::permutation(size_, options_.seed, next_epoch_, options_.shuffle);
   own_.clear();
   for (size_t i = rank_; i < size_; i += world_size_) {
     own_.push_back(all[i]);

@@ -1,5 +1,8 @@
 brimful_sources(LIGHT
-  distributed_sampler.cpp)
+  distributed_sampler.cpp
+  global_sampler.cpp
+  permutation.cpp
+  share_rule.cpp)
 brimful_sources(HEAVY
   checkpoint.cpp
   gloo_group.cpp

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from brimful.memory._summary import summary
     from brimful.pipeline import Pipeline, split_sequential
     from brimful.pipeline._balance import balance
+    from brimful.sampler import GlobalSampler
     from brimful.schedule import Schedule
     from brimful.sizer._split_types import register_split
     from brimful.verify import verify_split
@@ -69,6 +70,7 @@ __all__ = [
     "BatchTooLarge",
     "DistributedDataParallel",
     "Explanation",
+    "GlobalSampler",
     "HalfStepError",
     "Leak",
     "LeakFinder",
@@ -121,6 +123,7 @@ _LATER = {
     "monitor": [],
     "pipeline": ["Pipeline", "split_sequential"],
     "pipeline._balance": ["balance"],
+    "sampler": ["GlobalSampler"],
     "schedule": ["Schedule"],
     "search": [],
     "sizer._split_types": ["register_split"],

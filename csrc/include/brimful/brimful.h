@@ -3,6 +3,7 @@
 #include <brimful/error.h>
 #include <brimful/ladder/activation_checkpoint.h>
 #include <brimful/launch/distributed_sampler.h>
+#include <brimful/launch/global_sampler.h>
 #include <brimful/launch/init_from_env.h>
 #include <brimful/launch/run_ranks.h>
 #include <brimful/log.h>

@@ -17,6 +17,7 @@ from brimful import _C
 from brimful._modules import batch_norms
 from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
+from brimful.sampler import GlobalSampler, global_sampler_of
 from brimful.sizer import _trial
 from brimful.sizer._host_state import HostState, can_leave
 from brimful.sizer._ladder import LadderModules, has_state, rungs_of
@@ -229,6 +230,7 @@ class BatchSizer:
             state_may_leave=self._state_may_leave(),
         )
         self._loops = 0  # that have not come to their end
+        self._sampler: GlobalSampler | None = None  # of a batch that was handed out and not stepped
         self._take_over(parts.wrapped)
         self._follow_optimizers()
 
@@ -349,6 +351,9 @@ class BatchSizer:
             error = caught
         outcome = self._run(data, loss_fn, sizes, rungs, error, bool(accumulate))
         self._consumed += data is not None
+        if self._sampler is not None:
+            self._sampler.note(outcome)
+            self._sampler = None
         if trial is not None:
             trial.after_step(outcome)
         return outcome
@@ -428,7 +433,8 @@ class BatchSizer:
         """Yield the loader's batches, then ``NO_DATA`` while other ranks have some.
 
         All ranks leave the loop after the same step. Looks one batch ahead, and begins with one
-        exchange between the ranks. Every batch must be given to ``step``.
+        exchange between the ranks. Every batch must be given to ``step``. A ``GlobalSampler`` that is the loader's
+        ``batch_sampler`` notes the outcome of each.
         """
         core = self._core
         if self._loops > 0 and core.expects_step:
@@ -437,7 +443,9 @@ class BatchSizer:
         self._loops = 0
         error: BaseException | None = None
         following: Any = None
+        sampler = self._sampler = None
         try:
+            sampler = global_sampler_of(loader)
             source = iter(loader)
             following = next(source, NO_DATA)
         except BaseException as caught:
@@ -454,11 +462,15 @@ class BatchSizer:
                 self._fail(caught)
             core.announce_next(_announced(following))
             calls = core.calls
+            self._sampler = sampler
             yield current
             if core.calls == calls:
                 raise RuntimeError(
                     f"a batch was left out (steps: {core.steps}); call sizer.step for every batch"
                 )
+            if self._sampler is not None:  # the step failed on all ranks, and the program goes on
+                self._sampler.note(None)
+                self._sampler = None
             any_rank = not core.at_end
         self._loops = 0
 

@@ -1,0 +1,1 @@
+"""How evenly steps end where ranks are not equally fast."""

@@ -1,0 +1,196 @@
+#include "launch/share_rule.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <utility>
+
+namespace brimful::launch {
+namespace {
+
+constexpr size_t kSpeeds = 5;  // the median of so many steps is a rank's speed,
+constexpr size_t kFewest = 3;  // or of so many at first
+constexpr double kGain = 0.05;
+constexpr double kSlowestPace = 0.125;  // a power of two, so that products with it are exact
+
+constexpr size_t kNone = std::numeric_limits<size_t>::max();
+
+int64_t sum(const std::vector<int64_t>& rows) {
+  return std::accumulate(rows.begin(), rows.end(), int64_t{0});
+}
+
+/// Where one row more costs least; the lowest of ranks that are alike.
+size_t cheapest(const std::vector<int64_t>& shares, const std::vector<double>& weights,
+                const ShareBounds& bounds) {
+  size_t best = kNone;
+  double best_cost = 0;
+  for (size_t i = 0; i < shares.size(); ++i) {
+    const double cost = static_cast<double>(shares[i] + 1) / weights[i];
+    if (shares[i] < bounds.most[i] && (best == kNone || cost < best_cost)) {
+      best = i;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+/// Where one row less gains most.
+size_t dearest(const std::vector<int64_t>& shares, const std::vector<double>& weights,
+               const ShareBounds& bounds) {
+  size_t best = kNone;
+  double best_cost = 0;
+  for (size_t i = 0; i < shares.size(); ++i) {
+    const double cost = static_cast<double>(shares[i]) / weights[i];
+    if (shares[i] > bounds.least[i] && (best == kNone || cost > best_cost)) {
+      best = i;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+bool is_known(int64_t rows, double ms) {
+  return rows > 0 && std::isfinite(ms) && ms > 0;
+}
+
+void keep_last(auto& values, size_t count) {
+  while (values.size() > count) {
+    values.pop_front();
+  }
+}
+
+void see(ShareHistory& history, const std::vector<int64_t>& rows,
+         const std::vector<double>& work_ms) {
+  std::vector<double> speeds(rows.size());
+  double slowest_ms = 0;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (is_known(rows[i], work_ms[i])) {
+      speeds[i] = static_cast<double>(rows[i]) / work_ms[i];
+      slowest_ms = std::max(slowest_ms, work_ms[i]);
+    }
+  }
+  history.speeds.push_back(std::move(speeds));
+  history.slowest_ms.push_back(slowest_ms);
+  keep_last(history.speeds, kSpeeds);
+  keep_last(history.slowest_ms, kFewest);
+}
+
+/// Rows per ms, the median of an odd number of the last steps; 0: not known.
+double speed_of(const ShareHistory& history, size_t rank) {
+  std::vector<double> known;
+  for (auto seen = history.speeds.rbegin(); seen != history.speeds.rend(); ++seen) {
+    if (seen->at(rank) > 0) {
+      known.push_back(seen->at(rank));
+    }
+  }
+  if (known.size() < kFewest) {
+    return 0;
+  }
+  known.resize(known.size() < kSpeeds ? kFewest : kSpeeds);
+  return median(std::move(known));
+}
+
+/// Those of the ranks whose speed is known; the others keep what they have.
+struct Known {
+  std::vector<size_t> ranks;
+  std::vector<double> speeds;
+  std::vector<int64_t> shares;
+  ShareBounds bounds;
+};
+
+Known known_of(const ShareHistory& history, const ShareBounds& bounds) {
+  Known known;
+  for (size_t rank = 0; rank < history.shares.size(); ++rank) {
+    if (const double speed = speed_of(history, rank); speed > 0) {
+      known.ranks.push_back(rank);
+      known.speeds.push_back(speed);
+      known.shares.push_back(history.shares[rank]);
+      known.bounds.least.push_back(bounds.least[rank]);
+      known.bounds.most.push_back(bounds.most[rank]);
+    }
+  }
+  return known;
+}
+
+double slowest_ms(const std::vector<int64_t>& shares, const std::vector<double>& speeds) {
+  double slowest = 0;
+  for (size_t i = 0; i < shares.size(); ++i) {
+    slowest = std::max(slowest, static_cast<double>(shares[i]) / speeds[i]);
+  }
+  return slowest;
+}
+
+/// A change that made steps slower says that time is not in proportion to rows: the next goes half as far.
+void judge_last_change(ShareHistory& history) {
+  if (history.before_ms > 0) {
+    const double now_ms = median({history.slowest_ms.begin(), history.slowest_ms.end()});
+    history.pace = now_ms > history.before_ms ? std::max(history.pace / 2, kSlowestPace)
+                                              : std::min(history.pace * 2, 1.0);
+    history.before_ms = 0;
+  }
+}
+
+}  // namespace
+
+std::vector<int64_t> allot(const std::vector<double>& weights, int64_t rows,
+                           const ShareBounds& bounds) {
+  const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  std::vector<int64_t> shares;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const double quota = static_cast<double>(rows) * weights[i] / total;
+    shares.push_back(
+        std::clamp(static_cast<int64_t>(quota), bounds.least[i], bounds.most[i]));  // rounds down
+  }
+  int64_t left = rows - sum(shares);
+  while (left != 0) {
+    const size_t i =
+        left > 0 ? cheapest(shares, weights, bounds) : dearest(shares, weights, bounds);
+    TORCH_INTERNAL_ASSERT(i != kNone, "the bounds do not allow this sum");
+    shares[i] += left > 0 ? 1 : -1;
+    left -= left > 0 ? 1 : -1;
+  }
+  return shares;
+}
+
+void note_step(ShareHistory& history, const std::vector<int64_t>& rows,
+               const std::vector<double>& work_ms, int64_t lag, const ShareBounds& bounds) {
+  see(history, rows, work_ms);
+  history.unseen = std::max<int64_t>(history.unseen - 1, 0);
+  if (history.unseen == 0) {
+    judge_last_change(history);
+  }
+  const auto known = known_of(history, bounds);
+  if (known.ranks.size() < 2) {
+    return;
+  }
+  const auto best = allot(known.speeds, sum(known.shares), known.bounds);
+  const double now_ms = slowest_ms(known.shares, known.speeds);
+  if (slowest_ms(best, known.speeds) > now_ms * (1 - kGain)) {
+    return;
+  }
+  std::vector<double> towards;
+  for (size_t i = 0; i < best.size(); ++i) {
+    const auto change = static_cast<double>(best[i] - known.shares[i]);
+    towards.push_back(static_cast<double>(known.shares[i]) + history.pace * change);  // exact
+  }
+  const auto next = allot(towards, sum(known.shares), known.bounds);
+  if (next == known.shares) {
+    return;
+  }
+  for (size_t i = 0; i < next.size(); ++i) {
+    history.shares[known.ranks[i]] = next[i];
+  }
+  history.before_ms = median({history.slowest_ms.begin(), history.slowest_ms.end()});
+  history.unseen = lag + static_cast<int64_t>(kFewest) - 1;
+}
+
+}  // namespace brimful::launch

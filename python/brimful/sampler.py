@@ -1,0 +1,141 @@
+"""Batches of the whole job, of which each rank takes as many rows as it is fast."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence, Sized
+
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from brimful import _C
+
+__all__ = ["GlobalSampler"]
+
+
+class GlobalSampler(Sampler[list[int]]):
+    """A batch sampler of the whole job: each rank takes a share of every batch that follows how fast it was.
+
+    ::
+
+        sampler = brimful.GlobalSampler(data, batch_size=512, lag=2 * 2 + 2)
+        loader = DataLoader(data, batch_sampler=sampler, num_workers=2, prefetch_factor=2)
+        for batch in sizer.batches(loader):
+            sizer.step(batch, loss_fn)
+
+    ``data`` is a data set or its number of rows, and ``batch_size`` that of all ranks together: a step is the next so
+    many rows of a permutation that all ranks have (``seed`` and epoch choose it; ``shuffle=False`` keeps the order). In
+    every epoch each row goes to exactly one rank, and a ``BatchSizer``'s gradient is the exact mean over the batch
+    whatever the shares are. They follow from ``Outcome.work_ms``, which all ranks have of each step: there is no
+    collective more. They change where the slowest rank is predicted to need at least 5 % less time then.
+
+    ``lag``: the share of a step follows the outcomes up to ``lag`` steps before it, since loaders fetch ahead. Pass
+    ``num_workers * prefetch_factor + 2`` of the loader (2 without workers); ``ValueError`` says where it is too small.
+
+    ``BatchSizer.batches(loader)`` notes each step's outcome by itself; in another loop call ``note(outcome)`` on all
+    ranks once for each step, also those in which this rank had no batch: where an epoch's last step has fewer rows than
+    there are ranks, the last ranks have one batch less (``drop_last=True`` leaves out rows that are no whole batch).
+
+    ``min_rows`` is each rank's least share of a whole batch, ``max_rows`` its largest: a number for each rank, where
+    the memory of one allows no more. Ranks whose time is not known keep their share.
+
+    A pass begins behind the last step that was noted, and the next epoch where that was the epoch's last one;
+    ``set_epoch`` begins another one. ``rank`` and ``world_size`` are torch.distributed's unless given.
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        *,
+        batch_size: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        lag: int = 2,
+        min_rows: int = 1,
+        max_rows: Sequence[int] | None = None,
+    ) -> None:
+        grouped = dist.is_available() and dist.is_initialized()
+        size = data if isinstance(data, int) else len(data)
+        if size < 0 or batch_size < 1:
+            raise ValueError(
+                f"a sampler needs rows and a batch (rows: {size}, batch_size: {batch_size})"
+            )
+        self._core = _C._GlobalSampler(
+            size=size,
+            batch_size=operator.index(batch_size),
+            rank=rank if rank is not None else dist.get_rank() if grouped else 0,
+            world_size=(
+                world_size if world_size is not None else dist.get_world_size() if grouped else 1
+            ),
+            shuffle=shuffle,
+            seed=operator.index(seed) % (1 << 64),
+            drop_last=drop_last,
+            lag=lag,
+            min_rows=min_rows,
+            max_rows=list(max_rows or ()),
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A loader with workers makes two iterators and uses one: a pass begins when it is asked for rows.
+        self._core.reset()
+        while (rows := self._core.next()) is not None:
+            yield rows
+
+    def __len__(self) -> int:
+        """This rank's batches in a whole epoch."""
+        return self._core.batches()
+
+    def note(self, outcome: _C.Outcome | None) -> None:
+        """A step has ended; ``None``: it failed on all ranks, and its rows are skipped."""
+        self._core.note([] if outcome is None else outcome.work_ms)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is of this epoch; of the one that is under way it goes on where it was."""
+        self._core.set_epoch(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """That of the next step."""
+        return self._core.epoch
+
+    @property
+    def lag(self) -> int:
+        """As it was given."""
+        return self._core.lag
+
+    @property
+    def shares(self) -> list[int]:
+        """Rows of each rank in the first step that was not noted, if it is a whole batch."""
+        return self._core.shares()
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Where the job is: by the steps that were noted, not those that a loader fetched ahead.
+
+        Plain numbers, the same on all ranks.
+        """
+        return self._core.state()
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Go on there: with the same shares, or from even ones with other ranks, batch size or lag.
+
+        Raises ``ValueError`` where the state is of other data, another seed or order.
+        """
+        self._core.load_state(state)
+
+
+def global_sampler_of(loader: object) -> GlobalSampler | None:
+    """That of a DataLoader. Raises ValueError where the loader fetches further ahead than it allows."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(sampler, GlobalSampler):
+        return None
+    workers = getattr(loader, "num_workers", 0)
+    ahead = workers * (getattr(loader, "prefetch_factor", None) or 2)
+    if sampler.lag < ahead + 2:
+        raise ValueError(
+            f"the loader fetches further ahead than the sampler's lag (lag: {sampler.lag}, num_workers: {workers}, "
+            f"batches ahead: {ahead}); pass lag={ahead + 2}"
+        )
+    return sampler
