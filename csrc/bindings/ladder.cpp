@@ -119,7 +119,8 @@ void bind_recorder(py::module_& m) {
       .def("note_copied", &StepEventRecorder::note_copied, py::arg("module"), py::arg("bytes"))
       .def("begin_forward", &StepEventRecorder::begin_forward)
       .def("begin_backward", &StepEventRecorder::begin_backward)
-      .def("finish", &StepEventRecorder::finish);
+      .def("finish", &StepEventRecorder::finish)
+      .def("stop", &StepEventRecorder::stop);
   py::class_<SavedAside, std::shared_ptr<SavedAside>>(m, "_SavedAside");
   py::class_<Aside, std::shared_ptr<Aside>>(m, "_Aside",
                                             "Puts tensors aside that a step saves for backward.")

@@ -69,7 +69,7 @@ void bind_report(py::module_& m) {
 void bind_outcome(py::module_& m) {
   py::class_<AttemptNote>(m, "Attempt", "One try of a step.")
       .BRIMFUL_FIELDS(def_readonly, AttemptNote, pieces, piece_rows, peak_bytes, ran_out,
-                      buckets_launched, alone, cache_released);
+                      buckets_launched, alone, cache_released, rungs);
   py::class_<StepRungs>(m, "StepRungs", "What a step recomputed and offloaded; see Outcome.rungs.")
       .def(py::init([](std::vector<std::string> recomputed, std::vector<std::string> offloaded,
                        bool everything) {

@@ -2,11 +2,14 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <brimful/step/oom.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
+#include <exception>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "ladder/host_copy.h"
@@ -105,8 +108,21 @@ bool Aside::stays(const c10::Storage& storage) const {
   return storage.nbytes() < kLeastBytes || kept_.count(storage.unsafeGetStorageImpl()) > 0;
 }
 
+at::Tensor Aside::pinned_for(const c10::Storage& storage) {
+  try {
+    const auto bytes = static_cast<int64_t>(storage.nbytes());
+    return at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
+  } catch (const std::exception&) {
+    const auto error = std::current_exception();
+    if (is_out_of_memory(error)) {
+      const auto text = to_string(error);
+      refused_ = text.substr(0, text.find('\n'));
+    }
+    throw;
+  }
+}
+
 std::shared_ptr<StoredBytes> Aside::store(const c10::Storage& storage, Milliseconds& took) {
-  bytes_ += static_cast<int64_t>(storage.nbytes());
   const auto wait = [&] {  // where it is recorded what a copy takes
     if (recorder_ && !file_) {
       c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
@@ -118,9 +134,10 @@ std::shared_ptr<StoredBytes> Aside::store(const c10::Storage& storage, Milliseco
   if (file_) {
     stored = std::make_shared<StoredInFile>(*file_, storage);
   } else {
-    stored = store_on_host(storage);
+    stored = store_on_host(storage, pinned_for(storage));
   }
   wait();
+  bytes_ += static_cast<int64_t>(storage.nbytes());
   took = std::chrono::steady_clock::now() - began;
   return stored;
 }

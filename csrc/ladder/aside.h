@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -59,9 +60,11 @@ class BRIMFUL_API Aside {
   void keep(const std::vector<at::Tensor>& tensors);
   /// What keep() named, and what is small, stays where it is, and must not be changed until it is used. nullptr for what
   /// is sparse, or on another device.
-  /// @throws c10::Error where the disk is full; torch's own where the host has no pinned memory left
+  /// @throws std::system_error where the disk is full; torch's own where the host has no pinned memory left
   std::shared_ptr<SavedAside> put(const at::Tensor& tensor);
   int64_t bytes() const { return bytes_; }
+  /// Why the host had no pinned memory; empty: it had.
+  const std::string& refused() const { return refused_; }
 
  private:
   struct Known {
@@ -73,6 +76,7 @@ class BRIMFUL_API Aside {
   bool stays(const c10::Storage& storage) const;
   using Milliseconds = std::chrono::duration<double, std::milli>;
   std::shared_ptr<StoredBytes> store(const c10::Storage& storage, Milliseconds& took);
+  at::Tensor pinned_for(const c10::Storage& storage);
 
   c10::Device device_;
   std::shared_ptr<StepEventRecorder> recorder_;
@@ -80,6 +84,7 @@ class BRIMFUL_API Aside {
   std::unordered_set<const c10::StorageImpl*> kept_;
   std::unordered_map<const c10::StorageImpl*, Known> known_;
   int64_t bytes_ = 0;
+  std::string refused_;
 };
 
 }  // namespace brimful::ladder

@@ -40,10 +40,9 @@ std::shared_ptr<c10::Event> copy_apart(const at::Tensor& to, const at::Tensor& f
 
 class StoredOnHost final : public StoredBytes {
  public:
-  explicit StoredOnHost(const c10::Storage& storage)
+  StoredOnHost(const c10::Storage& storage, at::Tensor host)
       : device_(storage.device()),
-        host_(at::empty({static_cast<int64_t>(storage.nbytes())},
-                        at::TensorOptions(at::kByte).pinned_memory(true))),
+        host_(std::move(host)),
         stored_(copy_apart(host_, bytes_of(storage), device_, nullptr)) {}
 
   c10::Storage bring_back() override {
@@ -71,8 +70,8 @@ class StoredOnHost final : public StoredBytes {
 };
 }  // namespace
 
-std::shared_ptr<StoredBytes> store_on_host(const c10::Storage& storage) {
-  return std::make_shared<StoredOnHost>(storage);
+std::shared_ptr<StoredBytes> store_on_host(const c10::Storage& storage, at::Tensor host) {
+  return std::make_shared<StoredOnHost>(storage, std::move(host));
 }
 
 }  // namespace brimful::ladder

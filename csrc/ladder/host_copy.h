@@ -1,4 +1,5 @@
 #pragma once
+#include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 
 #include <memory>
@@ -7,8 +8,8 @@
 
 namespace brimful::ladder {
 
-/// A copy in pinned memory of the host, made on a stream of its own; it is brought back on another one. No host waits.
-/// @throws what torch throws where the host has no pinned memory left
-std::shared_ptr<StoredBytes> store_on_host(const c10::Storage& storage);
+/// A copy in `host`, pinned memory of as many bytes, made on a stream of its own; it is brought back on another one. No host
+/// waits.
+std::shared_ptr<StoredBytes> store_on_host(const c10::Storage& storage, at::Tensor host);
 
 }  // namespace brimful::ladder

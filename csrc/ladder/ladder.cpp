@@ -19,7 +19,12 @@ constexpr int64_t kShareOfMoreRoom = 32;
 }  // namespace
 
 Ladder::Ladder(std::shared_ptr<Modules> modules, c10::Device device, bool recompute, bool offload)
-    : modules_(std::move(modules)), device_(device), recompute_(recompute), offload_(offload) {}
+    : modules_(std::move(modules)), device_(device), recompute_(recompute), offload_(offload) {
+  modules_->set_device(device);
+  if (!modules_->can_offload()) {
+    has_room_aside_ = false;
+  }
+}
 
 Ladder::Known* Ladder::find(const Kind& kind) {
   const auto found = std::find_if(known_.begin(), known_.end(),
@@ -42,28 +47,36 @@ Allowed Ladder::allowed() const {
   if (!recompute_) {
     allowed.recompute.assign(allowed.recompute.size(), false);
   }
-  if (!offload_) {
+  if (!offload_ || !has_room_aside_.value_or(true)) {
     allowed.offload.assign(allowed.offload.size(), false);
   }
   return allowed;
 }
 
+void Ladder::leave_out_offload() {
+  has_room_aside_ = false;
+  for (auto& known : known_) {
+    known.chosen_in = {};
+  }
+}
+
 bool Ladder::can_put_aside() {
-  if (!has_file_) {
+  if (!has_room_aside_) {
     try {
-      has_file_ = device_.is_cpu() ? ScratchFile::open() != nullptr : true;
+      has_room_aside_ = device_.is_cpu() ? ScratchFile::open() != nullptr : true;
     } catch (const c10::Error& error) {
-      has_file_ = false;
+      has_room_aside_ = false;
       log(LogLevel::warning, std::string("one row does not fit, and nothing can be put aside: ") +
                                  error.what_without_backtrace());
     }
   }
-  return *has_file_;
+  return *has_room_aside_;
 }
 
 /// On CUDA the sum of what a plan holds is not all: its allocator has room in segments.
 Fits Ladder::fits_in_pool(const Known& known) const {
-  auto pool = device_.is_cuda() ? memory::cuda_pool(device_) : std::nullopt;
+  auto pool =
+      device_.is_cuda() && modules_->can_offload() ? memory::cuda_pool(device_) : std::nullopt;
   if (!pool) {
     return {};
   }
@@ -82,12 +95,21 @@ Rungs Ladder::choose(Known& known, Room room) {
     const auto usable = static_cast<double>(*room - kBesideBytes) / (1 + known.margin);
     const auto choice =
         cheapest(known.step, allowed(), static_cast<int64_t>(usable), fits_in_pool(known));
-    Rungs everything;
-    everything.everything = true;
-    known.chosen = choice ? choice->rungs : everything;
+    known.chosen = choice ? choice->rungs : least();
     known.chosen_in = room;
   }
   return known.chosen;
+}
+
+/// What takes the least memory.
+Rungs Ladder::least() {
+  Rungs rungs;
+  if (can_put_aside()) {
+    rungs.everything = true;
+  } else if (recompute_) {
+    rungs.recomputed = modules_->coarse();
+  }
+  return rungs;
 }
 
 Rungs Ladder::first(const Kind& kind, Room room) {
@@ -109,12 +131,7 @@ std::optional<Rungs> Ladder::next(const Kind& kind, const Rungs& failed, Room ro
       return rungs;
     }
   }
-  Rungs next;
-  if (can_put_aside()) {
-    next.everything = true;
-    return next;
-  }
-  next.recomputed = recompute_ ? modules_->coarse() : std::vector<int32_t>();
+  const auto next = least();
   return next.empty() || next == failed ? std::nullopt : std::optional(next);
 }
 
@@ -171,6 +188,9 @@ Ladder::Attempt::Attempt(Ladder& ladder, Kind kind, const Rungs& rungs,
 }
 
 Ladder::Attempt::~Attempt() {
+  if (recorder_) {
+    recorder_->stop();  // what it put aside may live on, in the frames of an error
+  }
   ladder_.modules_->end();
 }
 
@@ -194,11 +214,13 @@ void Ladder::Attempt::end_forward() noexcept {
 }
 
 void Ladder::Attempt::complete() {
-  if (!recorder_) {
-    return;
+  if (recorder_ && !found_) {
+    found_ = recorder_->finish();
+  } else if (!recorder_ && ladder_.find(kind_) == nullptr) {
+    found_ = ladder_.modules_->measured();
   }
   if (!found_) {
-    found_ = recorder_->finish();
+    return;
   }
   ladder_.known_.push_front({kind_, std::move(*found_)});
   if (ladder_.known_.size() > kMostKinds) {

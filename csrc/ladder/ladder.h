@@ -27,6 +27,9 @@ class BRIMFUL_API Ladder {
   Rungs first(const Kind& kind, Room room);
   /// After an attempt ran out of memory, which the plans of this kind learn from; nothing where no other way is left.
   std::optional<Rungs> next(const Kind& kind, const Rungs& failed, Room room);
+  /// Nothing is put aside from here on: there is no room for it.
+  void leave_out_offload();
+  bool offloads() const { return has_room_aside_.value_or(true); }
   bool knows_any() const { return !known_.empty(); }
   /// Over what was in use before the step, and milliseconds more than without; nothing where nothing is known.
   std::optional<PlanCost> cost_of(const Kind& kind, const Rungs& rungs) const;
@@ -50,6 +53,8 @@ class BRIMFUL_API Ladder {
     /// All pieces have run to their end: what was recorded counts.
     void complete();
     int64_t aside_bytes() const { return aside_ ? aside_->bytes() : 0; }
+    /// Why there was no room to put a tensor aside; empty: there was.
+    std::string refused() const { return aside_ ? aside_->refused() : std::string(); }
 
    private:
     Ladder& ladder_;
@@ -74,12 +79,13 @@ class BRIMFUL_API Ladder {
   Fits fits_in_pool(const Known& known) const;
   Allowed allowed() const;
   bool can_put_aside();
+  Rungs least();
 
   std::shared_ptr<Modules> modules_;
   c10::Device device_;
   bool recompute_;
   bool offload_;
-  std::optional<bool> has_file_;
+  std::optional<bool> has_room_aside_;
   std::list<Known> known_;  ///< the last used first
 };
 

@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,15 @@ class Modules {
   virtual void end() noexcept = 0;
   /// Why a module was found not to be recomputable since begin(); it is not allowed any more. Empty: none was.
   virtual std::string rejected() const = 0;
+
+  /// Whether there are hooks for saved tensors, by which whatever is saved can be offloaded.
+  virtual bool can_offload() const { return true; }
+  /// Called once, before begin().
+  virtual void set_device(c10::Device /*device*/) {}
+  /// Of the attempt under way: what was recomputed, if that is more than begin() said.
+  virtual std::vector<int32_t> recomputed() const { return {}; }
+  /// What an attempt without a recorder took, from which plans follow; nothing where that is not known. Before end().
+  virtual std::optional<StepEvents> measured() { return std::nullopt; }
 };
 
 }  // namespace brimful::ladder

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -32,6 +33,11 @@ int64_t in_pages(int64_t bytes) {
 
 std::string reason(int error) {
   return std::strerror(error);  // NOLINT(concurrency-mt-unsafe): glibc's is
+}
+
+/// As a program expects errors of its disk: Python has an OSError of it.
+[[noreturn]] void throw_disk_error(int error, const std::string& what) {
+  throw std::system_error(error, std::generic_category(), what);
 }
 
 bool is_memory(const std::string& directory) {
@@ -151,12 +157,14 @@ std::shared_ptr<const ScratchFile::Part> ScratchFile::write(const void* data, in
     if (some < 0 && errno == EINTR) {
       continue;
     }
-    TORCH_CHECK(some > 0, "a tensor could not be put aside: ",
-                some < 0 ? reason(errno) : "nothing was written", " (directory: ", directory_,
-                ", tensor: ", format_bytes(bytes),
-                ", put aside before: ", format_bytes(used_bytes() - in_pages(bytes)),
-                "); free some of its disk, set BRIMFUL_SCRATCH_DIR to another one, or leave "
-                "\"offload\" out of ladder");
+    if (some <= 0) {
+      throw_disk_error(some < 0 ? errno : ENOSPC,
+                       "a tensor could not be put aside (directory: " + directory_ +
+                           ", tensor: " + format_bytes(bytes) +
+                           ", put aside before: " + format_bytes(used_bytes() - in_pages(bytes)) +
+                           "); free some of its disk, set BRIMFUL_SCRATCH_DIR to another one, or "
+                           "leave \"offload\" out of ladder");
+    }
     written += some;
   }
   // Not sent to the disk at once: giving its place back would wait for that, and most is back before it has to be there.
@@ -177,9 +185,11 @@ c10::DataPtr ScratchFile::zeros(int64_t bytes, const std::string& directory) {
   const auto file = open(directory);  // the mapping alone keeps it
   const auto length = in_pages(bytes);
   const auto refused = ::posix_fallocate(file->file_, 0, length);
-  TORCH_CHECK(refused == 0, "the disk has no room for a tensor: ", reason(refused),
-              " (directory: ", file->directory_, ", tensor: ", format_bytes(bytes),
-              "); free some of it, or set BRIMFUL_SCRATCH_DIR to another one");
+  if (refused != 0) {
+    throw_disk_error(refused, "the disk has no room for a tensor (directory: " + file->directory_ +
+                                  ", tensor: " + format_bytes(bytes) +
+                                  "); free some of it, or set BRIMFUL_SCRATCH_DIR to another one");
+  }
   void* const data = ::mmap(nullptr, static_cast<size_t>(length), PROT_READ | PROT_WRITE,
                             MAP_SHARED, file->file_, 0);
   TORCH_CHECK(data != MAP_FAILED, "a file for a tensor could not be mapped: ", reason(errno),

@@ -39,7 +39,7 @@ class BRIMFUL_API ScratchFile : public std::enable_shared_from_this<ScratchFile>
     int64_t offset_;
     int64_t bytes_;
   };
-  /// @throws c10::Error where the disk is full or fails
+  /// @throws std::system_error where the disk is full or fails
   std::shared_ptr<const Part> write(const void* data, int64_t bytes);
   /// The bytes, in memory that the system may take away meanwhile, and that counts against no limit: pages of the file.
   /// Writes to it do not reach the file.
@@ -47,7 +47,7 @@ class BRIMFUL_API ScratchFile : public std::enable_shared_from_this<ScratchFile>
   static c10::DataPtr map(std::shared_ptr<const Part> part);
   /// Zeros in a file of their own, in a directory as of open(). Writes reach the file, so that written pages, too, are the
   /// system's to take away. The file is gone with the memory.
-  /// @throws c10::Error where no directory will do, or the disk has no room
+  /// @throws c10::Error where no directory will do, std::system_error where the disk has no room
   static c10::DataPtr zeros(int64_t bytes, const std::string& directory = {});
 
   int64_t used_bytes() const;

@@ -6,11 +6,13 @@ brimful_sources(HEAVY
   host_copy.cpp
   inner_graph.cpp
   ladder.cpp
+  recomputable.cpp
   step_recorder.cpp
   surroundings.cpp)
 brimful_sources(LIGHT
   call_bytes.cpp
   choose.cpp
+  part_figures.cpp
   plan_peak.cpp
   plan_timeline.cpp
   scratch_file.cpp)

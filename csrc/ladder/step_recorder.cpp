@@ -235,4 +235,11 @@ StepEvents StepEventRecorder::finish() {
   return std::move(found_);
 }
 
+void StepEventRecorder::stop() {
+  const std::lock_guard lock(mutex_);
+  open_ = false;
+  cpu_.reset();
+  cuda_.reset();
+}
+
 }  // namespace brimful::ladder

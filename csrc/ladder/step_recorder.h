@@ -39,6 +39,8 @@ class BRIMFUL_API StepEventRecorder {
 
   /// Nothing is recorded any more.
   StepEvents finish();
+  /// The same for a piece that failed, where no record is wanted. On the thread that made it, though others still hold it.
+  void stop();
 
  private:
   enum class Kind : uint8_t { enter, leave, argument, save, use, drop };

@@ -136,10 +136,9 @@ class BatchSizer::State::Running {
   AttemptResult run_pieces(const Retry& retry) {
     outcome_.split = attempt_.split = s_.split_by(retry.plan(), input_);
     const bool finest = s_.is_finest(input_, std::ssize(attempt_.split));
-    climb_.begin_attempt(retry.plan().rungs, finest);
-    const bool may_climb = s_.options_.max_retries > 0 && climb_.may_go_on();
-    attempt_.retries_left = retry.may_repeat() || may_climb;
-    attempt_.can_shrink = !finest || may_climb;
+    climb_.begin_attempt(retry.plan().rungs, finest, s_.options_.max_retries > 0);
+    attempt_.retries_left = retry.may_repeat() || climb_.may_start_over();
+    attempt_.can_shrink = !finest || climb_.may_go_on();
     s_.owed_ = false;
     next_piece_ = 0;
     s_.recorder_.begin_attempt();
@@ -215,6 +214,7 @@ Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepI
   note.pieces = static_cast<int64_t>(outcome.split.size());
   note.piece_rows = largest_piece(outcome.split);
   note.peak_bytes = peak_bytes;
+  note.rungs = outcome.rungs;
   note.buckets_launched = result.buckets_launched;
   note.alone = result.retry_alone;
   if (result.retry_alone) {

@@ -1,6 +1,7 @@
 #include "sizer/climb.h"
 
 #include <utility>
+#include <vector>
 
 namespace brimful {
 namespace {
@@ -60,14 +61,19 @@ ladder::Rungs Climb::first(bool finest) {
   return finest && ladder_->knows_any() ? ladder_->first(kind(), room_()) : ladder::Rungs{};
 }
 
-void Climb::begin_attempt(const ladder::Rungs& rungs, bool finest) {
+void Climb::begin_attempt(const ladder::Rungs& rungs, bool finest, bool may_repeat) {
   rungs_ = rungs;
   finest_ = finest;
+  may_repeat_ = may_repeat;
   rejected_.clear();
 }
 
+bool Climb::may_start_over() const {
+  return ladder_ && may_repeat_ && finest_ && !ended_ && climbed_ < kMostClimbs;
+}
+
 bool Climb::may_go_on() const {
-  return ladder_ && finest_ && !ended_ && !rungs_.everything && climbed_ < kMostClimbs;
+  return may_start_over() && !rungs_.everything;
 }
 
 Climb::Forward::Forward(ladder::Ladder::Attempt* attempt) : attempt_(attempt) {
@@ -97,7 +103,8 @@ Climb::Forward Climb::forward() {
 }
 
 bool Climb::is_rejected() const {
-  return attempt_ && !ladder_->modules().rejected().empty();
+  return attempt_ && (!ladder_->modules().rejected().empty() ||
+                      (may_start_over() && !attempt_->refused().empty()));
 }
 
 void Climb::end_attempt(bool ok) {
@@ -105,6 +112,15 @@ void Climb::end_attempt(bool ok) {
     attempt_->complete();
   }
   rejected_ = attempt_ ? ladder_->modules().rejected() : std::string();
+  if (is_rejected() && rejected_.empty()) {
+    rejected_ = "nothing is offloaded from here on, the host has no pinned memory for it (" +
+                attempt_->refused() + ")";
+    ladder_->leave_out_offload();
+  }
+  if (auto more = attempt_ ? ladder_->modules().recomputed() : std::vector<int32_t>();
+      more.size() > rungs_.recomputed.size()) {
+    rungs_.recomputed = std::move(more);
+  }
   attempt_.reset();
 }
 
@@ -114,11 +130,12 @@ void Climb::follow(Ended& ended, const ExecutionPlan& failed) {
     return;
   }
   ++climbed_;
-  auto next = rejected_.empty() ? ladder_->next(kind(), rungs_, room_())
-                                : std::optional(ladder_->first(kind(), room_()));
+  auto next = rejected_.empty()      ? ladder_->next(kind(), rungs_, room_())
+              : !ladder_->offloads() ? ladder_->next(kind(), {}, room_())
+                                     : std::optional(ladder_->first(kind(), room_()));
   ended_ = !next;
   ended.next = failed;
-  ended.next->rungs = next ? *next : rungs_;
+  ended.next->rungs = next || rejected_.empty() ? next.value_or(rungs_) : ladder::Rungs{};
   ended.next_text =
       (rejected_.empty() ? std::string("memory ran out, and a piece cannot be smaller")
                          : rejected_) +

@@ -24,7 +24,8 @@ class Climb {
   /// Of the first attempt. `finest`: its pieces cannot be split further.
   ladder::Rungs first(bool finest);
 
-  void begin_attempt(const ladder::Rungs& rungs, bool finest);
+  /// `may_repeat`: the step has retries.
+  void begin_attempt(const ladder::Rungs& rungs, bool finest, bool may_repeat);
   /// Another way to run the same pieces may be left.
   bool may_go_on() const;
   /// A piece's forward runs on the rungs while it lives.
@@ -40,7 +41,9 @@ class Climb {
   };
   /// @throws c10::Error where nothing can be put aside
   Forward forward();
-  /// A module could not be recomputed: the attempt is to be run again without.
+  /// What the rungs need may turn out not to be there: another attempt without follows then.
+  bool may_start_over() const;
+  /// A module could not be recomputed, or nothing put aside: the attempt is to be run again without.
   bool is_rejected() const;
   void end_attempt(bool ok);
   /// Of an attempt that does not stand: the plan of the next one, where it is this way's to say.
@@ -63,6 +66,7 @@ class Climb {
   mutable std::optional<ladder::Ladder::Kind> kind_;
   ladder::Rungs rungs_;
   bool finest_ = false;
+  bool may_repeat_ = false;
   bool ended_ = false;  ///< no way is left
   int64_t climbed_ = 0;
   std::string rejected_;

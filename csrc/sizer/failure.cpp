@@ -4,6 +4,7 @@
 
 #include "memory/tensor_bytes.h"
 #include "sizer/batch_sizer_state.h"
+#include "sizer/climb.h"
 #include "sizer/too_large.h"
 #include "step/failures.h"
 #include "step/remedy.h"
@@ -52,10 +53,14 @@ void BatchSizer::State::throw_too_large(const AttemptResult& result, const StepI
   shortfall.of = result.records.empty() ? Shortfall::Of::lockstep : Shortfall::Of::split;
   for (const auto& attempt : outcome.attempts) {
     shortfall.tried.push_back({attempt.pieces, attempt.piece_rows, attempt.peak_bytes});
+    shortfall.rungs.push_back(attempt.rungs.empty() ? std::string() : to_string(attempt.rungs));
   }
   const auto refusal = refusal_in(result.text);
   shortfall.fragmented = refusal && remedy_for(*refusal) == Remedy::release_cache;
-  shortfall.climbed = ladder_.ladder && !outcome.split.empty() && outcome.rungs.everything;
+  shortfall.ladder_off = !options_.ladder && !options_.recompute && !options_.offload;
+  shortfall.climbed =
+      ladder_.ladder && !outcome.split.empty() &&
+      (outcome.rungs.everything || (!options_.ladder->can_offload() && !outcome.rungs.empty()));
   shortfall.last_error = result.text;
   throw too_large(shortfall);
 }

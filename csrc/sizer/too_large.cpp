@@ -20,6 +20,10 @@ const TriedSplit& last(const Shortfall& shortfall) {
   return shortfall.tried.empty() ? nothing : shortfall.tried.back();
 }
 
+std::string rungs_of(const Shortfall& shortfall, size_t tried) {
+  return tried < shortfall.rungs.size() ? shortfall.rungs[tried] : std::string();
+}
+
 bool is_of(const Shortfall& shortfall, Shortfall::Of of) {
   return shortfall.of == of;
 }
@@ -104,7 +108,19 @@ void advise_on_work(const Shortfall& shortfall, std::vector<std::string>& advice
   if (shortfall.climbed) {
     advice.push_back(
         "split the model over several devices (Pipeline), or its longest operators: what is held "
-        "between forward and backward is offloaded already (while one operator runs: " +
+        "between forward and backward is recomputed or offloaded already (while one operator "
+        "runs: " +
+        format_bytes(bytes) + ")");
+  } else if (!rungs_of(shortfall, shortfall.tried.size() - 1).empty()) {
+    advice.push_back(shortfall.device.is_cpu()
+                         ? "let the ladder offload: set BRIMFUL_SCRATCH_DIR to a directory on a "
+                           "disk with room (one row was recomputed, and offloaded nothing)"
+                         : "free memory of the host, so that the ladder can offload to pinned "
+                           "memory (one row was recomputed, and offloaded nothing)");
+  } else if (shortfall.ladder_off && !could_split(shortfall)) {
+    advice.push_back(
+        "let the ladder recompute and offload what one row saves (ladder=[..., \"recompute\", "
+        "\"offload\"]; activations and temporaries: " +
         format_bytes(bytes) + ")");
   } else if (!mapping) {
     advice.push_back(
@@ -243,7 +259,8 @@ std::string words_for(const Shortfall& shortfall, const TooLargeFacts& facts) {
   for (size_t i = 0; i < facts.tried.size(); ++i) {
     const auto& tried = facts.tried[i];
     text << (i == 0 ? ".\nTried: " : "; ") << counted(tried.pieces, "piece") << " of "
-         << counted(tried.piece_rows, "row") << " (peak: " << format_peak(tried.peak_bytes) << ")";
+         << counted(tried.piece_rows, "row") << (rungs_of(shortfall, i).empty() ? "" : ", ")
+         << rungs_of(shortfall, i) << " (peak: " << format_peak(tried.peak_bytes) << ")";
   }
   text << (of_optimizer ? ".\nThe peak would be: " : ".\nThe last peak: ") << listed(facts.bytes);
   if (facts.limit_bytes) {

@@ -28,8 +28,9 @@ struct Shortfall {
   c10::Device device = c10::Device(c10::DeviceType::CPU);
   int64_t rows = 0;
   int64_t max_retries = 0;
-  bool may_split = true;                  ///< batch_norm: refuse allows none
-  std::vector<TriedSplit> tried;          ///< the last one is that which failed the step
+  bool may_split = true;           ///< batch_norm: refuse allows none
+  std::vector<TriedSplit> tried;   ///< the last one is that which failed the step
+  std::vector<std::string> rungs;  ///< of each of these, as text; empty where there were none
   std::optional<StandingBytes> standing;  ///< nothing: not known
   int64_t used_bytes = 0;                 ///< with the work's tensors gone, gradients still there
   int64_t optimizer_bytes = 0;            ///< beyond those: gradients to come and the optimizer
@@ -39,7 +40,8 @@ struct Shortfall {
   bool state_may_leave = false;  ///< the optimizer's state could lie elsewhere, and is not asked to
   bool autocast = false;         ///< on around the step
   bool fragmented = false;       ///< the last refusal was for want of one piece
-  bool climbed = false;  ///< single rows were recomputed and offloaded as far as they can be
+  bool ladder_off = false;  ///< single rows could be recomputed and offloaded, and are not asked to
+  bool climbed = false;     ///< single rows were recomputed and offloaded as far as they can be
   std::string last_error;
 };
 

@@ -2,6 +2,7 @@
 // The classes of the tutorials, and c10d::ProcessGroup; leaves out what fewer programs use, to be included by name.
 #include <brimful/error.h>
 #include <brimful/ladder/activation_checkpoint.h>
+#include <brimful/ladder/recomputable.h>
 #include <brimful/launch/distributed_sampler.h>
 #include <brimful/launch/global_sampler.h>
 #include <brimful/launch/init_from_env.h>

@@ -160,6 +160,12 @@ void explain_too_large(const ErrorText& error, Explanation& out) {
                    .value_or(
                        "one larger batch to a step without accumulate, a smaller model or "
                        "input, or a device with more memory");
+  if (auto tried = line_behind(error.text, "Tried: ")) {
+    if (tried->ends_with('.')) {
+      tried->pop_back();
+    }
+    out.evidence.push_back("tried: " + *tried);
+  }
 }
 
 void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
@@ -185,8 +191,8 @@ void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Expl
   } else if (host && !contains(text, "CUDA")) {
     out.cause = "the host's memory, or the limit that was set on it, does not hold this allocation";
     out.remedy =
-        "a smaller batch, or a brimful.BatchSizer, which splits it (in a validation "
-        "brimful.map_batches); a higher limit";
+        "a smaller batch, or a brimful.BatchSizer, which splits it and recomputes or offloads what "
+        "a single row saves (in a validation brimful.map_batches); a higher limit";
   } else if (asked && cached && *cached >= *asked) {
     out.cause =
         "memory is fragmented: torch has cached more than was asked for, in pieces that are "
@@ -197,8 +203,9 @@ void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Expl
   } else {
     out.cause = "the device has no room for this allocation";
     out.remedy =
-        "a smaller batch, or a brimful.BatchSizer, which splits it and keeps the gradient "
-        "(in a validation brimful.map_batches); see what else is on the device with `brimful top`";
+        "a smaller batch, or a brimful.BatchSizer, which splits it, keeps the gradient, and "
+        "recomputes or offloads what a single row saves (in a validation brimful.map_batches); see "
+        "what else is on the device with `brimful top`";
   }
 }
 

@@ -87,6 +87,9 @@ def _record(
     try:
         for row in range(min(rows, _RECORDED_ROWS)):
             run(piece_of(row, row + 1), begin, end)
+    except BaseException:
+        recorder.stop()  # frames of the error may keep it
+        raise
     finally:
         modules.end()
     return recorder.finish(), used_bytes

@@ -199,7 +199,7 @@ class HostState:
                 (optimizer, p, {name: self._home(p) for name in _names(optimizer, group)})
                 for optimizer, group, p in chosen
             ]
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+        except (OSError, RuntimeError, torch.OutOfMemoryError) as error:
             if self.is_all_due:
                 raise
             self._failed = True

@@ -114,6 +114,21 @@ class _State:
         return None
 
 
+class _Again:
+    """A context that is made anew for each run: a backward through a backward runs a module several times."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
 class _Call:
     """One call of a recomputed module: what has to be as it was when it is run once more.
 
@@ -153,7 +168,7 @@ class _Call:
                 0, device=owner.device
             ),  # by which torch knows whose random numbers to keep
             use_reentrant=False,
-            context_fn=lambda: (contextlib.nullcontext(), self._second()),
+            context_fn=lambda: (contextlib.nullcontext(), _Again(self._second)),
             early_stop=not owner.verifies(self._place),
         )
 
@@ -298,7 +313,7 @@ class LadderModules:
         if not self._rejected:
             self._verified |= self._verifying
         self._verifying = set()
-        self._aside = self._recorder = None
+        self._aside = self._recorder = self._put = None
 
     def begin_forward(self) -> None:
         if self._everything and self._aside is not None:
@@ -368,7 +383,8 @@ class LadderModules:
         def forward(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             module, inputs = self.module(place), _tensors((args, kwargs))
-            if torch._C._autograd._top_saved_tensors_default_hooks(False)[0] is not self._put:
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            if hooks is None or hooks[0] is not self._put:  # none: in its backward
                 self._refuse(place, "it runs within a checkpoint of the program")
                 self._kept.add(place)
             before = _State(module)

@@ -181,6 +181,28 @@ TEST_CASE("Only advice that applies is given", "[sizer][too large]") {
     CHECK(kinds(shortfall) ==
           Kinds{"raise the", "split the", "compute in", "freeze parameters", "use a"});
   }
+  SECTION("a ladder that was left out") {
+    shortfall.ladder_off = true;
+    CHECK(kinds(shortfall) ==
+          Kinds{"raise the", "let the", "compute in", "freeze parameters", "use a"});
+    CHECK(advice_for(shortfall)[1] ==
+          "let the ladder recompute and offload what one row saves (ladder=[..., \"recompute\", "
+          "\"offload\"]; activations and temporaries: 40.0 MiB)");
+    shortfall.tried.resize(2);  // rows can be split first
+    CHECK(kinds(shortfall) == with({"raise max_retries,", "raise the"}, rest));
+  }
+  SECTION("a ladder without a disk") {
+    shortfall.rungs = {"", "", "", "2 modules recomputed (0, 1)"};
+    CHECK(kinds(shortfall) ==
+          Kinds{"raise the", "let the", "compute in", "freeze parameters", "use a"});
+    CHECK(advice_for(shortfall)[1].rfind("let the ladder offload: set BRIMFUL_SCRATCH_DIR", 0) ==
+          0);
+    CHECK(words_for(shortfall, facts_of(shortfall))
+              .find("; 8 pieces of 1 row, 2 modules recomputed (0, 1) (peak: 60.0 MiB).") !=
+          std::string::npos);
+    shortfall.device = c10::Device(c10::DeviceType::CUDA, 0);
+    CHECK(advice_for(shortfall)[1].rfind("free memory of the host, so that the ladder", 0) == 0);
+  }
   SECTION("bfloat16 already") {
     shortfall.autocast = true;
     CHECK(kinds(shortfall) ==

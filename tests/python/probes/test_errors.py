@@ -114,6 +114,39 @@ def test_what_brimful_raises_where_no_split_fits_is_explained_by_its_own_advice(
         assert "BatchSizer" not in out.remedy
 
 
+def explained(ladder, bytes):
+    """Of a row that lacks so many bytes, by the ladder that its sizer has."""
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)]
+    model = torch.nn.Sequential(*layers)
+    sizer = brimful.BatchSizer(model, ladder=ladder)
+    row = torch.randn(1, 512, 64)
+    brimful.memory.set_limit("cpu", brimful.memory.stats("cpu").used_bytes + bytes)
+    with pytest.raises(brimful.BatchTooLarge) as caught:
+        sizer.step(row, lambda model, part: model(part).square().mean())
+    brimful.memory.set_limit("cpu", None)
+    return brimful.explain(caught.value)
+
+
+def test_the_ladder_is_advised_where_one_row_does_not_fit(no_limit, monkeypatch):
+    out = explained("split", 1 << 20)
+    assert "let the ladder recompute and offload what one row saves (ladder=[" in out.remedy
+    out = explained("auto", 200_000)
+    assert "all that it saves for backward offloaded (peak: " in out.evidence[0]
+    assert "split the model over several devices (Pipeline)" in out.remedy
+    assert "is recomputed or offloaded already" in out.remedy
+    monkeypatch.setenv("BRIMFUL_SCRATCH_DIR", "/proc")
+    out = explained("auto", 200_000)
+    assert "8 modules recomputed (0.0, 1.0, 2.0, 3.0, ...) (peak: " in out.evidence[0]
+    assert "let the ladder offload: set BRIMFUL_SCRATCH_DIR" in out.remedy
+
+
+def test_a_refusal_names_the_sizer_and_its_ladder(no_limit):
+    brimful.memory.set_limit("cpu", brimful.memory.stats("cpu").used_bytes + 1000)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(1 << 20)
+    assert "recomputes or offloads what a single row saves" in brimful.explain(caught.value).remedy
+
+
 def test_what_is_no_error_is_refused():
     with pytest.raises(TypeError, match=r"\(type: int\)"):
         brimful.explain(7)

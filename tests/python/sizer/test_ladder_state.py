@@ -747,3 +747,35 @@ def test_on_a_device_a_scaler_is_obeyed(fused):
         assert all(s["step"] == 2 for s in results[-1][0][1]["state"].values())
     assert results[1][3] > 0 == results[0][3]
     assert_close(results[0][0], results[1][0])
+
+
+def ranks_train_on_device(rank, backend):
+    torch.cuda.set_device(rank.index)
+    device = torch.device("cuda", rank.index)
+    group = torch.distributed.new_group(backend=backend)
+    model = brimful.DistributedDataParallel(perceptron("cuda"), process_group=group)
+    make, given = KINDS["AdamW, amsgrad"]
+    optimizer = make(model.parameters(), **given)  # whose kernels on the device are others
+    sizer = brimful.BatchSizer(model, optimizer, ladder=LADDER)
+    bytes = bytes_of(model.parameters())
+    free = bytes + BESIDE_ON_DEVICE if rank.index == 1 else 100 * bytes
+    brimful.memory.set_limit(device, brimful.memory.stats(device).reserved_bytes + free)
+    replicas = []
+    for step in range(4):
+        sizer.step(batch(10 * rank.index + step, "cuda"), square, split=[1] * ROWS)
+        optimizer.step()
+        optimizer.zero_grad()
+        replicas.append([p.detach().cpu() for p in model.parameters()])
+    moments = [v for s in optimizer.state.values() for n, v in s.items() if n != "step"]
+    return bytes_of(v for v in moments if v.is_cpu) / bytes_of(moments), replicas
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl"])
+def test_on_devices_replicas_stay_equal_bit_by_bit(ranks, backend):
+    (share, steps), (other_share, others) = ranks(ranks_train_on_device, backend)
+    assert share == other_share > 0.9  # all of it but what is too small: room or not
+    assert not torch.equal(steps[0][0], steps[-1][0])
+    for parameters, same in zip(steps, others, strict=True):
+        assert all(map(torch.equal, parameters, same))

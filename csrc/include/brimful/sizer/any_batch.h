@@ -89,6 +89,7 @@ Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn, StepOptions 
     if (!input.error && predicts()) {
       input.kind = kind_of(batch);
     }
+    input.ask_kind = [&batch] { return kind_of(batch); };
     return step(input, brimful::detail::work_of(batch, loss_fn));
   }
 }

@@ -29,6 +29,7 @@ struct AttemptNote {
   int64_t buckets_launched = 0;  ///< of this rank, when its work ended
   bool alone = false;            ///< repeated, and the other ranks are not informed
   bool cache_released = false;   ///< afterwards: fragments in torch's cache were the trouble
+  StepRungs rungs;               ///< of this rank
 };
 
 struct Outcome {
