@@ -93,7 +93,7 @@ def test_the_error_has_the_facts_in_its_message_and_as_attributes():
         assert f"{number}. {advice}" in words
     assert [a.split(" (")[0] for a in error.advice][:3] == [
         "raise the memory limit",
-        "checkpoint activations",
+        "let the ladder recompute and offload what one row saves",
         "compute in bfloat16",
     ]
 
