@@ -277,20 +277,10 @@ std::vector<c10::Device> devices_of_stages(const std::vector<std::vector<at::Ten
   return pipeline::stage_devices(options, parameters);
 }
 
-pipeline::Recompute recompute_of(const std::string& name) {
-  if (name == "auto") {
-    return pipeline::Recompute::where_needed;
-  }
-  TORCH_CHECK_VALUE(name == "all" || name == "never",
-                    "there is no such choice of stages to recompute (recompute: ", name,
-                    "); pass \"auto\", \"all\" or \"never\"");
-  return name == "all" ? pipeline::Recompute::all : pipeline::Recompute::never;
-}
-
 std::unique_ptr<PythonPipeline> make_pipeline(
     const std::vector<PythonStage>& stages, const std::vector<c10::Device>& devices,
-    const py::object& schedule, int64_t microbatches, int64_t max_retries,
-    const std::string& recompute, int threads_per_rank, bool trace, const std::string& batch_norm,
+    const py::object& schedule, int64_t microbatches, int64_t max_retries, int threads_per_rank,
+    bool trace, const std::string& batch_norm,
     const std::optional<PythonPipeline::ScalerTensors>& scaler,
     const std::vector<std::pair<py::function, py::function>>& keepers,
     const std::optional<py::function>& before_action, double patience_s,
@@ -305,7 +295,6 @@ std::unique_ptr<PythonPipeline> make_pipeline(
   set_schedule(schedule, options);
   options.microbatches = microbatches;
   options.max_retries = max_retries;
-  options.recompute = recompute_of(recompute);
   options.threads_per_rank = threads_per_rank;
   options.trace = trace;
   options.patience = std::chrono::milliseconds(static_cast<int64_t>(patience_s * 1e3));
@@ -332,8 +321,7 @@ void bind_pipeline(py::module_& m) {
   take_forms();
   py::class_<StageNote>(m, "StageNote", "A stage's part of a step.")
       .BRIMFUL_FIELDS(def_readonly, StageNote, peak_live, forward_ms, backward_ms, wait_ms,
-                      recomputed, peak_live_bytes, parameter_bytes, gradient_bytes, buffer_bytes,
-                      split_note);
+                      peak_live_bytes, parameter_bytes, gradient_bytes, buffer_bytes, split_note);
   py::class_<PipelineOutcome>(m, "PipelineOutcome", "How a step ended; see Pipeline.step.")
       .BRIMFUL_FIELDS(def_readonly, PipelineOutcome, loss, weight, microbatches, split, retries,
                       total_ms, stop, peak_bytes, stages)
@@ -341,10 +329,9 @@ void bind_pipeline(py::module_& m) {
   py::class_<PythonPipeline>(m, "Pipeline")
       .def(py::init(&make_pipeline), py::kw_only(), py::arg("stages"), py::arg("devices"),
            py::arg("schedule"), py::arg("microbatches"), py::arg("max_retries"),
-           py::arg("recompute"), py::arg("threads_per_rank"), py::arg("trace"),
-           py::arg("batch_norm"), py::arg("scaler"), py::arg("keepers"), py::arg("before_action"),
-           py::arg("patience_s"), py::arg("splitter"), py::arg("group").none(true),
-           py::arg("reducers"), py::arg("tied"))
+           py::arg("threads_per_rank"), py::arg("trace"), py::arg("batch_norm"), py::arg("scaler"),
+           py::arg("keepers"), py::arg("before_action"), py::arg("patience_s"), py::arg("splitter"),
+           py::arg("group").none(true), py::arg("reducers"), py::arg("tied"))
       .def("step", &PythonPipeline::step, py::arg("batch"), py::arg("target"), py::arg("loss_fn"),
            py::arg("keywords"))
       .def("forward", &PythonPipeline::forward, py::arg("batch"), py::arg("keywords"))

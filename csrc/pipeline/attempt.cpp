@@ -301,9 +301,9 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
     own.kind = Status::retry;
   } else if (failure.kind == Status::out_of_memory) {
     own.refine = again && call.microbatches() < call.rows && may_split_ && !options.fixed_schedule;
-    own.kind = own.refine || stage_to_change(call, result) ? Status::retry : Status::out_of_memory;
+    own.kind = own.refine ? Status::retry : Status::out_of_memory;
   } else {
-    own.kind = stage_to_change(call, result) ? Status::retry : Status::error;
+    own.kind = Status::error;
   }
   own.rank = failure.rank;
   own.text = failure.text;

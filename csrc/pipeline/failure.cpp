@@ -3,7 +3,6 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 
-#include <algorithm>
 #include <exception>
 #include <sstream>
 #include <stdexcept>
@@ -77,20 +76,17 @@ void rethrow(ActionFailure failure) {
 }
 
 BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<TriedSplit> tried,
-                        int64_t max_retries, c10::Device device, bool is_fixed,
-                        const Executor& executor) {
+                        int64_t max_retries, c10::Device device, bool is_fixed) {
   TooLargeFacts facts;
   facts.rank = failure.rank;
   facts.device = device.str();
   facts.limit_bytes = memory::stats(device).limit_bytes;
-  const auto stage = "stage " + std::to_string(failure.action.stage);
-  if (!executor.recomputes(failure.action.stage)) {
-    facts.advice.emplace_back("checkpoint the activations of " + stage +
-                              " (torch.utils.checkpoint)");
-  }
-  facts.advice.emplace_back("move layers from " + stage + " to others, or add stages");
-  facts.advice.emplace_back("use a schedule that holds fewer microbatches, such as 1f1b");
-  facts.advice.emplace_back("use a smaller batch, or a device with more memory");
+  facts.advice = {"checkpoint the activations of stage " + std::to_string(failure.action.stage) +
+                      " (torch.utils.checkpoint)",
+                  "move layers from stage " + std::to_string(failure.action.stage) +
+                      " to others, or add stages",
+                  "use a schedule that holds fewer microbatches, such as 1f1b",
+                  "use a smaller batch, or a device with more memory"};
   std::ostringstream text;
   if (is_fixed) {
     facts.advice.emplace_back(
@@ -103,12 +99,6 @@ BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<
          << ", max_retries: " << max_retries;
   }
   text << ", device: " << facts.device;
-  const auto& recomputed = executor.recomputed();
-  if (const auto count = std::count_if(recomputed.begin(), recomputed.end(),
-                                       [](const auto& stage) { return stage.second; });
-      count > 0) {
-    text << ", stages here that recompute: " << count;
-  }
   if (facts.limit_bytes) {
     text << ", limit: " << format_bytes(*facts.limit_bytes);
   }

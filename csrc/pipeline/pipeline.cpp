@@ -120,7 +120,7 @@ void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& v
     }
     if (own_verdict(call, result).kind == verdict.kind) {
       throw too_large(*result.failure, call.rows, call.retry.tried(), options.max_retries,
-                      device_of(*result.failure), options.fixed_schedule.has_value(), *executor);
+                      device_of(*result.failure), options.fixed_schedule.has_value());
     }
   }
   const auto where =

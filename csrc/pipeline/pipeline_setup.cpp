@@ -7,7 +7,6 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "pipeline/executor/recompute.h"
 #include "pipeline/pipeline_state.h"
 #include "sizer/loss_scale.h"
 
@@ -39,7 +38,7 @@ std::vector<Stage> with_norms(std::vector<Stage> stages, BatchNormPolicy policy,
     auto norms = std::make_shared<StageNorms>(policy, stage.batch_norms);
     all.push_back(norms);
     stage.forward = [norms, inner = std::move(stage.forward)](const Value& input) {
-      if (norms->pieces == 0 || runs_again()) {
+      if (norms->pieces == 0) {
         return inner(input);
       }
       return norms->norms.forward(norms->next++, norms->pieces, [&] { return inner(input); });
@@ -167,9 +166,6 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
   executor = std::make_unique<Executor>(with_norms(std::move(stages), options.batch_norm, norms),
                                         std::move(for_executor));
   const auto placed = rank_of_stage(schedule(options.microbatches, true));
-  for (int stage = 0; stage < std::ssize(placed) && options.recompute == Recompute::all; ++stage) {
-    executor->set_recomputed(stage, true);
-  }
   std::vector<int> numbers;  // of this process's stages
   std::vector<c10::Device> devices;
   std::vector<std::vector<at::Tensor>> parameters;

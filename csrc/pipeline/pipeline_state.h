@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <optional>
 
 #include "pipeline/call.h"
 #include "pipeline/executor/executor.h"
@@ -106,12 +105,6 @@ struct Pipeline::State {
   /// Where ranks have more to exchange than a verdict they learn what failed in it. Gradients that have overflowed on one
   /// rank make another rank's not finite: the scalers of all skip the step.
   void tell_settled(const Call& call, const PeerVerdict& verdict, std::exception_ptr failed);
-
-  // recompute.cpp
-  /// The stage to recompute from now on, where memory ran out in an action; or (one that recomputes, and failed otherwise) to
-  /// recompute no longer. Nothing: neither helps.
-  std::optional<int> stage_to_change(const Call& call, const StepResult& result) const;
-  void change_recomputed(int stage, const ActionFailure& failure);
 
   // pipeline.cpp
   void capture(Call& call);

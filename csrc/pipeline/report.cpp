@@ -126,7 +126,6 @@ std::vector<StageNote> notes_of(const Executor& executor, const Schedule& schedu
     notes[i].peak_live = result.peak_live[i];
     notes[i].peak_live_bytes = result.peak_live_bytes[i];
     notes[i].split_note = result.split_notes[i];
-    notes[i].recomputed = executor.recomputes(static_cast<int>(i));
   }
   const auto numbers = numbers_of(executor, schedule);
   for (size_t i = 0; i < executor.stages().size(); ++i) {

@@ -87,9 +87,6 @@ Ended Pipeline::State::ended_by(Call& call, const StepResult& result, const Peer
     log(LogLevel::warning, "memory ran out" + where + ": the step is repeated with " +
                                std::to_string(ended.pieces) + " microbatches instead of " +
                                std::to_string(call.microbatches()));
-  } else if (const auto stage = stage_to_change(call, result)) {
-    change_recomputed(*stage, *result.failure);
-    ended.how = Ended::How::for_others;  // there are only so many stages
   } else if (result.drew_together) {
     log(LogLevel::info,
         "the step is repeated as it was: its stages draw random numbers, and take turns from now");
@@ -126,10 +123,7 @@ Ended Pipeline::State::attempt(Call& call, PeerVerdict& verdict, StepResult& sta
     return {};
   }
   undo(call);
-  if (const auto& tried = call.retry.tried();
-      tried.empty() || tried.back().pieces != call.microbatches()) {
-    call.retry.note_tried(total_bytes(peaks.bytes()));
-  }
+  call.retry.note_tried(total_bytes(peaks.bytes()));
   if (is_failure(verdict.kind)) {
     raise(call, result, verdict);
   }

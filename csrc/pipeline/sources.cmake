@@ -21,7 +21,6 @@ brimful_sources(HEAVY
   pipeline.cpp
   pipeline_setup.cpp
   progress.cpp
-  recompute.cpp
   replicas.cpp
   report.cpp
   retries.cpp
@@ -42,7 +41,6 @@ brimful_sources(HEAVY
   executor/rank_backward.cpp
   executor/rank_forward.cpp
   executor/rank_run.cpp
-  executor/recompute.cpp
   executor/skips.cpp
   executor/skips_outside.cpp
   executor/stage_run.cpp

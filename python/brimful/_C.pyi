@@ -913,8 +913,6 @@ class StageNote:
     @property
     def wait_ms(self) -> float: ...
     @property
-    def recomputed(self) -> bool: ...
-    @property
     def peak_live_bytes(self) -> int: ...
     @property
     def parameter_bytes(self) -> int: ...
@@ -963,7 +961,6 @@ class Pipeline:
         schedule: str | Schedule | Callable[[int], Schedule],
         microbatches: int,
         max_retries: int,
-        recompute: str,
         threads_per_rank: int,
         trace: bool,
         batch_norm: str,

@@ -122,7 +122,7 @@ void Executor::Impl::abandon() {
               to_sentence(order[done]) + ")";
     }
     for (size_t stage = 0; stage < runs_.size(); ++stage) {
-      if (placed_.rank_of_stage[stage] == first_rank() + i) {
+      if (rank_of_stage_[stage] == first_rank() + i) {
         drop_late_gradients(*runs_[stage].stage);
       }
     }

@@ -33,16 +33,6 @@ StepResult Executor::run(const Schedule& schedule, const StepWork& work) {
 void Executor::cancel() {
   impl_->end_from_outside();
 }
-void Executor::set_recomputed(int stage, bool recomputed) {
-  impl_->set_recomputed(stage, recomputed);
-}
-const std::map<int, bool>& Executor::recomputed() const {
-  return impl_->recomputed();
-}
-bool Executor::recomputes(int stage) const {
-  const auto found = recomputed().find(stage);
-  return found != recomputed().end() && found->second;
-}
 const std::vector<Stage>& Executor::stages() const {
   return impl_->stages;
 }
@@ -125,8 +115,8 @@ void Executor::Impl::place_stages(const Schedule& schedule) {
   TORCH_CHECK_VALUE(here == std::ssize(stages),
                     "the schedule gives the ranks of this process another number of stages (",
                     schedule.name, ": ", here, ", pipeline: ", stages.size(), ")");
-  if (placed != placed_.rank_of_stage) {
-    placed_.rank_of_stage = std::move(placed);
+  if (placed != rank_of_stage_) {
+    rank_of_stage_ = std::move(placed);
     connect();
   }
 }
@@ -146,7 +136,7 @@ Channel* Executor::Impl::connect(int from, int to, int number) {
 }
 
 void Executor::Impl::connect() {
-  const auto count = static_cast<int>(placed_.rank_of_stage.size());
+  const auto count = static_cast<int>(rank_of_stage_.size());
   runs_.clear();
   runs_.resize(count);
   channels_.clear();
@@ -154,15 +144,15 @@ void Executor::Impl::connect() {
   for (int stage = 0; stage < count; ++stage) {
     auto& run = runs_[stage];
     run.index = stage;
-    const int rank = placed_.rank_of_stage[stage];
+    const int rank = rank_of_stage_[stage];
     if (is_here(rank)) {
       run.stage = &stages[next++];
       run.device = options.devices[rank - first_rank()];
     }
   }
   for (int stage = 0; stage + 1 < count; ++stage) {
-    const int rank = placed_.rank_of_stage[stage];
-    const int following = placed_.rank_of_stage[stage + 1];
+    const int rank = rank_of_stage_[stage];
+    const int following = rank_of_stage_[stage + 1];
     auto* const forward = connect(rank, following, 2 * stage);
     auto* const backward = connect(following, rank, 2 * stage + 1);
     runs_[stage].outputs = runs_[stage + 1].inputs = forward;
@@ -180,9 +170,7 @@ void Executor::Impl::prepare(const Schedule& schedule, const StepWork& work, Ste
     }
   }
   for (auto& run : runs_) {
-    run.begin(schedule, placed_.rank_of_stage);
-    const auto found = placed_.recomputed.find(run.index);
-    run.set_recomputed(found != placed_.recomputed.end() && found->second);
+    run.begin(schedule, rank_of_stage_);
   }
   for (const auto& channel : channels_) {
     channel->reset(schedule.microbatches, work.rows);
@@ -212,11 +200,6 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
   }
   begin_job(std::move(job));
   turns_.begin(schedule.stages);
-  for (const auto& run : runs_) {
-    if (run.second_run != SecondRunKind::none) {
-      turns_.note_recomputed(run.index);
-    }
-  }
   wake_ranks();
   std::exception_ptr interrupted;
   if (!await_end(interrupted)) {
@@ -319,7 +302,7 @@ void Executor::Impl::run_rank(int rank) {
 // By the thread that made what they hold.
 void Executor::Impl::drop_stages(int rank) {
   for (auto& stage : runs_) {
-    if (placed_.rank_of_stage[stage.index] == rank) {
+    if (rank_of_stage_[stage.index] == rank) {
       stage.drop();
     }
   }

@@ -14,7 +14,6 @@
 #include <exception>
 #include <functional>
 #include <limits>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -82,12 +81,6 @@ class BRIMFUL_API Executor {
   /// deadlocks. Synchronises no device.
   /// @throws c10::ValueError if the schedule is for another number of ranks or stages, or has ended with actions missing
   StepResult run(const Schedule& schedule, const StepWork& work);
-  /// From the next run() on a stage of this process, by its number, saves nothing in forward and runs it once more in
-  /// backward; or (false) does not, and had better never. Between runs.
-  void set_recomputed(int stage, bool recomputed);
-  /// What was set.
-  const std::map<int, bool>& recomputed() const;
-  bool recomputes(int stage) const;
   /// Ends a run() that is under way, from any thread: ranks stop before their next action, and wait for no message of this
   /// process any more. Nothing where there is none. Does not wait.
   void cancel();

@@ -30,9 +30,6 @@ class Executor::Impl : public std::enable_shared_from_this<Executor::Impl> {
   /// Of all processes.
   int all_ranks() const { return options.peers ? options.peers->size() : ranks(); }
 
-  void set_recomputed(int stage, bool is) { placed_.recomputed[stage] = is; }
-  const std::map<int, bool>& recomputed() const { return placed_.recomputed; }
-
   const std::vector<Stage> stages;
   const ExecutorOptions options;
 
@@ -62,10 +59,6 @@ class Executor::Impl : public std::enable_shared_from_this<Executor::Impl> {
     std::mutex mutex;
     std::condition_variable all;
     std::atomic<int> running{0};
-  };
-  struct Placed {
-    std::vector<int> rank_of_stage;
-    std::map<int, bool> recomputed;  ///< of stages of this process: false: not to be
   };
   struct Signals {
     std::atomic<bool> cancelled{false};
@@ -128,7 +121,7 @@ class Executor::Impl : public std::enable_shared_from_this<Executor::Impl> {
   std::mutex failure_mutex_;
   SkipBoard skips_;
   Turns turns_;
-  Placed placed_;
+  std::vector<int> rank_of_stage_;
   std::vector<StageRun> runs_;  ///< by stage; empty ones for those of other processes
   std::vector<std::unique_ptr<Channel>> channels_;  ///< that end or begin here
   const uint64_t number_;                           ///< no other executor has it

@@ -66,8 +66,7 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
     leaves.push_back(leaf);
   }
   std::vector<at::Tensor> of_leaves(leaves.size());
-  if (!roots.outputs.empty() && input_only && stage.splits &&
-      stage.second_run == SecondRunKind::none) {
+  if (!roots.outputs.empty() && input_only && stage.splits) {
     auto split = backward_input(roots.outputs, roots.gradients, leaves);
     of_leaves = std::move(split.input_gradients);
     flight.weight_work = std::move(split.weight_work);

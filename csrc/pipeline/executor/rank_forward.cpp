@@ -1,11 +1,8 @@
 // A stage's forward of a microbatch. Its graph begins at its inputs and ends at its outputs: what moves on is cut off.
 #include <ATen/ATen.h>
 
-#include <utility>
-
 #include "pipeline/executor/keyword_scope.h"
 #include "pipeline/executor/rank_run.h"
-#include "pipeline/executor/recompute.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -111,7 +108,7 @@ void RankRun::forward(StageRun& stage, int microbatch) {
   const SkipScope skips(skips_, flight.skips, microbatch, stage.device);
   const KeywordScope keywords(work_.keywords, microbatch, stage.device,
                               work_.loss ? &flight.caller_leaves : nullptr);
-  auto output = run_stage(stage, microbatch, input);
+  auto output = stage.stage->forward(input);
   skips_.end_forward(microbatch);
   if (stage.outputs == nullptr) {
     skips_.require_empty(microbatch);
@@ -125,33 +122,6 @@ void RankRun::forward(StageRun& stage, int microbatch) {
   } else {
     stage.end_flight(flight);
   }
-}
-
-Value RankRun::run_stage(StageRun& stage, int microbatch, const Value& input) {
-  if (stage.second_run == SecondRunKind::none || !work_.loss) {
-    return stage.stage->forward(input);
-  }
-  const auto& flight = stage.flights[microbatch];
-  const auto leaves = flight.caller_leaves.size();
-  SecondRun second;
-  second.scope = [keywords = work_.keywords, microbatch, device = stage.device] {
-    return std::make_unique<KeywordScope>(keywords, microbatch, device, nullptr);
-  };
-  if (stage.second_run == SecondRunKind::unseen) {
-    second.compared = [this, &stage](bool same) {
-      stage.second_run = same ? SecondRunKind::same : stage.second_run;
-      TORCH_CHECK_VALUE(same || !turns_.is_certain(stage.index),
-                        "a stage's forward computed something else when it ran once more, in "
-                        "backward (stage: ",
-                        stage.index, "); it must compute the same each time (recompute)");
-    };
-  }
-  auto output = forward_recomputed(*stage.stage, input, std::move(second));
-  TORCH_CHECK_VALUE(!flight.skips.used && flight.caller_leaves.size() == leaves,
-                    "a stage cannot run once more in backward that stashes or pops tensors, or has "
-                    "a keyword that needs a gradient (stage: ",
-                    stage.index, "); leave it out (recompute)");
-  return output;
 }
 
 void RankRun::finish_loss(StageRun& stage, int microbatch, const Value& output) {

@@ -40,7 +40,6 @@ class RankRun {
   /// @throws Cancelled
   void require_wanted() const;
   void forward(StageRun& stage, int microbatch);
-  Value run_stage(StageRun& stage, int microbatch, const Value& input);
   /// The first stage's, of the caller's batch.
   Value first_input(StageRun& stage, int microbatch);
   void finish_loss(StageRun& stage, int microbatch, const Value& output);

@@ -138,7 +138,6 @@ void SkipScope::stash(const std::string& name, const at::Tensor& tensor) {
   if (is_in_backward()) {
     return stash_again(name, tensor);
   }
-  record_.used = true;
   if (!tensor.defined()) {
     return board_.put(name, microbatch_, {left_at(tensor), false});
   }
@@ -182,7 +181,6 @@ at::Tensor SkipScope::pop(const std::string& name) {
   if (is_in_backward()) {
     return pop_again(name);
   }
-  record_.used = true;
   auto parcel = board_.take(name, microbatch_);
   // Torch's checkpoints hook into what is saved, or record nothing at first.
   const bool repeats = trains_ && (!at::GradMode::is_enabled() || has_saving_hooks());

@@ -53,7 +53,6 @@ struct SkipRecord {
   std::vector<Named> popped;   ///< leaves, that want one
   /// Stashed where nothing was recorded, within a reentrant checkpoint: the backward makes their graph.
   std::vector<std::string> unrecorded;
-  bool used = false;         ///< by its forward
   std::vector<Named> again;  ///< what a checkpoint that runs once more pops
 
   /// Of what begins and ends a graph.

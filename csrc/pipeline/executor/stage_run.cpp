@@ -93,14 +93,6 @@ void StageRun::learn_split(const InputBackward& split) {
   }
 }
 
-void StageRun::set_recomputed(bool recomputed) {
-  if (!recomputed) {
-    second_run = SecondRunKind::none;
-  } else if (second_run == SecondRunKind::none) {
-    second_run = SecondRunKind::unseen;
-  }
-}
-
 void StageRun::drop() {
   flights.clear();
   waiting_outputs.clear();

@@ -49,13 +49,6 @@ struct Held {
   int64_t peak_bytes = 0;
 };
 
-/// Whether a stage saves nothing in forward, and runs it once more in backward.
-enum class SecondRunKind : uint8_t {
-  none,
-  unseen,  ///< it does, and must show that it computes the same
-  same
-};
-
 /// A stage in the hands of its rank.
 struct StageRun {
   int index = 0;
@@ -77,7 +70,6 @@ struct StageRun {
   KnownParameters known_parameters;
   Held held;
   bool splits = true;  ///< false: what I would do is a whole backward, since two parts cost more
-  SecondRunKind second_run = SecondRunKind::none;
   std::string split_note;  ///< why its backward is not, or not entirely, split
   std::vector<CallerGradient> caller_gradients;
 
@@ -90,7 +82,6 @@ struct StageRun {
   void hold(InFlight& flight, int64_t bytes);
   /// What the first backward of a stage that is not split, or had better not be, says of it.
   void learn_split(const InputBackward& split);
-  void set_recomputed(bool recomputed);
   /// What a schedule that has ended has not done; empty: nothing.
   std::string left_undone() const;
   /// Lets go of all that a step that was cancelled has left.

@@ -68,18 +68,6 @@ bool Turns::end(bool complete) {
   return again;
 }
 
-void Turns::note_recomputed(int stage) {
-  touches_[stage][1] = touches_[stage][1] || touches_[stage][0];
-}
-
-bool Turns::is_certain(int stage) {
-  const bool alone = generators_.empty() || mode_ == Mode::learning || touches_[stage][1];
-  if (!alone) {
-    (mode_ == Mode::silent ? moved_ : surprised_) = true;
-  }
-  return alone;
-}
-
 void Turns::look(int rank) {
   for (const auto* generator : of_rank_[rank]) {
     if (!generator->callers.still_of(generator->device)) {

@@ -36,11 +36,6 @@ class Turns {
   /// Whether ranks' threads need a DrawWatch.
   bool watches() const { return mode_ != Mode::silent; }
 
-  /// The stage's backwards draw what its forwards draw. After begin().
-  void note_recomputed(int stage);
-  /// A forward that ran once more computed something else. False: it drew numbers beside others, and the run is repeated.
-  bool is_certain(int stage);
-
   class Turn;
 
  private:

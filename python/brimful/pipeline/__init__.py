@@ -106,12 +106,7 @@ class Pipeline:
     When memory runs out in any stage, all stop, what the step has done is undone (gradients, buffers, random numbers),
     and it is repeated with twice the microbatches, at most ``max_retries`` times; later steps begin with what has
     fitted, and with fewer microbatches again when there is room. A ``Schedule`` is of one number of microbatches: its
-    step is not repeated so; a function of the number is. Where microbatches cannot be smaller the stage of that device
-    that holds most saves nothing in forward from then on, and runs it once more in backward, with the same bits, and
-    the step is repeated: ``recompute="auto"``. ``"all"`` does so in all stages from the first step (GPipe's
-    checkpointing), ``"never"`` in none. A stage that computes something else the second time, stashes or pops tensors,
-    or gets a keyword that needs a gradient, is left as it is. The backward of a stage that recomputes is not split.
-
+    step is not repeated; a function of the number is.
     ``batch_norm`` says what to do about BatchNorm, which normalises every microbatch by itself, as in
     ``BatchSizer``; ``"rescale"`` moves running statistics once a step, as the whole batch does. ``batch_dim``, or
     ``size_fn`` and ``split_fn``, say how batch and target are cut, and ``scaler`` scales the loss's gradient, as there.
@@ -148,7 +143,6 @@ class Pipeline:
         microbatches: int | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         max_retries: int = 8,
-        recompute: str = "auto",
         threads_per_rank: int = 0,
         trace: bool = True,
         batch_norm: str = "warn",
@@ -182,7 +176,6 @@ class Pipeline:
             schedule=schedule,
             microbatches=count,
             max_retries=_arguments.whole_number("max_retries", max_retries, 0),
-            recompute=_arguments.text("recompute", recompute),
             threads_per_rank=_arguments.whole_number("threads_per_rank", threads_per_rank, 0),
             trace=bool(trace),
             batch_norm=_arguments.text("batch_norm", batch_norm),
@@ -220,9 +213,9 @@ class Pipeline:
         """Add the gradients of one step to those of the stages' parameters.
 
         ``target`` may be ``None``. ``kwargs`` are for the stages that name them. What a stage raises is raised here,
-        with a note, or a text, that says where, and ``BatchTooLarge`` if neither more microbatches nor stages that
-        recompute help; parameters, gradients, buffers and random numbers are then as before. A batch of fewer rows than
-        microbatches, such as the last one of an epoch, has a row in each of as many as it can fill.
+        with a note, or a text, that says where, and ``BatchTooLarge`` if no number of microbatches fits; parameters,
+        gradients, buffers and random numbers are then as before. A batch of fewer rows than microbatches, such as the
+        last one of an epoch, has a row in each of as many as it can fill.
         """
         return self._core.step(batch, target, self._loss_fn, self._cut_by(kwargs))
 

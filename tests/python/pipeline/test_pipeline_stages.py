@@ -120,7 +120,6 @@ def test_hooks_of_parameters_fire_in_w():
         schedule="zb_h1",
         microbatches=3,
         max_retries=0,
-        recompute="never",
         threads_per_rank=0,
         trace=False,
         batch_norm="warn",

@@ -18,8 +18,7 @@ class BRIMFUL_API Interrupted : public std::runtime_error {
 
 /// A stage's part of a step; all zero for stages of other processes.
 struct StageNote {
-  bool recomputed = false;  ///< its forward saved nothing, and ran once more in backward
-  int peak_live = 0;        ///< microbatches whose activations were held at once
+  int peak_live = 0;  ///< microbatches whose activations were held at once
   // Zero without a trace.
   /// The most bytes that forwards had left allocated for their backwards at once, counted between actions: on the CPU what
   /// the stage's own thread allocated, on a CUDA device what came to be in use there.

@@ -58,14 +58,13 @@ class BRIMFUL_API Pipeline {
   Pipeline(Pipeline&&) noexcept;
 
   /// Adds one step's gradients to those of the stages' parameters. When memory runs out anywhere, all stages stop, what the
-  /// step has done is undone (gradients, buffers, RNG), and it is repeated with twice the microbatches; where they
-  /// cannot be more, with a stage that recomputes (PipelineOptions::recompute). Later steps
+  /// step has done is undone (gradients, buffers, RNG), and it is repeated with twice the microbatches. Later steps
   /// begin with as many, and with fewer again when there is room (inference by itself). Stages of one process
   /// that draw random numbers of one generator take turns; the step in which that is found out is repeated as it was.
   /// @throws what a stage throws, with stage, microbatch, action and shapes in its text, and RankFailed for what another
   /// process's does. Errors of torch and the standard library keep their type; one that is derived from std::logic_error or
   /// std::runtime_error is nested in one of the nearest standard type (std::rethrow_if_nested() has it back); others come
-  /// as they are, and last_failure() says where. BatchTooLarge if neither helps;
+  /// as they are, and last_failure() says where. BatchTooLarge if no number of microbatches fits;
   /// c10::ValueError for an empty batch, or a stage that uses parameters which it does not name. A batch of fewer rows
   /// than microbatches, such as the last one of an epoch, has a row in each of as many as it can fill. Parameters,
   /// gradients, buffers and RNG are then as before the call.

@@ -22,13 +22,6 @@ class GradScaler;
 
 namespace brimful::pipeline {
 
-/// Which stages save nothing in forward, and run it once more in backward.
-enum class Recompute : uint8_t {
-  never,
-  where_needed,  ///< those that run out of memory where microbatches cannot be smaller, from then on
-  all            ///< GPipe's checkpointing
-};
-
 struct PipelineOptions {
   /// By rank: as many as there are stages, or fewer where the schedule gives a rank several. Empty: the CPU, once a stage.
   std::vector<c10::Device> devices;
@@ -43,12 +36,11 @@ struct PipelineOptions {
   /// In place of `schedule`: one of your own for a number of microbatches, which must be the one asked for.
   std::function<Schedule(int microbatches)> schedule_for;
   /// In place of both: one schedule, of its own number of microbatches, which `microbatches` must be. A step that runs out
-  /// of memory is then repeated with stages recomputed at most; else it raises BatchTooLarge, which says so.
+  /// of memory is then not repeated: it raises BatchTooLarge, which says so.
   std::optional<Schedule> fixed_schedule;
   int64_t microbatches =
       1;  ///< at least; doubled whenever memory runs out, and fewer again with room
   int64_t max_retries = 8;
-  Recompute recompute = Recompute::where_needed;
   int threads_per_rank = 0;  ///< of CPU operators in a stage; 0: the caller's, shared out
   std::chrono::microseconds spin{100};
   bool trace = true;
