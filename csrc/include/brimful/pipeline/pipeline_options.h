@@ -41,6 +41,16 @@ struct PipelineOptions {
   int64_t microbatches =
       1;  ///< at least; doubled whenever memory runs out, and fewer again with room
   int64_t max_retries = 8;
+  /// A step that runs out of memory with the smallest microbatches is repeated with a stage that runs its forward again in
+  /// backward (the one of that device which holds most, then all of them), and so are later steps: bit-equal to a step with
+  /// room. Not where `max_retries` is 0. Each process, and each replica, decides for its own stages.
+  bool recompute = true;
+  std::vector<int>
+      recomputed;  ///< stages that do so from the first step on, by their numbers in the pipeline
+  bool recompute_all = false;  ///< all do
+  /// What changes where a stage's forward does something that a second one could not repeat, such as to draw random numbers of
+  /// another language: asked before and after the forward of a stage that is recomputed, by its thread. Optional.
+  std::function<int64_t()> hidden_state;
   int threads_per_rank = 0;  ///< of CPU operators in a stage; 0: the caller's, shared out
   std::chrono::microseconds spin{100};
   bool trace = true;
