@@ -36,7 +36,7 @@ struct PipelineOptions {
   /// In place of `schedule`: one of your own for a number of microbatches, which must be the one asked for.
   std::function<Schedule(int microbatches)> schedule_for;
   /// In place of both: one schedule, of its own number of microbatches, which `microbatches` must be. A step that runs out
-  /// of memory is then not repeated: it raises BatchTooLarge, which says so.
+  /// of memory is then repeated with stages recomputed alone, or raises BatchTooLarge, which says so.
   std::optional<Schedule> fixed_schedule;
   int64_t microbatches =
       1;  ///< at least; doubled whenever memory runs out, and fewer again with room
