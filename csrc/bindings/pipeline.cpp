@@ -286,7 +286,9 @@ std::unique_ptr<PythonPipeline> make_pipeline(
     const std::optional<py::function>& before_action, double patience_s,
     std::shared_ptr<Splitter> splitter, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const std::vector<std::shared_ptr<Reducer>>& reducers,
-    const std::vector<std::pair<std::string, at::Tensor>>& tied) {
+    const std::vector<std::pair<std::string, at::Tensor>>& tied, bool recompute,
+    const std::optional<std::vector<int>>& recomputed,
+    const std::optional<py::function>& hidden_state) {
   pipeline::PipelineOptions options;
   options.reducers.assign(reducers.begin(), reducers.end());
   options.tied = tied;
@@ -299,6 +301,14 @@ std::unique_ptr<PythonPipeline> make_pipeline(
   options.trace = trace;
   options.patience = std::chrono::milliseconds(static_cast<int64_t>(patience_s * 1e3));
   options.batch_norm = batch_norm_policy(batch_norm);
+  options.recompute = recompute;
+  options.recompute_all = !recomputed;
+  options.recomputed = recomputed.value_or(std::vector<int>());
+  if (hidden_state) {
+    options.hidden_state = [call = shared_object(*hidden_state)] {
+      return call_python([&] { return (*call)().cast<int64_t>(); });
+    };
+  }
   for (const auto& [capture, restore] : keepers) {
     options.keepers.push_back(keeper_of(capture, restore));
   }
@@ -321,17 +331,19 @@ void bind_pipeline(py::module_& m) {
   take_forms();
   py::class_<StageNote>(m, "StageNote", "A stage's part of a step.")
       .BRIMFUL_FIELDS(def_readonly, StageNote, peak_live, forward_ms, backward_ms, wait_ms,
-                      peak_live_bytes, parameter_bytes, gradient_bytes, buffer_bytes, split_note);
+                      peak_live_bytes, parameter_bytes, gradient_bytes, buffer_bytes, split_note,
+                      recomputed);
   py::class_<PipelineOutcome>(m, "PipelineOutcome", "How a step ended; see Pipeline.step.")
       .BRIMFUL_FIELDS(def_readonly, PipelineOutcome, loss, weight, microbatches, split, retries,
-                      total_ms, stop, peak_bytes, stages)
+                      total_ms, stop, peak_bytes, stages, recomputed_stages)
       .def("__repr__", &pipeline_outcome_repr);
   py::class_<PythonPipeline>(m, "Pipeline")
       .def(py::init(&make_pipeline), py::kw_only(), py::arg("stages"), py::arg("devices"),
            py::arg("schedule"), py::arg("microbatches"), py::arg("max_retries"),
            py::arg("threads_per_rank"), py::arg("trace"), py::arg("batch_norm"), py::arg("scaler"),
            py::arg("keepers"), py::arg("before_action"), py::arg("patience_s"), py::arg("splitter"),
-           py::arg("group").none(true), py::arg("reducers"), py::arg("tied"))
+           py::arg("group").none(true), py::arg("reducers"), py::arg("tied"), py::arg("recompute"),
+           py::arg("recomputed").none(true), py::arg("hidden_state").none(true))
       .def("step", &PythonPipeline::step, py::arg("batch"), py::arg("target"), py::arg("loss_fn"),
            py::arg("keywords"))
       .def("forward", &PythonPipeline::forward, py::arg("batch"), py::arg("keywords"))

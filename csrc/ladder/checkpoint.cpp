@@ -31,6 +31,11 @@ struct GraphOutput {
   c10::ScalarType dtype;
 };
 
+template <typename... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  throw CannotRunAgain({"checkpoint", "checkpoint.cpp", 0}, c10::str(parts...));
+}
+
 /// What a second run needs, and what it is compared with.
 struct FirstRun {
   CheckpointCall call;
@@ -67,12 +72,10 @@ std::string FirstRun::name_of(const at::Tensor& tensor) const {
 void FirstRun::require_unchanged() const {
   for (const auto& read : reads) {
     const auto tensor = read.get();
-    if (tensor.defined()) {
-      TORCH_CHECK_VALUE(
-          static_cast<uint32_t>(tensor._version()) == read.version,
+    if (tensor.defined() && static_cast<uint32_t>(tensor._version()) != read.version) {
+      refuse(
           "a tensor that a checkpointed function reads was changed in place before its backward, "
-          "which reads it "
-          "again (tensor: ",
+          "which reads it again (tensor: ",
           name_of(tensor), ", shape: ", tensor.sizes(),
           "); run backward before the optimizer's step, or give the function a clone");
     }
@@ -86,32 +89,36 @@ std::vector<at::Tensor> FirstRun::run_again() const {
 }
 
 void FirstRun::require_same_outputs(const std::vector<at::Tensor>& found) const {
-  TORCH_CHECK_VALUE(
-      found.size() == output_count,
-      "a checkpointed function returned another number of tensors when it ran again (first: ",
-      output_count, ", now: ", found.size(), "); it must compute the same each time");
+  if (found.size() != output_count) {
+    refuse("a checkpointed function returned another number of tensors when it ran again (first: ",
+           output_count, ", now: ", found.size(), "); it must compute the same each time");
+  }
   for (const auto& [position, sizes, dtype] : outputs) {
     const auto& output = found[position];
-    TORCH_CHECK_VALUE(output.defined() && output.requires_grad() && !output.is_leaf() &&
-                          output.sizes() == at::IntArrayRef(sizes) && output.scalar_type() == dtype,
-                      "a checkpointed function returned another tensor when it ran again (output: ",
-                      position, ", first: ", dtype, " ", at::IntArrayRef(sizes), ", now: ",
-                      output.defined() ? c10::str(output.scalar_type(), " ", output.sizes(),
-                                                  output.requires_grad() ? "" : " without gradient")
-                                       : std::string("none"),
-                      "); it must compute the same each time");
+    const bool is_same = output.defined() && output.requires_grad() && !output.is_leaf() &&
+                         output.sizes() == at::IntArrayRef(sizes) && output.scalar_type() == dtype;
+    if (!is_same) {
+      refuse("a checkpointed function returned another tensor when it ran again (output: ",
+             position, ", first: ", dtype, " ", at::IntArrayRef(sizes), ", now: ",
+             output.defined() ? c10::str(output.scalar_type(), " ", output.sizes(),
+                                         output.requires_grad() ? "" : " without gradient")
+                              : std::string("none"),
+             "); it must compute the same each time");
+    }
   }
 }
 
 void FirstRun::require_same_targets(const std::vector<BorderEdge>& edges) const {
-  TORCH_CHECK_VALUE(
-      std::equal(
-          edges.begin(), edges.end(), targets.begin(), targets.end(),
-          [](const BorderEdge& edge, const Edge& target) { return same_target(edge.to, target); }),
-      "a checkpointed function read other tensors when it ran again (with gradients, first: ",
-      targets.size(), ", now: ", edges.size(),
-      "); it must compute the same each time, from inputs and parameters that are made outside of "
-      "it");
+  const bool same = std::equal(
+      edges.begin(), edges.end(), targets.begin(), targets.end(),
+      [](const BorderEdge& edge, const Edge& target) { return same_target(edge.to, target); });
+  if (!same) {
+    refuse(
+        "a checkpointed function read other tensors when it ran again (with gradients, first: ",
+        targets.size(), ", now: ", edges.size(),
+        "); it must compute the same each time, from inputs and parameters that are made outside "
+        "of it");
+  }
 }
 
 /// Gradients go through it in the graph of the outer backward, so that hooks and reducers see them there, once.
@@ -226,11 +233,12 @@ class Begin {
     for (size_t i = 0; i < edges_.size(); ++i) {
       changed = changed || edge_of(first_->call.inputs[i]) != edges_[i];
     }
-    TORCH_CHECK_VALUE(
-        !changed,
-        "a checkpointed function changes in place a tensor from outside that has gradients, and "
-        "backward could not run it again; let it change a clone (as in relu(x) in the place of "
-        "relu_(x))");
+    if (changed) {
+      refuse(
+          "a checkpointed function changes in place a tensor from outside that has gradients, and "
+          "backward could not run it again; let it change a clone (as in relu(x) in the place of "
+          "relu_(x))");
+    }
   }
 
   void put_back(const FunctionWatch& watch) const noexcept {

@@ -2,6 +2,7 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
+#include <brimful/ladder/checkpoint_call.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
@@ -45,8 +46,8 @@ struct Skeleton : Node {
   }
   variable_list apply(variable_list&& /*gradients*/) override {
     *was_run_ = true;
-    TORCH_CHECK_VALUE(
-        false,
+    throw CannotRunAgain(
+        {"checkpoint", "inner_graph.cpp", 0},
         "backward reached a tensor that was made inside of a checkpoint, which keeps none "
         "(tensor: neither an input nor an output of the function); return it from the function, "
         "or run its backward inside");

@@ -83,8 +83,8 @@ void Pipeline::State::begin(Call& call) {
   doing = "a call begins: the ranks compare what they were given";
   // Later steps have as many microbatches as the first one on all ranks, until memory runs out: then they depend on the
   // rows, and on the memory of each rank. Those of inference depend on the rows, for a batch may have fewer.
-  if (options.peers && (!agreed_ || policies.of(call.trains).piece_rows() > 0 || !call.trains ||
-                        options.peers->wants_links())) {
+  if (options.peers && (!agreed_.made || policies.of(call.trains).piece_rows() > 0 ||
+                        !call.trains || options.peers->wants_links())) {
     meet(call);
   }
   find_ref(call);
@@ -107,7 +107,7 @@ void Pipeline::State::meet(Call& call) {
     if (call.refused) {
       std::rethrow_exception(call.refused);
     }
-    if (!agreed_) {
+    if (!agreed_.made) {
       tied.make_room();
     }
     const auto first = first_microbatches(call.trains, call.rows);
@@ -123,7 +123,7 @@ void Pipeline::State::meet(Call& call) {
   PeerVerdict all;
   try {
     all = options.peers->agree(own);
-    if (all.kind == Status::ok && all.ties > 0 && !agreed_) {
+    if (all.kind == Status::ok && all.ties > 0 && !agreed_.made) {
       tied.meet();
       tied.drop_room();
     }
@@ -132,12 +132,12 @@ void Pipeline::State::meet(Call& call) {
     call.runs = false;
     return;
   }
-  may_split_ = all.may_split;
-  any_tied_ = all.ties > 0;
+  agreed_.may_split = all.may_split;
+  agreed_.any_tied = all.ties > 0;
   if (all.microbatches != call.microbatches()) {  // another rank has less memory
     call.retry.set_plan(ExecutionPlan::in_pieces(call.rows, all.microbatches));
   }
-  agreed_ = all.kind == Status::ok;
+  agreed_.made = all.kind == Status::ok;
   hear_meeting(call, all);
   if (call.runs && all.links > 0) {
     connect(call, all.links);
@@ -219,6 +219,8 @@ StepResult Pipeline::State::run_actions(const Call& call, std::exception_ptr ref
   }
   actions.filled = static_cast<int>(call.filled());
   actions.rows = call.rows;
+  actions.recompute = recomputing->all();
+  actions.hidden_state = options.hidden_state;
   actions.ref = call.ref;
   actions.input = [&](int i) { return call.work.input(i, begins[i], begins[i + 1]); };
   if (call.trains) {
@@ -287,7 +289,7 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
   own.rank = options.peers ? options.peers->rank() : 0;
   own.replica = call.group.rank();
   own.rows = call.rows;
-  own.may_split = may_split_;
+  own.may_split = agreed_.may_split;
   own.has_more = !result.caller_gradients.empty();
   if (!result.failure) {
     own.kind = result.peer_failed     ? Status::peer_failed
@@ -300,8 +302,12 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
   if (call.group.late_gradient() && again) {
     own.kind = Status::retry;
   } else if (failure.kind == Status::out_of_memory) {
-    own.refine = again && call.microbatches() < call.rows && may_split_ && !options.fixed_schedule;
-    own.kind = own.refine ? Status::retry : Status::out_of_memory;
+    own.refine =
+        again && call.microbatches() < call.rows && agreed_.may_split && !options.fixed_schedule;
+    const bool repeated = own.refine || recomputing->may_help(call, result);
+    own.kind = repeated ? Status::retry : Status::out_of_memory;
+  } else if (Recomputing::is_refused(result)) {
+    own.kind = Status::retry;
   } else {
     own.kind = Status::error;
   }

@@ -3,6 +3,7 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 
+#include <algorithm>
 #include <exception>
 #include <sstream>
 #include <stdexcept>
@@ -41,6 +42,28 @@ void throw_standard(const std::exception& error, const std::string& text) {
                     std::logic_error, std::range_error, std::overflow_error, std::underflow_error,
                     std::runtime_error>(error, text);
 }
+
+std::vector<std::string> advice_for(int stage, const std::vector<int>& recomputed) {
+  const auto number = std::to_string(stage);
+  const bool is_recomputed =
+      std::find(recomputed.begin(), recomputed.end(), stage) != recomputed.end();
+  return {
+      is_recomputed
+          ? "checkpoint parts of stage " + number +
+                " within it (torch.utils.checkpoint), whose backward holds all of one microbatch"
+          : "checkpoint the activations of stage " + number + " (torch.utils.checkpoint)",
+      "move layers from stage " + number + " to others, or add stages",
+      "use a schedule that holds fewer microbatches, such as 1f1b",
+      "use a smaller batch, or a device with more memory"};
+}
+
+std::string recomputed_text(const std::vector<int>& recomputed) {
+  std::string text;
+  for (const auto stage : recomputed) {
+    text += (text.empty() ? ", recomputed stages: " : " and ") + std::to_string(stage);
+  }
+  return text;
+}
 }  // namespace
 
 std::string to_string(const ActionFailure& failure) {
@@ -76,17 +99,13 @@ void rethrow(ActionFailure failure) {
 }
 
 BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<TriedSplit> tried,
-                        int64_t max_retries, c10::Device device, bool is_fixed) {
+                        int64_t max_retries, c10::Device device, bool is_fixed,
+                        const std::vector<int>& recomputed) {
   TooLargeFacts facts;
   facts.rank = failure.rank;
   facts.device = device.str();
   facts.limit_bytes = memory::stats(device).limit_bytes;
-  facts.advice = {"checkpoint the activations of stage " + std::to_string(failure.action.stage) +
-                      " (torch.utils.checkpoint)",
-                  "move layers from stage " + std::to_string(failure.action.stage) +
-                      " to others, or add stages",
-                  "use a schedule that holds fewer microbatches, such as 1f1b",
-                  "use a smaller batch, or a device with more memory"};
+  facts.advice = advice_for(failure.action.stage, recomputed);
   std::ostringstream text;
   if (is_fixed) {
     facts.advice.emplace_back(
@@ -99,6 +118,7 @@ BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<
          << ", max_retries: " << max_retries;
   }
   text << ", device: " << facts.device;
+  text << recomputed_text(recomputed);
   if (facts.limit_bytes) {
     text << ", limit: " << format_bytes(*facts.limit_bytes);
   }

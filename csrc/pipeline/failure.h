@@ -12,6 +12,7 @@ namespace brimful::pipeline {
 
 /// What a step raises that no number of microbatches would save.
 BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<TriedSplit> tried,
-                        int64_t max_retries, c10::Device device, bool is_fixed);
+                        int64_t max_retries, c10::Device device, bool is_fixed,
+                        const std::vector<int>& recomputed);
 
 }  // namespace brimful::pipeline

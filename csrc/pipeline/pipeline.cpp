@@ -75,7 +75,13 @@ void Pipeline::State::stand(const Call& call, StepResult result, const PeerVerdi
   if (call.filled() < call.microbatches()) {
     drop_empty(call, last_schedule, last_result);
   }
-  outcome.stages = last_notes = notes_of(*executor, last_schedule, last_result);
+  recomputing->note_stood();
+  outcome.recomputed_stages = recomputing->numbers(call.order);
+  last_notes = notes_of(*executor, last_schedule, last_result);
+  for (const auto number : outcome.recomputed_stages) {
+    last_notes.at(number).recomputed = true;
+  }
+  outcome.stages = last_notes;
 }
 
 void Pipeline::State::capture(Call& call) {
@@ -120,7 +126,8 @@ void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& v
     }
     if (own_verdict(call, result).kind == verdict.kind) {
       throw too_large(*result.failure, call.rows, call.retry.tried(), options.max_retries,
-                      device_of(*result.failure), options.fixed_schedule.has_value());
+                      device_of(*result.failure), options.fixed_schedule.has_value(),
+                      recomputing->numbers(call.order));
     }
   }
   const auto where =

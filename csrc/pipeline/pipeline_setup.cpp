@@ -38,7 +38,7 @@ std::vector<Stage> with_norms(std::vector<Stage> stages, BatchNormPolicy policy,
     auto norms = std::make_shared<StageNorms>(policy, stage.batch_norms);
     all.push_back(norms);
     stage.forward = [norms, inner = std::move(stage.forward)](const Value& input) {
-      if (norms->pieces == 0) {
+      if (norms->pieces == 0 || runs_again()) {
         return inner(input);
       }
       return norms->norms.forward(norms->next++, norms->pieces, [&] { return inner(input); });
@@ -178,6 +178,8 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
     }
   }
   require_unshared(parameters, devices);
+  recomputing =
+      std::make_unique<Recomputing>(options, *executor, numbers, static_cast<int>(placed.size()));
   for (size_t i = 0; i < parameters.size(); ++i) {
     for (const auto& parameter : parameters[i]) {
       TORCH_CHECK_VALUE(parameter.device() == devices[i],

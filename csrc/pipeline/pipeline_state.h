@@ -6,6 +6,7 @@
 
 #include "pipeline/call.h"
 #include "pipeline/executor/executor.h"
+#include "pipeline/recomputing.h"
 #include "pipeline/replicas.h"
 #include "pipeline/tied_weights.h"
 #include "pipeline/transport/peers.h"
@@ -39,6 +40,7 @@ struct Pipeline::State {
   Transaction transaction;
   KeptBatch batch;  ///< of the call that is under way
   std::unique_ptr<Executor> executor;
+  std::unique_ptr<Recomputing> recomputing;
   std::unique_ptr<Replicas> replicas;
   TiedWeights tied;
   OneCall calls{"pipeline"};
@@ -130,9 +132,14 @@ struct Pipeline::State {
     }
   }
 
-  bool agreed_ = false;       ///< the ranks of this pipeline have found each other's set-up alike
-  bool may_split_ = true;     ///< of all ranks, when they did
-  bool any_tied_ = false;     ///< a rank has a tied weight
+  /// What the ranks of this pipeline have found when they compared their set-ups.
+  struct Agreement {
+    bool made = false;      ///< they are alike
+    bool may_split = true;  ///< all ranks
+    bool any_tied = false;  ///< a rank has a tied weight
+  };
+
+  Agreement agreed_;
   bool has_stepped_ = false;  ///< a call has begun
   double last_total_ = 0;     ///< weight of the last step that stood, over all replicas
 };

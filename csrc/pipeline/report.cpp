@@ -68,22 +68,6 @@ int64_t gradient_bytes(const Stage& stage) {
       [](int64_t sum, const auto& p) { return sum + memory::bytes_of(p.grad()); });
 }
 
-/// The numbers of this process's stages among all.
-std::vector<int> numbers_of(const Executor& executor, const Schedule& schedule) {
-  std::vector<int> numbers;
-  const auto& peers = executor.options().peers;
-  const auto ranks = schedule.ranks.empty() ? std::vector<int>() : rank_of_stage(schedule);
-  for (int stage = 0; stage < static_cast<int>(ranks.size()); ++stage) {
-    if (!peers || ranks[stage] == peers->rank()) {
-      numbers.push_back(stage);
-    }
-  }
-  for (auto next = static_cast<int>(numbers.size()); numbers.size() < executor.stages().size();) {
-    numbers.push_back(next++);
-  }
-  return numbers;
-}
-
 /// A step as it ran, in milliseconds from its beginning.
 Timeline measured_of(const Schedule& schedule, const StepResult& result) {
   Timeline timeline;
@@ -119,6 +103,21 @@ Timeline planned_of(const Schedule& schedule, const StepResult& result) {
 }
 }  // namespace
 
+std::vector<int> stage_numbers(const Executor& executor, const Schedule& schedule) {
+  std::vector<int> numbers;
+  const auto& peers = executor.options().peers;
+  const auto ranks = schedule.ranks.empty() ? std::vector<int>() : rank_of_stage(schedule);
+  for (int stage = 0; stage < static_cast<int>(ranks.size()); ++stage) {
+    if (!peers || ranks[stage] == peers->rank()) {
+      numbers.push_back(stage);
+    }
+  }
+  for (auto next = static_cast<int>(numbers.size()); numbers.size() < executor.stages().size();) {
+    numbers.push_back(next++);
+  }
+  return numbers;
+}
+
 std::vector<StageNote> notes_of(const Executor& executor, const Schedule& schedule,
                                 const StepResult& result) {
   std::vector<StageNote> notes(result.peak_live.size());
@@ -127,7 +126,7 @@ std::vector<StageNote> notes_of(const Executor& executor, const Schedule& schedu
     notes[i].peak_live_bytes = result.peak_live_bytes[i];
     notes[i].split_note = result.split_notes[i];
   }
-  const auto numbers = numbers_of(executor, schedule);
+  const auto numbers = stage_numbers(executor, schedule);
   for (size_t i = 0; i < executor.stages().size(); ++i) {
     const auto& stage = executor.stages()[i];
     auto& note = notes.at(numbers[i]);
@@ -191,7 +190,7 @@ std::string to_string(const Executor& executor, const Schedule& last_schedule,
     text << " (last step: " << last_schedule.name << ", " << last_schedule.microbatches
          << " microbatches)";
   }
-  const auto numbers = numbers_of(executor, last_schedule);
+  const auto numbers = stage_numbers(executor, last_schedule);
   for (size_t i = 0; i < stages.size(); ++i) {
     int64_t count = 0;
     for (const auto& parameter : stages[i].parameters) {
@@ -214,6 +213,9 @@ std::string to_string(const Executor& executor, const Schedule& last_schedule,
       text << ", " << std::lround((note.forward_ms + note.backward_ms) / busy * 100)
            << " % of the time, at most " << note.peak_live << " microbatches held ("
            << format_bytes(note.peak_live_bytes) << ")";
+    }
+    if (note.recomputed) {
+      text << "\n    forward runs again in backward (recomputed)";
     }
     if (!note.split_note.empty()) {
       text << "\n    backward " << note.split_note;

@@ -7,6 +7,9 @@
 
 namespace brimful::pipeline {
 
+/// The schedule's numbers of this process's stages.
+std::vector<int> stage_numbers(const Executor& executor, const Schedule& schedule);
+
 /// By stage, of all processes: what it did, and what the stages of this one hold.
 std::vector<StageNote> notes_of(const Executor& executor, const Schedule& schedule,
                                 const StepResult& result);

@@ -71,6 +71,7 @@ c10::Device Pipeline::State::device_of(const ActionFailure& failure) const {
 }
 
 Ended Pipeline::State::ended_by(Call& call, const StepResult& result, const PeerVerdict& verdict) {
+  const bool is_without = recomputing->drop_refused(call, result);
   std::string where = " on rank " + std::to_string(verdict.rank);
   Ended ended{Ended::How::as_it_was};
   if (result.failure && result.failure->index >= 0) {
@@ -87,6 +88,13 @@ Ended Pipeline::State::ended_by(Call& call, const StepResult& result, const Peer
     log(LogLevel::warning, "memory ran out" + where + ": the step is repeated with " +
                                std::to_string(ended.pieces) + " microbatches instead of " +
                                std::to_string(call.microbatches()));
+  } else if (const auto stages = recomputing->add(call, result); !stages.empty()) {
+    log(LogLevel::warning, "memory ran out" + where +
+                               ", and microbatches are as small as they can be: the step is "
+                               "repeated with " +
+                               stages + " recomputed in backward");
+  } else if (is_without) {
+    // said already
   } else if (result.drew_together) {
     log(LogLevel::info,
         "the step is repeated as it was: its stages draw random numbers, and take turns from now");

@@ -45,7 +45,7 @@ void Pipeline::State::return_gradients(const StepResult& result, double scale) c
 void Pipeline::State::tell_settled(const Call& call, const PeerVerdict& verdict,
                                    std::exception_ptr failed) {
   const bool scaled = options.scaler != nullptr && options.scaler->enabled();
-  if (options.peers && (scaled || any_tied_ || verdict.has_more)) {
+  if (options.peers && (scaled || agreed_.any_tied || verdict.has_more)) {
     const memory::Unlimited unlimited;
     const at::NoGradGuard no_grad;
     PeerVerdict own;

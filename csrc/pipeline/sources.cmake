@@ -22,6 +22,7 @@ brimful_sources(HEAVY
   pipeline_setup.cpp
   progress.cpp
   replicas.cpp
+  recomputing.cpp
   report.cpp
   retries.cpp
   settle.cpp
@@ -41,6 +42,7 @@ brimful_sources(HEAVY
   executor/rank_backward.cpp
   executor/rank_forward.cpp
   executor/rank_run.cpp
+  executor/recomputed_forward.cpp
   executor/skips.cpp
   executor/skips_outside.cpp
   executor/stage_run.cpp

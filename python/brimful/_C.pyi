@@ -922,6 +922,8 @@ class StageNote:
     def buffer_bytes(self) -> int: ...
     @property
     def split_note(self) -> str: ...
+    @property
+    def recomputed(self) -> bool: ...
 
 class PipelineOutcome:
     @property
@@ -942,6 +944,8 @@ class PipelineOutcome:
     def peak_bytes(self) -> list[tuple[torch.device, int]]: ...
     @property
     def stages(self) -> list[StageNote]: ...
+    @property
+    def recomputed_stages(self) -> list[int]: ...
 
 class Pipeline:
     def __init__(
@@ -972,6 +976,9 @@ class Pipeline:
         group: ProcessGroup | None,
         reducers: Sequence[Reducer],
         tied: Sequence[tuple[str, torch.Tensor]],
+        recompute: bool,
+        recomputed: Sequence[int] | None,
+        hidden_state: Callable[[], int] | None,
     ) -> None: ...
     def step(
         self,

@@ -2,9 +2,12 @@
 
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <cstring>
 #include <typeinfo>
+#include <unordered_set>
+#include <vector>
 
 namespace brimful::pipeline {
 namespace {
@@ -176,6 +179,32 @@ GraphCut cut_graph(const edge_list& roots, const edge_list& inputs) {
     cut.obstacle = obstacle_in(cut);
   }
   return cut;
+}
+
+bool has_reentrant_checkpoint(const std::vector<at::Tensor>& outputs) {
+  std::vector<Node*> waiting;
+  std::unordered_set<const Node*> seen;
+  const auto visit = [&](Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      waiting.push_back(node);
+    }
+  };
+  for (const auto& output : outputs) {
+    if (output.defined() && output.requires_grad()) {
+      visit(torch::autograd::impl::gradient_edge(output).function.get());
+    }
+  }
+  while (!waiting.empty()) {
+    auto* node = waiting.back();
+    waiting.pop_back();
+    if (!is_generated(*node) && node->name() == kReentrantCheckpoint) {
+      return true;
+    }
+    for (const auto& edge : node->next_edges()) {
+      visit(edge.function.get());
+    }
+  }
+  return false;
 }
 
 }  // namespace brimful::pipeline

@@ -43,6 +43,9 @@ struct GraphCut {
 GraphCut cut_graph(const torch::autograd::edge_list& roots,
                    const torch::autograd::edge_list& inputs);
 
+/// Whether a reentrant checkpoint of torch's is in the graph, which runs only where all gradients go to leaves.
+bool has_reentrant_checkpoint(const std::vector<at::Tensor>& outputs);
+
 /// True for the nodes that torch generates, which compute what their edges ask for and nothing besides. False for all
 /// that a person has written, which may accumulate or communicate by itself.
 bool is_generated(const torch::autograd::Node& node);

@@ -17,6 +17,8 @@ namespace brimful::pipeline {
 namespace {
 using Clock = std::chrono::steady_clock;
 
+constexpr const char* kJoinedParts =
+    "not split: the stage is recomputed, which is done once in a whole backward";
 std::atomic<uint64_t> executors{0};
 
 int64_t now_ns() {
@@ -171,6 +173,11 @@ void Executor::Impl::prepare(const Schedule& schedule, const StepWork& work, Ste
   }
   for (auto& run : runs_) {
     run.begin(schedule, rank_of_stage_);
+    const bool may = run.stage != nullptr && work.loss && !work.recompute.empty();
+    run.again.how = may ? work.recompute.at(run.stage - stages.data()) : Recompute::no;
+    if (run.again.how != Recompute::no) {
+      turns_.expect_backward(run.index);
+    }
   }
   for (const auto& channel : channels_) {
     channel->reset(schedule.microbatches, work.rows);
@@ -190,6 +197,7 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
   Job job{schedule, work};
   job.caller.emplace();
   job.result.begin_ns = now_ns();
+  turns_.resize(schedule.stages);
   prepare(schedule, work, job.result);
   job.keep_casts = at::autocast::is_autocast_cache_enabled();
   for (const auto device : options.devices) {
@@ -199,7 +207,7 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
     }
   }
   begin_job(std::move(job));
-  turns_.begin(schedule.stages);
+  turns_.begin();
   wake_ranks();
   std::exception_ptr interrupted;
   if (!await_end(interrupted)) {
@@ -240,7 +248,8 @@ void Executor::Impl::finish(const Schedule& schedule, StepResult& result) {
   for (auto& run : runs_) {
     result.peak_live.push_back(run.held.peak);
     result.peak_live_bytes.push_back(run.held.peak_bytes);
-    result.split_notes.push_back(run.split_note);
+    result.split_notes.push_back(run.again.joined_parts ? kJoinedParts : run.split_note);
+    result.refusals.push_back(run.again.refusal);
     std::move(run.caller_gradients.begin(), run.caller_gradients.end(),
               std::back_inserter(result.caller_gradients));
     run.caller_gradients.clear();

@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "pipeline/executor/recompute.h"
 #include "pipeline/executor/step_result.h"
 
 namespace brimful::pipeline {
@@ -60,6 +61,10 @@ struct StepWork {
   /// Before and after each action that may give parameters gradients, by the stage's thread. Optional.
   std::function<void(const Action& action)> before_backward;
   std::function<void(const Action& action)> after_backward;
+  /// By this process's stages; none: no stage is recomputed.
+  std::vector<Recompute> recompute;
+  /// See RecomputedForward. Optional.
+  std::function<int64_t()> hidden_state;
   /// Fails the first action: what went wrong before it. Other processes learn of it as of any failure.
   std::exception_ptr refused;
 };

@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <brimful/ladder/checkpoint_call.h>
 #include <brimful/pipeline/stage.h>
 
 #include "pipeline/executor/keyword_scope.h"
@@ -14,6 +15,15 @@ KeywordScope::KeywordScope(const std::function<Keywords(int microbatch)>& keywor
   if (keywords) {
     keywords_ = keywords(microbatch);
   }
+  current = this;
+}
+
+KeywordScope::KeywordScope(std::shared_ptr<const GivenKeywords> again)
+    : keywords_(again->all),
+      device_(c10::DeviceType::CPU),
+      leaves_(nullptr),
+      again_(std::move(again)),
+      outer_(current) {
   current = this;
 }
 
@@ -36,13 +46,30 @@ Value KeywordScope::get(const std::string& name) const {
     TORCH_CHECK_VALUE(false, "the step was given no keyword of this name (name: ", name,
                       ", there are: ", names.empty() ? "none" : names, "); pass it to step()");
   }
+  if (again_ != nullptr) {
+    const auto& values = again_->values;
+    if (next_ >= values.size() || values[next_].first != name) {
+      throw CannotRunAgain(
+          {"keyword", "keywords.cpp", 0},
+          "its forward asked for other keywords when it ran again (now: " + name + ")");
+    }
+    return values[next_++].second;
+  }
   auto value = *found;
   for (auto& tensor : value.tensors) {
     if (tensor.defined()) {
       tensor = leaf_of(tensor.requires_grad() ? tensor : tensor.detach(), device_, leaves_);
     }
   }
+  if (kept_ != nullptr) {
+    kept_->values.emplace_back(name, value);
+  }
   return value;
+}
+
+std::shared_ptr<GivenKeywords> KeywordScope::keep() {
+  kept_ = std::make_shared<GivenKeywords>(GivenKeywords{keywords_, {}});
+  return kept_;
 }
 
 Value keyword_value(const std::string& name) {

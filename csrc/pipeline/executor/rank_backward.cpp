@@ -1,5 +1,6 @@
 // A stage's backward of a microbatch, whole or in two parts.
 #include <ATen/ATen.h>
+#include <brimful/ladder/checkpoint_call.h>
 
 #include "pipeline/executor/rank_run.h"
 
@@ -45,6 +46,30 @@ RankRun::Roots RankRun::roots_of(StageRun& stage, int microbatch) {
   return roots;
 }
 
+// A recomputed stage would run its forward in both parts, or hold all gradients of its weights between them.
+std::vector<at::Tensor> RankRun::gradients_of_leaves(StageRun& stage, InFlight& flight,
+                                                     const Roots& roots,
+                                                     const std::vector<at::Tensor>& leaves,
+                                                     bool input_only) {
+  const bool is_recomputed = stage.again.how != Recompute::no;
+  if (roots.outputs.empty()) {
+    return std::vector<at::Tensor>(leaves.size());
+  }
+  if (input_only && stage.splits && !is_recomputed) {
+    auto split = backward_input(roots.outputs, roots.gradients, leaves);
+    flight.weight_work = std::move(split.weight_work);
+    stage.learn_split(split);
+    return std::move(split.input_gradients);
+  }
+  stage.again.joined_parts |= input_only && is_recomputed;
+  try {
+    return backward_full(roots.outputs, roots.gradients, leaves);
+  } catch (const CannotRunAgain& refused) {
+    stage.again.refusal = is_recomputed ? refused.what_without_backtrace() : "";
+    throw;
+  }
+}
+
 void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
   auto& flight = stage.flights[microbatch];
   const SkipScope skips(skips_, flight.skips, microbatch, stage.device);
@@ -65,15 +90,7 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
   for (const auto& [tensor, leaf] : flight.caller_leaves) {
     leaves.push_back(leaf);
   }
-  std::vector<at::Tensor> of_leaves(leaves.size());
-  if (!roots.outputs.empty() && input_only && stage.splits) {
-    auto split = backward_input(roots.outputs, roots.gradients, leaves);
-    of_leaves = std::move(split.input_gradients);
-    flight.weight_work = std::move(split.weight_work);
-    stage.learn_split(split);
-  } else if (!roots.outputs.empty()) {
-    of_leaves = backward_full(roots.outputs, roots.gradients, leaves);
-  }
+  auto of_leaves = gradients_of_leaves(stage, flight, roots, leaves, input_only);
   std::vector<at::Tensor> of_inputs(flight.inputs.size());
   for (size_t i = 0; i < places.size(); ++i) {
     of_inputs[places[i]] = std::move(of_leaves[i]);
@@ -96,6 +113,9 @@ void RankRun::backward(StageRun& stage, int microbatch, bool input_only) {
     flight.drop_inputs();
     flight.outputs.clear();
     flight.skips.drop_graph();
+    if (flight.weight_work.empty()) {
+      flight.skips.again.clear();
+    }
     flight.caller_leaves.clear();
   } else {
     stage.end_flight(flight);

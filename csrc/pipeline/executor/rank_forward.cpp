@@ -1,8 +1,10 @@
 // A stage's forward of a microbatch. Its graph begins at its inputs and ends at its outputs: what moves on is cut off.
 #include <ATen/ATen.h>
+#include <brimful/ladder/checkpoint_call.h>
 
 #include "pipeline/executor/keyword_scope.h"
 #include "pipeline/executor/rank_run.h"
+#include "pipeline/executor/recomputed_forward.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -106,9 +108,9 @@ void RankRun::forward(StageRun& stage, int microbatch) {
   require_wanted();
   std::transform(input.tensors.begin(), input.tensors.end(), input.tensors.begin(), changeable);
   const SkipScope skips(skips_, flight.skips, microbatch, stage.device);
-  const KeywordScope keywords(work_.keywords, microbatch, stage.device,
-                              work_.loss ? &flight.caller_leaves : nullptr);
-  auto output = stage.stage->forward(input);
+  KeywordScope keywords(work_.keywords, microbatch, stage.device,
+                        work_.loss ? &flight.caller_leaves : nullptr);
+  auto output = run_stage(stage, microbatch, input, keywords);
   skips_.end_forward(microbatch);
   if (stage.outputs == nullptr) {
     skips_.require_empty(microbatch);
@@ -121,6 +123,23 @@ void RankRun::forward(StageRun& stage, int microbatch) {
     stage.begin_flight(flight);
   } else {
     stage.end_flight(flight);
+  }
+}
+
+Value RankRun::run_stage(StageRun& stage, int microbatch, const Value& input,
+                         KeywordScope& keywords) {
+  if (!work_.loss || stage.again.how == Recompute::no) {
+    return stage.stage->forward(input);
+  }
+  const bool compared = stage.again.how == Recompute::compared;
+  try {
+    return forward_to_recompute(
+        {*stage.stage, stage.flights[microbatch].skips, keywords.keep(), compared,
+         [&turns = turns_, rank = rank_] { return turns.drew_together(rank); }, work_.hidden_state},
+        input);
+  } catch (const CannotRunAgain& refused) {
+    stage.again.refusal = refused.what_without_backtrace();
+    throw;
   }
 }
 

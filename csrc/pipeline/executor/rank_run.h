@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "pipeline/executor/executor.h"
+#include "pipeline/executor/keyword_scope.h"
 #include "pipeline/executor/stage_run.h"
 #include "pipeline/executor/turns.h"
 
@@ -42,6 +43,7 @@ class RankRun {
   void forward(StageRun& stage, int microbatch);
   /// The first stage's, of the caller's batch.
   Value first_input(StageRun& stage, int microbatch);
+  Value run_stage(StageRun& stage, int microbatch, const Value& input, KeywordScope& keywords);
   void finish_loss(StageRun& stage, int microbatch, const Value& output);
   void keep_outputs(StageRun& stage, int microbatch, Value output);
   void backward(StageRun& stage, int microbatch, bool input_only);
@@ -58,6 +60,10 @@ class RankRun {
     std::vector<at::Tensor> gradients;
   };
   Roots roots_of(StageRun& stage, int microbatch);
+  static std::vector<at::Tensor> gradients_of_leaves(StageRun& stage, InFlight& flight,
+                                                     const Roots& roots,
+                                                     const std::vector<at::Tensor>& leaves,
+                                                     bool input_only);
   std::vector<at::Tensor> output_gradients(StageRun& stage, int microbatch);
   static void send_outputs(StageRun& stage, int microbatch, Message message);
   void send_gradients(StageRun& stage, int microbatch, std::vector<at::Tensor> gradients);

@@ -14,6 +14,7 @@
 namespace brimful::pipeline {
 namespace {
 thread_local SkipScope* current_scope = nullptr;
+thread_local SkipsAgain* current_again = nullptr;
 
 bool is_in_backward() {
   return torch::autograd::get_current_graph_task_id() != -1;
@@ -199,7 +200,7 @@ at::Tensor SkipScope::pop(const std::string& name) {
       "a later stage has changed a tensor in place that was stashed (name: ", name,
       "); stash a clone of it, or take the operation that is not in place");
   auto tensor = board_.lanes().fetch(std::move(parcel.message), device_);
-  if (repeats) {
+  if (repeats || (trains_ && record_.repeated)) {
     record_.again.push_back({name, tensor});
   }
   if (parcel.needs_gradient && trains_) {
@@ -221,12 +222,49 @@ at::Tensor SkipScope::pop_again(const std::string& name) const {
                     "); checkpoint with torch.utils.checkpoint, whose forwards are alike");
 }
 
+SkipsAgain::SkipsAgain() : outer_(std::exchange(current_again, this)) {}
+
+SkipsAgain::~SkipsAgain() {
+  current_again = outer_;
+}
+
+void SkipsAgain::stash(const std::string& name, const at::Tensor& tensor) {
+  own_.push_back({name, tensor});
+}
+
+at::Tensor SkipsAgain::pop(const std::string& name) {
+  const auto own = find_named(own_, name);
+  if (own == own_.end()) {
+    TORCH_INTERNAL_ASSERT(current_scope != nullptr);
+    return current_scope->pop_again(name);
+  }
+  auto tensor = std::move(own->tensor);
+  own_.erase(own);
+  return tensor;
+}
+
+std::vector<at::Tensor> SkipsAgain::stashed() const {
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, tensor] : own_) {
+    if (tensor.defined() && tensor.requires_grad()) {
+      tensors.push_back(tensor);
+    }
+  }
+  return tensors;
+}
+
 void stash(const std::string& name, const at::Tensor& tensor) {
+  if (current_again != nullptr) {
+    return current_again->stash(name, tensor);
+  }
   current_scope != nullptr ? current_scope->stash(name, tensor)
                            : stash_outside(name, tensor, is_in_backward());
 }
 
 at::Tensor pop(const std::string& name) {
+  if (current_again != nullptr) {
+    return current_again->pop(name);
+  }
   return current_scope != nullptr ? current_scope->pop(name) : pop_outside(name, is_in_backward());
 }
 

@@ -54,6 +54,7 @@ struct SkipRecord {
   /// Stashed where nothing was recorded, within a reentrant checkpoint: the backward makes their graph.
   std::vector<std::string> unrecorded;
   std::vector<Named> again;  ///< what a checkpoint that runs once more pops
+  bool repeated = false;     ///< the whole forward runs once more in the backward
 
   /// Of what begins and ends a graph.
   void drop_graph() {
@@ -73,10 +74,12 @@ class SkipScope {
 
   void stash(const std::string& name, const at::Tensor& tensor);
   at::Tensor pop(const std::string& name);
+  /// What the forward has popped of other stages, or a checkpoint of its own.
+  /// @throws c10::ValueError if there is none
+  at::Tensor pop_again(const std::string& name) const;
 
  private:
   void stash_again(const std::string& name, const at::Tensor& tensor);
-  at::Tensor pop_again(const std::string& name) const;
 
   SkipBoard& board_;
   SkipRecord& record_;
@@ -84,6 +87,25 @@ class SkipScope {
   c10::Device device_;
   bool trains_;  ///< gradients are recorded where it begins
   SkipScope* outer_;
+};
+
+/// Where stash() and pop() go while this lives on a stage's thread within its SkipScope, in the second forward of a stage that is
+/// recomputed.
+class SkipsAgain {
+ public:
+  SkipsAgain();
+  ~SkipsAgain();
+  SkipsAgain(const SkipsAgain&) = delete;
+  SkipsAgain& operator=(const SkipsAgain&) = delete;
+
+  void stash(const std::string& name, const at::Tensor& tensor);
+  at::Tensor pop(const std::string& name);
+  /// Those with a graph that the stage has not popped itself, in their order.
+  std::vector<at::Tensor> stashed() const;
+
+ private:
+  std::vector<SkipRecord::Named> own_;
+  SkipsAgain* outer_;
 };
 
 /// A tensor of the same values and memory that may be changed in place, as a leaf that needs a gradient may not: the

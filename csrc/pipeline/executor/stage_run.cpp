@@ -34,6 +34,7 @@ void StageRun::begin(const Schedule& schedule, const std::vector<int>& rank_of_s
   received.resize(microbatches);
   received_gradients.resize(microbatches);
   held = {};
+  again = {};
 }
 
 void StageRun::begin_flight(InFlight& flight) {

@@ -8,6 +8,7 @@
 
 #include "pipeline/backward/known_parameters.h"
 #include "pipeline/executor/caller_gradients.h"
+#include "pipeline/executor/recompute.h"
 #include "pipeline/executor/skips.h"
 #include "pipeline/executor/step_result.h"
 #include "pipeline/transport/channel.h"
@@ -49,6 +50,13 @@ struct Held {
   int64_t peak_bytes = 0;
 };
 
+/// Whether a stage is recomputed, and what became of it in this step.
+struct SecondForwards {
+  Recompute how = Recompute::no;
+  std::string refusal;        ///< why they cannot be; empty: they could
+  bool joined_parts = false;  ///< because of them I did the whole backward
+};
+
 /// A stage in the hands of its rank.
 struct StageRun {
   int index = 0;
@@ -72,6 +80,7 @@ struct StageRun {
   bool splits = true;  ///< false: what I would do is a whole backward, since two parts cost more
   std::string split_note;  ///< why its backward is not, or not entirely, split
   std::vector<CallerGradient> caller_gradients;
+  SecondForwards again;
 
   /// Makes ready for a step.
   void begin(const Schedule& schedule, const std::vector<int>& rank_of_stage);

@@ -46,6 +46,7 @@ struct StepResult {
   std::vector<int64_t> peak_live_bytes;
   std::vector<std::string>
       split_notes;  ///< by stage: why its backward is not split, where the schedule does
+  std::vector<std::string> refusals;  ///< by stage: why it could not be recomputed; empty: it could
   int64_t begin_ns = 0;
   int64_t end_ns = 0;
 };

@@ -32,8 +32,7 @@ Turns::Turns(const std::vector<c10::Device>& devices, const std::atomic<bool>& c
   }
 }
 
-void Turns::begin(int stages) {
-  touches_.resize(stages);
+void Turns::begin() {
   surprised_ = false;
   moved_ = false;
   for (const auto& generator : generators_) {
@@ -74,6 +73,13 @@ void Turns::look(int rank) {
       moved_ = true;
     }
   }
+}
+
+bool Turns::drew_together(int rank) {
+  if (!watches()) {
+    look(rank);
+  }
+  return moved_;
 }
 
 Turns::Turn::Turn(Turns& turns, int rank, int stage, DrawPart part, int microbatch)

@@ -27,7 +27,10 @@ class Turns {
   Turns(const std::vector<c10::Device>& devices, const std::atomic<bool>& cancelled);
 
   /// Around a run, by the thread that calls it. Before it nothing is under way.
-  void begin(int stages);
+  void begin();
+  void resize(int stages) { touches_.resize(stages); }
+  /// A stage whose backwards compute activations anew, before the run in which they do first.
+  void expect_backward(int stage) { touches_[stage][1] = true; }
   /// `complete`: all actions have run. Returns whether they must run again, since stages have drawn beside each other; the
   /// generators are then as before, else their next numbers are others if an action has drawn.
   bool end(bool complete);
@@ -35,6 +38,9 @@ class Turns {
   void abandon() { abandoned_ = true; }
   /// Whether ranks' threads need a DrawWatch.
   bool watches() const { return mode_ != Mode::silent; }
+
+  /// A rank's generators have moved though no action was known to draw: the run will have to be repeated.
+  bool drew_together(int rank);
 
   class Turn;
 

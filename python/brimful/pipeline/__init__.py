@@ -67,6 +67,21 @@ def split_sequential(
     return stages
 
 
+def _drawn_elsewhere() -> int:
+    """A number that is another one once Python's or numpy's random numbers have been drawn from."""
+    state = _numpy_state()
+    numpy = None if state is None else (state[0], state[1].tobytes(), *state[2:])
+    return hash((random.getstate(), numpy))
+
+
+def _splitter(batch_dim: BatchDim, size_fn: Any, split_fn: Any) -> _C.Splitter:
+    return _C.Splitter(
+        batch_dim=batch_dim,
+        size_fn=_arguments.function("size_fn", size_fn),
+        split_fn=_arguments.function("split_fn", split_fn),
+    )
+
+
 def _microbatches(wanted: int | None, schedule: Any) -> int:
     if wanted is not None:
         return wanted
@@ -107,6 +122,14 @@ class Pipeline:
     and it is repeated with twice the microbatches, at most ``max_retries`` times; later steps begin with what has
     fitted, and with fewer microbatches again when there is room. A ``Schedule`` is of one number of microbatches: its
     step is not repeated; a function of the number is.
+
+    ``ladder="auto"`` lets a step that runs out with microbatches of one row (or under a ``Schedule``) recompute stages:
+    they save nothing in their forward and run it again in their backward, bit-equal to a step with room; first the
+    stage of that device which holds most, then all of them, and later steps keep it. ``ladder="split"`` and
+    ``max_retries=0`` end with ``BatchTooLarge`` instead. ``recompute="all"``, or a list of stages' numbers, has it from
+    the first step on. A stage that computes something else when it runs again, changes its input in place, or draws
+    from Python's or numpy's random numbers is left alone, and the log names it. ``PipelineOutcome.recomputed_stages``
+    has their numbers.
     ``batch_norm`` says what to do about BatchNorm, which normalises every microbatch by itself, as in
     ``BatchSizer``; ``"rescale"`` moves running statistics once a step, as the whole batch does. ``batch_dim``, or
     ``size_fn`` and ``split_fn``, say how batch and target are cut, and ``scaler`` scales the loss's gradient, as there.
@@ -143,6 +166,8 @@ class Pipeline:
         microbatches: int | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         max_retries: int = 8,
+        ladder: str | Sequence[str] = "auto",
+        recompute: str | Sequence[int] = (),
         threads_per_rank: int = 0,
         trace: bool = True,
         batch_norm: str = "warn",
@@ -183,14 +208,13 @@ class Pipeline:
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
             before_action=None,
             patience_s=1.0,
-            splitter=_C.Splitter(
-                batch_dim=batch_dim,
-                size_fn=_arguments.function("size_fn", size_fn),
-                split_fn=_arguments.function("split_fn", split_fn),
-            ),
+            splitter=_splitter(batch_dim, size_fn, split_fn),
             group=group,
             reducers=reducing,
             tied=copies,
+            recompute=_arguments.recomputes(ladder),
+            recomputed=_arguments.recomputed(recompute),
+            hidden_state=_drawn_elsewhere,
         )
 
     def _require_taken(self, names: Iterable[str]) -> None:

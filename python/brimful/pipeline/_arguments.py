@@ -63,6 +63,40 @@ def stages(value: Any) -> list[Any]:
     return found
 
 
+def recomputes(ladder: Any) -> bool:
+    """Whether stages may be recomputed where microbatches cannot be smaller."""
+    if ladder in ("auto", "split"):
+        return bool(ladder == "auto")
+    chosen = {ladder} if isinstance(ladder, str) else set(ladder)
+    if chosen & {"offload", "state"}:
+        raise ValueError(
+            "a pipeline splits and recomputes; it offloads neither what stages save nor the optimizer's state "
+            f"(ladder: {ladder!r}); leave 'offload' and 'state' out"
+        )
+    if not chosen <= {"split", "recompute"} or "split" not in chosen:
+        raise ValueError(
+            "a pipeline's ladder is 'auto', 'split', or a list of 'split' and 'recompute' that begins with 'split' "
+            f"(ladder: {ladder!r})"
+        )
+    return "recompute" in chosen
+
+
+def recomputed(value: Any) -> list[int] | None:
+    """Numbers of stages; None: all."""
+    if isinstance(value, str):
+        if value != "all":
+            raise ValueError(
+                f"recompute is 'all', or a list of stages' numbers (recompute: {value!r})"
+            )
+        return None
+    try:
+        return [whole_number("a stage to recompute", stage, 0) for stage in value]
+    except TypeError:
+        raise TypeError(
+            f"recompute is 'all', or a list of stages' numbers (recompute: {value!r})"
+        ) from None
+
+
 def schedule(value: Any) -> Any:
     """A name, a ``Schedule``, or a function, whose result is checked when it is called."""
     if isinstance(value, (str, _C.Schedule)):

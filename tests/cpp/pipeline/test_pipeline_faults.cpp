@@ -1,5 +1,6 @@
 // What a step leaves behind when any of its actions fails: nothing, within a second, and the next step works.
 #include <brimful/error.h>
+#include <brimful/memory/fault.h>
 #include <brimful/memory/stats.h>
 #include <brimful/pipeline/schedules.h>
 #include <brimful/sizer/pieces.h>
@@ -11,10 +12,12 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <optional>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
 #include <typeinfo>
+#include <utility>
 
 namespace test_pipeline_faults {
 
@@ -55,14 +58,21 @@ struct Planted {
 };
 
 struct Trained {
-  Trained(const std::string& schedule, int ranks, int stages, bool out_of_memory) : model(stages) {
+  /// `recomputed`: all stages are. The first one then leaves the batch as it is.
+  Trained(const std::string& schedule, int ranks, int stages, bool out_of_memory,
+          bool recomputed = false, bool may_recompute = true)
+      : model(stages) {
     planted.out_of_memory = out_of_memory;
     buffer = at::zeros({2}, at::kDouble);
     auto parts = model.stages();
     parts[0].buffers = {buffer};
-    parts[0].forward = [this, inner = parts[0].forward](const pipeline::Value& input) {
+    parts[0].forward = [this, inner = parts[0].forward, recomputed](const pipeline::Value& input) {
       const at::NoGradGuard no_grad_for_the_buffer;
       buffer.add_(1);
+      if (recomputed) {
+        const at::AutoGradMode again(true);
+        return inner(input);
+      }
       input.tensors[0].mul_(2);  // a repeated step would find other rows in the batch
       const auto as_given = input.tensors[0] / 2;
       const at::AutoGradMode again(true);
@@ -72,8 +82,13 @@ struct Trained {
     options.schedule = schedule;
     options.devices.assign(ranks, c10::Device(c10::DeviceType::CPU));
     options.microbatches = kMicrobatches;
-    options.before_action = [this](int rank, int index, const pipeline::Action&) {
+    options.recompute_all = recomputed;
+    options.recompute = may_recompute;
+    options.before_action = [this](int rank, int index, const pipeline::Action& action) {
       planted.reached(rank, index);
+      if (watch) {
+        watch(rank, index, action);
+      }
     };
     pipe = std::make_unique<Pipeline>(std::move(parts), std::move(options));
     mse(model(x), y).backward();
@@ -93,6 +108,7 @@ struct Trained {
   Layers model;
   at::Tensor buffer;
   Planted planted;
+  std::function<void(int rank, int index, const pipeline::Action& action)> watch;
   at::Tensor x = filled({kRows, 4}, 3, at::kDouble);
   at::Tensor y = filled({kRows, 4}, 4, at::kDouble);
   std::vector<at::Tensor> expected;
@@ -119,8 +135,9 @@ TEST_CASE("An error in any action is raised with its place, and leaves nothing o
   const QuietLog quiet;
   memory::install();
   const Watchdog watchdog("an error in any action", std::chrono::seconds(90));
+  const bool recomputed = GENERATE(false, true);
   for (const auto& [schedule, ranks, stages] : kCases) {
-    Trained trained(schedule, ranks, stages, false);
+    Trained trained(schedule, ranks, stages, false, recomputed);
     trained.require_good_step();  // gradients of an earlier step are there, and stay
     const auto order = trained.pipe->schedule(kMicrobatches);
     const auto split = split_rows(kRows, kMicrobatches);
@@ -128,7 +145,7 @@ TEST_CASE("An error in any action is raised with its place, and leaves nothing o
     const auto before = memory::stats(c10::Device(c10::DeviceType::CPU)).used_bytes;
     for (int rank = 0; rank < ranks; ++rank) {
       for (int index = 0; index < std::ssize(order.ranks[rank]); ++index) {
-        CAPTURE(schedule, rank, index);
+        CAPTURE(schedule, rank, index, recomputed);
         const auto buffer = trained.buffer.clone();
         trained.planted.arm(rank, index);
         std::string text;
@@ -247,12 +264,13 @@ TEST_CASE("Memory that runs out in any action repeats the step with twice the mi
   const QuietLog quiet;
   memory::install();
   const Watchdog watchdog("memory that runs out", std::chrono::seconds(90));
+  const bool recomputed = GENERATE(false, true);
   for (const auto& [schedule, ranks, stages] : kCases) {
     const auto count = Trained(schedule, ranks, stages, true).pipe->schedule(kMicrobatches);
     for (int rank = 0; rank < ranks; ++rank) {
       for (int index = 0; index < std::ssize(count.ranks[rank]); ++index) {
-        CAPTURE(schedule, rank, index);
-        Trained trained(schedule, ranks, stages, true);
+        CAPTURE(schedule, rank, index, recomputed);
+        Trained trained(schedule, ranks, stages, true, recomputed);
         trained.planted.arm(rank, index);
         const auto outcome = trained.pipe->step(trained.x.clone(), trained.y, mse);
         REQUIRE(outcome.retries == 1);
@@ -307,7 +325,7 @@ TEST_CASE("A batch that fits in no number of microbatches says where memory ran 
           "[pipeline][faults]") {
   const QuietLog quiet;
   const Watchdog watchdog("a batch that fits in no number of microbatches");
-  Trained trained("1f1b", 3, 3, true);
+  Trained trained("1f1b", 3, 3, true, false, /*may_recompute=*/false);
   trained.require_good_step();
   trained.planted.arm(1, 0, 100);
   std::string text;
@@ -364,6 +382,42 @@ TEST_CASE("A refused allocation in any stage repeats the step", "[pipeline][faul
   CHECK(outcome.microbatches == int64_t{2} << outcome.retries);
   for (size_t i = 0; i < gradients.size(); ++i) {
     CHECK(at::allclose(all.begin()[i].grad(), gradients[i], 1e-12, 1e-14));
+  }
+}
+
+// Of a stage's thread: copies of what its forward changes, what its second run takes, what the comparison does.
+TEST_CASE(
+    "An allocation that is refused in a recomputed stage repeats the step and changes nothing",
+    "[pipeline][faults]") {
+  const QuietLog quiet;
+  memory::install();
+  const Watchdog watchdog("refused allocations of recomputed stages", std::chrono::seconds(90));
+  for (const auto* schedule : {"1f1b", "zb_h1"}) {
+    int64_t refused = 0;
+    for (int64_t allocation = 0; allocation == refused; ++allocation) {
+      CAPTURE(schedule, allocation);
+      Trained trained(schedule, 2, 2, false, true);
+      std::optional<memory::FaultAt> fault;
+      bool is_armed = true;
+      trained.watch = [&](int rank, int index, const pipeline::Action& action) {
+        if (rank != 0) {
+          return;
+        }
+        const bool is_last =
+            action.microbatch == kMicrobatches - 1 && action.kind != pipeline::ActionKind::forward;
+        if (fault && (index == 0 || is_last)) {
+          refused += fault->fired() ? 1 : 0;
+          fault.reset();
+        } else if (index == 0 && std::exchange(is_armed, false)) {
+          fault.emplace(allocation, /*unlimited_too=*/true);
+        }
+      };
+      const auto outcome = trained.pipe->step(trained.x.clone(), trained.y, mse);
+      REQUIRE(outcome.recomputed_stages == std::vector<int>{0, 1});
+      REQUIRE(trained.buffer[0].item<double>() == static_cast<double>(outcome.microbatches));
+      REQUIRE(all_close(trained.model.gradients(), trained.expected));
+    }
+    CHECK(refused > 20);
   }
 }
 

@@ -611,10 +611,13 @@ def test_a_fixed_schedule_is_not_repeated_with_more_microbatches():
             raise torch.OutOfMemoryError("planted")
         return F.mse_loss(output, target)
 
-    pipe = Pipeline(stages, schedule=brimful.Schedule("1f1b", 2, 3), loss_fn=loss_fn)
-    with pytest.raises(brimful.BatchTooLarge, match="the schedule is fixed") as caught:
-        pipe.step(x, y)
-    assert [tried[0] for tried in caught.value.tried] == [3]
+    for ladder, attempts in (("auto", 3), ("split", 1)):  # with one stage recomputed, then both
+        pipe = Pipeline(
+            stages, schedule=brimful.Schedule("1f1b", 2, 3), loss_fn=loss_fn, ladder=ladder
+        )
+        with pytest.raises(brimful.BatchTooLarge, match="the schedule is fixed") as caught:
+            pipe.step(x, y)
+        assert [tried[0] for tried in caught.value.tried] == [3] * attempts
     assert "(microbatches: 3, rows: 11" in str(caught.value)
     full[0] = False
     model.zero_grad()

@@ -132,6 +132,29 @@ def drawn_step(stages, pipe, x, y):
     return gradients, draws.from_masks(whole, 4, x.cpu(), y.cpu())
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_recomputed_stages_leave_the_bits_of_a_step_without(schedule):
+    x, y = (torch.randn(8, 64, dtype=torch.float64, device="cuda") for _ in range(2))
+
+    def left(recompute):
+        model = model_of(2).cuda()
+        model.insert(2, nn.Dropout(0.3))
+        torch.cuda.manual_seed(3)
+        pipe = Pipeline(
+            split_sequential(model, [3, 2]),
+            schedule=schedule,
+            microbatches=4,
+            loss_fn=F.mse_loss,
+            recompute=recompute,
+        )
+        outcomes = [pipe.step(x, y) for _ in range(2)]
+        assert outcomes[1].recomputed_stages == ([0, 1] if recompute else [])
+        return [p.grad for p in model.parameters()] + [torch.cuda.get_rng_state()]
+
+    for one, other in zip(left("all"), left(()), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_step_runs_on_the_callers_stream():
     streams = []
 

@@ -131,6 +131,9 @@ def test_hooks_of_parameters_fire_in_w():
         group=None,
         reducers=[],
         tied=[],
+        recompute=False,
+        recomputed=[],
+        hidden_state=None,
     )
     core.step(x, y, F.mse_loss, None)
     assert done == ["0W0", "0W1", "0W2"]

@@ -25,7 +25,7 @@ namespace brimful {
 /// From any thread, also from several at the same time with different functions; default generators are shared between threads.
 /// Does not wait for a device by itself. Backward may run several times (retain_graph) and with create_graph.
 /// @throws what the function throws, at once and from backward; generators and what it changed in place are then put back
-/// @throws c10::ValueError at once if the function changes in place a tensor that has gradients; from backward if a tensor that it
+/// @throws CannotRunAgain (a c10::ValueError) at once if the function changes in place a tensor that has gradients; from backward if a tensor that it
 /// reads was changed meanwhile, or if the second run reads other parameters or returns other outputs than the first
 template <typename Fn, typename... Inputs>
 auto checkpoint(const CheckpointOptions& options, Fn&& function, Inputs&&... inputs) {

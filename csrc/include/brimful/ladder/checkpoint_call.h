@@ -2,6 +2,7 @@
 // What checkpoint() is made of; included by checkpoint.h.
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
+#include <c10/util/Exception.h>
 
 #include <functional>
 #include <optional>
@@ -17,6 +18,12 @@ struct CheckpointOptions {
   /// The function draws the same random numbers when it runs again: states are kept of the default generators that it draws
   /// from.
   bool preserve_rng = true;
+};
+
+/// What checkpoint() throws, at once or from backward, where the function cannot be run again, or did not compute the same.
+class BRIMFUL_API CannotRunAgain : public c10::ValueError {
+ public:
+  using c10::ValueError::ValueError;
 };
 
 namespace detail {

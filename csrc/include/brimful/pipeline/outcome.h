@@ -32,6 +32,7 @@ struct StageNote {
   int64_t buffer_bytes = 0;
   /// Why its backward is not, or not entirely, split into I and W; empty where it is, or the schedule does not ask for it.
   std::string split_note;
+  bool recomputed = false;  ///< its forward ran again in backward; of stages of this process
 };
 
 struct PipelineOutcome {
@@ -45,6 +46,7 @@ struct PipelineOutcome {
   /// By device: the most in use during the step, retries included.
   std::vector<std::pair<c10::Device, int64_t>> peak_bytes;
   std::vector<StageNote> stages;
+  std::vector<int> recomputed_stages;  ///< of this process, whose forwards ran again in backward
 };
 
 }  // namespace brimful::pipeline

@@ -59,7 +59,8 @@ class BRIMFUL_API Pipeline {
 
   /// Adds one step's gradients to those of the stages' parameters. When memory runs out anywhere, all stages stop, what the
   /// step has done is undone (gradients, buffers, RNG), and it is repeated with twice the microbatches. Later steps
-  /// begin with as many, and with fewer again when there is room (inference by itself). Stages of one process
+  /// begin with as many, and with fewer again when there is room (inference by itself). Where they cannot be smaller stages
+  /// are recomputed (PipelineOptions::recompute). Stages of one process
   /// that draw random numbers of one generator take turns; the step in which that is found out is repeated as it was.
   /// @throws what a stage throws, with stage, microbatch, action and shapes in its text, and RankFailed for what another
   /// process's does. Errors of torch and the standard library keep their type; one that is derived from std::logic_error or

@@ -36,11 +36,21 @@ struct PipelineOptions {
   /// In place of `schedule`: one of your own for a number of microbatches, which must be the one asked for.
   std::function<Schedule(int microbatches)> schedule_for;
   /// In place of both: one schedule, of its own number of microbatches, which `microbatches` must be. A step that runs out
-  /// of memory is then not repeated: it raises BatchTooLarge, which says so.
+  /// of memory is then repeated with stages recomputed alone, or raises BatchTooLarge, which says so.
   std::optional<Schedule> fixed_schedule;
   int64_t microbatches =
       1;  ///< at least; doubled whenever memory runs out, and fewer again with room
   int64_t max_retries = 8;
+  /// A step that runs out of memory with the smallest microbatches is repeated with a stage that runs its forward again in
+  /// backward (the one of that device which holds most, then all of them), and so are later steps: bit-equal to a step with
+  /// room. Not where `max_retries` is 0. Each process, and each replica, decides for its own stages.
+  bool recompute = true;
+  std::vector<int>
+      recomputed;  ///< stages that do so from the first step on, by their numbers in the pipeline
+  bool recompute_all = false;  ///< all do
+  /// What changes where a stage's forward does something that a second one could not repeat, such as to draw random numbers of
+  /// another language: asked before and after the forward of a stage that is recomputed, by its thread. Optional.
+  std::function<int64_t()> hidden_state;
   int threads_per_rank = 0;  ///< of CPU operators in a stage; 0: the caller's, shared out
   std::chrono::microseconds spin{100};
   bool trace = true;
