@@ -87,9 +87,9 @@ void see(ShareHistory& history, const std::vector<int64_t>& rows,
 /// Rows per ms, the median of an odd number of the last steps; 0: not known.
 double speed_of(const ShareHistory& history, size_t rank) {
   std::vector<double> known;
-  for (auto seen = history.speeds.rbegin(); seen != history.speeds.rend(); ++seen) {
-    if (seen->at(rank) > 0) {
-      known.push_back(seen->at(rank));
+  for (size_t i = history.speeds.size(); i-- > 0;) {  // the last one first
+    if (const double speed = history.speeds[i].at(rank); speed > 0) {
+      known.push_back(speed);
     }
   }
   if (known.size() < kFewest) {
