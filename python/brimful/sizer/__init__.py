@@ -463,14 +463,16 @@ class BatchSizer:
             core.announce_next(_announced(following))
             calls = core.calls
             self._sampler = sampler
-            yield current
+            try:
+                yield current
+            finally:  # a later step is of another batch, where the loop is left before this one's
+                not_noted, self._sampler = self._sampler, None
             if core.calls == calls:
                 raise RuntimeError(
                     f"a batch was left out (steps: {core.steps}); call sizer.step for every batch"
                 )
-            if self._sampler is not None:  # the step failed on all ranks, and the program goes on
-                self._sampler.note(None)
-                self._sampler = None
+            if not_noted is not None:  # the step failed on all ranks, and the program goes on
+                not_noted.note(None)
             any_rank = not core.at_end
         self._loops = 0
 

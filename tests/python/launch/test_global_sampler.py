@@ -235,6 +235,18 @@ def test_batches_that_nobody_notes_end_with_the_remedy():
         list(sampler)
 
 
+def test_a_step_behind_a_loop_that_was_left_is_not_noted():
+    data = Numbered(40)
+    model = net()
+    sampler = brimful.GlobalSampler(data, batch_size=10)
+    sizer = brimful.BatchSizer(model)
+    for _ in sizer.batches(DataLoader(data, batch_sampler=sampler)):
+        break
+    state = sampler.state_dict()
+    sizer.step(classes(10, dtype=torch.float64), cross_entropy)
+    assert sampler.state_dict() == state
+
+
 def test_a_sampler_without_a_process_group_has_the_whole_batch():
     data = TensorDataset(torch.arange(10.0).unsqueeze(1))
     sampler = brimful.GlobalSampler(data, batch_size=4, shuffle=False, lag=9)
