@@ -11,6 +11,7 @@
 
 #include "ladder/function_watch.h"
 #include "ladder/inner_graph.h"
+#include "ladder/refuse_second_run.h"
 #include "ladder/surroundings.h"
 #include "step/make_node.h"
 
@@ -30,11 +31,6 @@ struct GraphOutput {
   std::vector<int64_t> sizes;
   c10::ScalarType dtype;
 };
-
-template <typename... Parts>
-[[noreturn]] void refuse(const Parts&... parts) {
-  throw CannotRunAgain({"checkpoint", "checkpoint.cpp", 0}, c10::str(parts...));
-}
 
 /// What a second run needs, and what it is compared with.
 struct FirstRun {
@@ -73,7 +69,7 @@ void FirstRun::require_unchanged() const {
   for (const auto& read : reads) {
     const auto tensor = read.get();
     if (tensor.defined() && static_cast<uint32_t>(tensor._version()) != read.version) {
-      refuse(
+      refuse_second_run(
           "a tensor that a checkpointed function reads was changed in place before its backward, "
           "which reads it again (tensor: ",
           name_of(tensor), ", shape: ", tensor.sizes(),
@@ -90,20 +86,22 @@ std::vector<at::Tensor> FirstRun::run_again() const {
 
 void FirstRun::require_same_outputs(const std::vector<at::Tensor>& found) const {
   if (found.size() != output_count) {
-    refuse("a checkpointed function returned another number of tensors when it ran again (first: ",
-           output_count, ", now: ", found.size(), "); it must compute the same each time");
+    refuse_second_run(
+        "a checkpointed function returned another number of tensors when it ran again (first: ",
+        output_count, ", now: ", found.size(), "); it must compute the same each time");
   }
   for (const auto& [position, sizes, dtype] : outputs) {
     const auto& output = found[position];
     const bool is_same = output.defined() && output.requires_grad() && !output.is_leaf() &&
                          output.sizes() == at::IntArrayRef(sizes) && output.scalar_type() == dtype;
     if (!is_same) {
-      refuse("a checkpointed function returned another tensor when it ran again (output: ",
-             position, ", first: ", dtype, " ", at::IntArrayRef(sizes), ", now: ",
-             output.defined() ? c10::str(output.scalar_type(), " ", output.sizes(),
-                                         output.requires_grad() ? "" : " without gradient")
-                              : std::string("none"),
-             "); it must compute the same each time");
+      refuse_second_run(
+          "a checkpointed function returned another tensor when it ran again (output: ", position,
+          ", first: ", dtype, " ", at::IntArrayRef(sizes), ", now: ",
+          output.defined() ? c10::str(output.scalar_type(), " ", output.sizes(),
+                                      output.requires_grad() ? "" : " without gradient")
+                           : std::string("none"),
+          "); it must compute the same each time");
     }
   }
 }
@@ -113,7 +111,7 @@ void FirstRun::require_same_targets(const std::vector<BorderEdge>& edges) const 
       edges.begin(), edges.end(), targets.begin(), targets.end(),
       [](const BorderEdge& edge, const Edge& target) { return same_target(edge.to, target); });
   if (!same) {
-    refuse(
+    refuse_second_run(
         "a checkpointed function read other tensors when it ran again (with gradients, first: ",
         targets.size(), ", now: ", edges.size(),
         "); it must compute the same each time, from inputs and parameters that are made outside "
@@ -234,7 +232,7 @@ class Begin {
       changed = changed || edge_of(first_->call.inputs[i]) != edges_[i];
     }
     if (changed) {
-      refuse(
+      refuse_second_run(
           "a checkpointed function changes in place a tensor from outside that has gradients, and "
           "backward could not run it again; let it change a clone (as in relu(x) in the place of "
           "relu_(x))");

@@ -2,7 +2,6 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
-#include <brimful/ladder/checkpoint_call.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
@@ -15,6 +14,7 @@
 #include <typeinfo>
 #include <utility>
 
+#include "ladder/refuse_second_run.h"
 #include "step/make_node.h"
 
 namespace brimful::ladder {
@@ -46,8 +46,7 @@ struct Skeleton : Node {
   }
   variable_list apply(variable_list&& /*gradients*/) override {
     *was_run_ = true;
-    throw CannotRunAgain(
-        {"checkpoint", "inner_graph.cpp", 0},
+    refuse_second_run(
         "backward reached a tensor that was made inside of a checkpoint, which keeps none "
         "(tensor: neither an input nor an output of the function); return it from the function, "
         "or run its backward inside");

@@ -1,7 +1,7 @@
 #include <ATen/ATen.h>
-#include <brimful/ladder/checkpoint_call.h>
 #include <brimful/pipeline/stage.h>
 
+#include "ladder/refuse_second_run.h"
 #include "pipeline/executor/keyword_scope.h"
 
 namespace brimful::pipeline {
@@ -49,9 +49,8 @@ Value KeywordScope::get(const std::string& name) const {
   if (again_ != nullptr) {
     const auto& values = again_->values;
     if (next_ >= values.size() || values[next_].first != name) {
-      throw CannotRunAgain(
-          {"keyword", "keywords.cpp", 0},
-          "its forward asked for other keywords when it ran again (now: " + name + ")");
+      ladder::refuse_second_run(
+          "its forward asked for other keywords when it ran again (now: ", name, ")");
     }
     return values[next_++].second;
   }

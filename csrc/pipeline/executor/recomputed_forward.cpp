@@ -9,10 +9,13 @@
 #include <utility>
 #include <vector>
 
+#include "ladder/refuse_second_run.h"
 #include "pipeline/backward/graph_cut.h"
 
 namespace brimful::pipeline {
 namespace {
+using ladder::refuse_second_run;
+
 thread_local bool inside_second_run = false;
 
 class InsideSecondRun {
@@ -25,11 +28,6 @@ class InsideSecondRun {
  private:
   bool outer_;
 };
-
-template <typename... Parts>
-[[noreturn]] void refuse_second_run(const Parts&... parts) {
-  throw CannotRunAgain({"forward_to_recompute", "recompute.cpp", 0}, c10::str(parts...));
-}
 
 int64_t count_of_changes(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? static_cast<int64_t>(tensor._version()) : -1;
