@@ -1,11 +1,11 @@
 #include <torch/data/dataloader.h>
-#include <torch/data/datasets/base.h>
 #include <torch/data/datasets/map.h>
 #include <torch/data/samplers/distributed.h>
 #include <torch/data/transforms/stack.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include "support/catch.h"
 #include "support/checks.h"
+#include "support/numbered_rows.h"
 #include "support/trainer.h"
 #include "support/watchdog.h"
 
@@ -22,7 +22,6 @@ namespace test_distributed_sampler {
 using brimful::DistributedSampler;
 using brimful::DistributedSamplerOptions;
 using namespace brimful::test;
-using Indices = std::vector<size_t>;
 
 namespace {
 
@@ -35,27 +34,6 @@ Indices drain(Sampler& sampler, size_t batch_size = 4) {
   }
   return all;
 }
-
-Indices sorted(Indices indices) {
-  std::sort(indices.begin(), indices.end());
-  return indices;
-}
-
-Indices up_to(size_t size) {
-  Indices all(size);
-  std::iota(all.begin(), all.end(), size_t{0});
-  return all;
-}
-
-/// Sample i is a row of i.
-struct Rows : torch::data::datasets::Dataset<Rows> {
-  explicit Rows(size_t count) : count(count) {}
-  torch::data::Example<> get(size_t index) override {
-    return {at::full({Net::kInputs}, static_cast<double>(index)), at::zeros({1})};
-  }
-  std::optional<size_t> size() const override { return count; }
-  size_t count;
-};
 
 Indices torch_sampler_epoch(size_t epoch, bool allow_duplicates) {
   Indices drawn;
@@ -151,7 +129,7 @@ TEST_CASE("an uneven loop over a data loader trains on every sample once an epoc
     brimful::DistributedDataParallel<Net> model(std::make_shared<Net>(false), group);
     brimful::BatchSizer sizer(model);
     auto loader = torch::data::make_data_loader(
-        Rows(kSamples).map(torch::data::transforms::Stack<>()),
+        NumberedRows(kSamples).map(torch::data::transforms::Stack<>()),
         DistributedSampler(kSamples, rank, kRanks), torch::data::DataLoaderOptions(1));
     const auto loss_fn = [&](const torch::data::Example<>& piece) {
       const std::lock_guard lock(mutex);

@@ -1,10 +1,10 @@
 #include <torch/data/dataloader.h>
-#include <torch/data/datasets/base.h>
 #include <torch/data/datasets/map.h>
 #include <torch/data/transforms/stack.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include "support/catch.h"
 #include "support/checks.h"
+#include "support/numbered_rows.h"
 #include "support/trainer.h"
 #include "support/watchdog.h"
 
@@ -24,20 +24,8 @@ namespace test_global_sampler {
 using brimful::GlobalSampler;
 using brimful::GlobalSamplerOptions;
 using namespace brimful::test;
-using Indices = std::vector<size_t>;
 
 namespace {
-
-Indices up_to(size_t size) {
-  Indices all(size);
-  std::iota(all.begin(), all.end(), size_t{0});
-  return all;
-}
-
-Indices sorted(Indices indices) {
-  std::sort(indices.begin(), indices.end());
-  return indices;
-}
 
 /// The samplers of all ranks, in a loop that looks one batch ahead.
 struct Job {
@@ -100,16 +88,6 @@ Indices rows_of(const std::vector<std::vector<Indices>>& steps) {
   }
   return all;
 }
-
-/// Sample i is a row of i.
-struct Rows : torch::data::datasets::Dataset<Rows> {
-  explicit Rows(size_t count) : count(count) {}
-  torch::data::Example<> get(size_t index) override {
-    return {at::full({Net::kInputs}, static_cast<double>(index)), at::zeros({1})};
-  }
-  std::optional<size_t> size() const override { return count; }
-  size_t count;
-};
 
 }  // namespace
 
@@ -286,9 +264,9 @@ TEST_CASE("a data loader's copy of a sampler follows what the program notes", "[
     GlobalSamplerOptions options;
     options.lag = static_cast<int64_t>(2 * workers + 3);
     GlobalSampler sampler(kSamples, 8, rank, kRanks, options);
-    auto loader =
-        torch::data::make_data_loader(Rows(kSamples).map(torch::data::transforms::Stack<>()),
-                                      sampler, torch::data::DataLoaderOptions(1).workers(workers));
+    auto loader = torch::data::make_data_loader(
+        NumberedRows(kSamples).map(torch::data::transforms::Stack<>()), sampler,
+        torch::data::DataLoaderOptions(1).workers(workers));
     const auto loss_fn = [&](const torch::data::Example<>& piece) {
       return at::mse_loss(model(piece.data), piece.target);
     };

@@ -56,9 +56,9 @@ class Normed(nn.Module):
 class Twice(nn.Module):
     """One module called twice, and a weight of another one's."""
 
-    def __init__(self):
+    def __init__(self, body=None):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.body = body or nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
         self.tied = nn.Linear(32, 128)
         self.tied.weight = self.body[0].weight
 
