@@ -21,12 +21,7 @@ def measure(quick: bool) -> Iterator[common.Figure]:
     """Yields the most steps beyond the lag; those of each change are conditions."""
     ms_per_row = QUICK_MS_PER_ROW if quick else MS_PER_ROW
     changes = QUICK_CHANGES if quick else CHANGES
-    conditions = {
-        **common.machine_conditions(),
-        "backend": "gloo",
-        "rows_per_rank": work.ROWS_PER_RANK,
-        "ms_per_row": ms_per_row,
-    }
+    conditions = work.conditions(ms_per_row)
     most = 0
     for world_size in WORLDS:
         for lag in LAGS:

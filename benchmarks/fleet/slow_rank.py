@@ -21,14 +21,7 @@ def measure(quick: bool) -> Iterator[common.Figure]:
     """Yields the larger of the ratios for two and four ranks; both, and those of even shares, are conditions."""
     ms_per_row = QUICK_MS_PER_ROW if quick else MS_PER_ROW
     steps = QUICK_STEPS if quick else STEPS
-    conditions = {
-        **common.machine_conditions(),
-        "backend": "gloo",
-        "rows_per_rank": work.ROWS_PER_RANK,
-        "ms_per_row": ms_per_row,
-        "lag": LAG,
-        "steps_before": UNSETTLED,
-    }
+    conditions = {**work.conditions(ms_per_row), "lag": LAG, "steps_before": UNSETTLED}
     worst: intervals.Interval | None = None
     for slowness in SLOWNESS:
         name = f"one of {len(slowness)}"

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks import common
+
 ROWS_PER_RANK = 64
 EVENLY = 10_000  # steps before a share follows an outcome
 
@@ -37,6 +39,16 @@ class Steps:
 
     seconds: list[float] = field(default_factory=list)
     shares: list[list[int]] = field(default_factory=list)
+
+
+def conditions(ms_per_row: float) -> dict[str, Any]:
+    """Returns what all figures of ranks whose work sleeps are measured under."""
+    return {
+        **common.machine_conditions(),
+        "backend": "gloo",
+        "rows_per_rank": ROWS_PER_RANK,
+        "ms_per_row": ms_per_row,
+    }
 
 
 def ideal_ms(ms_per_row: float, slowness: Sequence[float]) -> float:
