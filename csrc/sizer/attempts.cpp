@@ -67,7 +67,7 @@ void BatchSizer::State::stand(const AttemptResult& result, double ref, Outcome& 
   agreed_.last_total = total > 0 ? total : agreed_.last_total;
   outcome.loss = mean_loss(result.records);
   outcome.weight = total;
-  outcome.last = nobody_steps(result.records);
+  outcome.last = agreed_.at_end;
   outcome.stop = stops(result.records);
   for (const auto& record : result.records) {
     outcome.work_ms.push_back(record.work_ms);

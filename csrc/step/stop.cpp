@@ -6,9 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cerrno>
 #include <csignal>
-#include <cstring>
 
 #include <unistd.h>
 
@@ -29,6 +27,22 @@ void on_signal(int signal) {
   } else {
     raise(signal);  // a child that was forked: when this returns it ends as ever
   }
+}
+
+bool try_handle(int signal) {
+  struct sigaction was {};
+  if (signal <= 0 || signal >= kSignals || sigaction(signal, nullptr, &was) != 0) {
+    return false;
+  }
+  if (was.sa_handler == on_signal) {
+    return true;
+  }
+  before.at(signal) = was;
+  struct sigaction now {};
+  now.sa_handler = on_signal;
+  now.sa_flags = SA_RESTART;
+  sigemptyset(&now.sa_mask);
+  return sigaction(signal, &now, nullptr) == 0;
 }
 
 void adopt(uint8_t asked) noexcept {
@@ -75,22 +89,7 @@ bool stops(const std::vector<ControlRecord>& records) {
 void stop_on(const std::vector<int>& signals) {
   owner = getpid();
   for (const int signal : signals) {
-    struct sigaction now {};
-    now.sa_handler = on_signal;
-    now.sa_flags = SA_RESTART;
-    sigemptyset(&now.sa_mask);
-    struct sigaction was {};
-    const bool known = signal > 0 && signal < kSignals;
-    if (!known || sigaction(signal, nullptr, &was) != 0) {
-      TORCH_CHECK_VALUE(false, "the signal cannot be handled (signal: ", signal,
-                        "); use one that the system lets programs handle, such as SIGTERM");
-    }
-    if (was.sa_handler == on_signal) {
-      continue;
-    }
-    before.at(signal) = was;
-    TORCH_CHECK_VALUE(sigaction(signal, &now, nullptr) == 0,
-                      "the signal cannot be handled (signal: ", signal, ", ", std::strerror(errno),
+    TORCH_CHECK_VALUE(try_handle(signal), "the signal cannot be handled (signal: ", signal,
                       "); use one that the system lets programs handle, such as SIGTERM");
   }
 }
