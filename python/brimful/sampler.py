@@ -39,7 +39,7 @@ class GlobalSampler(Sampler[list[int]]):
     ``min_rows`` is each rank's least share of a whole batch, ``max_rows`` its largest: a number for each rank, where
     the memory of one allows no more. Ranks whose time is not known keep their share.
 
-    A pass begins behind the last step that was noted, and the next epoch where that was the epoch's last one;
+    A pass begins after the last step that was noted, and the next epoch where that was the epoch's last one;
     ``set_epoch`` begins another one. ``rank`` and ``world_size`` are torch.distributed's unless given.
     """
 

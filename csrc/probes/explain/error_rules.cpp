@@ -127,8 +127,8 @@ constexpr std::array kRules{
               "the process ended while one of its threads was still at work: in a program that "
               "ends right after a backward, mostly autograd's thread of a GPU, which drops the "
               "graph while Python ends; or a C++ thread that was not joined",
-              "what the program did before has its result; use Python 3.14, which lets such "
-              "threads be, or flush what is open and end the program by os._exit(0)"},
+              "what the program did before has its result; use Python 3.14, where such "
+              "a thread does no harm, or flush what is open and end the program by os._exit(0)"},
 };
 
 constexpr const char* kCompareIndices =

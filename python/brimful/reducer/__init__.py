@@ -443,7 +443,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @property
     def stop(self) -> bool:
-        """Whether all ranks stop behind the last step of a plain loop, since one was asked to: see ``request_stop``.
+        """Whether all ranks stop after the last step of a plain loop, since one was asked to: see ``request_stop``.
 
         Under a ``BatchSizer`` ``Outcome.stop`` says it.
         """

@@ -49,7 +49,7 @@ class BRIMFUL_API GlobalSampler {
 
   /// The next pass is of this epoch. Of the epoch that is under way it goes on where it was.
   void set_epoch(uint64_t epoch);
-  /// Begins a pass: behind the last step that was noted, or the next epoch where that was the last one's end. What was
+  /// Begins a pass: after the last step that was noted, or the next epoch where that was the last one's end. What was
   /// handed out and not noted is handed out again.
   /// @throws c10::ValueError for another size
   void reset(std::optional<size_t> new_size = std::nullopt);

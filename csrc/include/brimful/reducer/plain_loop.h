@@ -55,7 +55,7 @@ class BRIMFUL_API PlainLoop {
   virtual void call_off() = 0;
   /// Ranks that had data in the last step, in order; empty before the first one.
   virtual const std::vector<int>& active() const = 0;
-  /// A rank was asked to stop (step/stop.h), and all do behind the last step that they made.
+  /// A rank was asked to stop (step/stop.h), and all do after the last step that they made.
   virtual bool stop() const = 0;
 };
 

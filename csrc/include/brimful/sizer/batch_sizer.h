@@ -96,7 +96,7 @@ class BRIMFUL_API BatchSizer {
   void load_state(const std::map<std::string, double>& state);
   /// True if the other ranks are in a step of their own, or come to one without an exchange before it.
   bool expects_step() const;
-  /// Of the last step: no rank has another batch, or all stop behind it.
+  /// Of the last step: no rank has another batch, or all stop after it.
   bool at_end() const;
   int64_t steps() const;
   /// Of step(), the ones that failed included.

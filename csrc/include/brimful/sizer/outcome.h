@@ -45,7 +45,7 @@ struct Outcome {
   /// By rank: that of its control record, or NaN; the largest is the straggler's.
   std::vector<double> work_ms;
   bool last = false;  ///< no rank has another batch, or all stop
-  bool stop = false;  ///< a rank was asked to stop (stop.h), and all do behind this step
+  bool stop = false;  ///< a rank was asked to stop (stop.h), and all do after this step
   std::vector<AttemptNote> attempts;
 };
 

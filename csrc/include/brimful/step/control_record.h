@@ -17,7 +17,7 @@ struct ControlRecord {
   Status verdict = Status::silent;
   Next next = Next::unknown;
   uint8_t stop =
-      0;  ///< this rank asks all to stop behind this step (stop.h): 1 + the signal, 6 bits
+      0;  ///< this rank asks all to stop after this step (stop.h): 1 + the signal, 6 bits
   uint16_t next_pieces = 1;  ///< pieces that this rank wants for its next batch (used in lockstep)
   double weight = 0;         ///< of this step on this rank
   double loss_sum = 0;       ///< sum over pieces of mean loss times weight
