@@ -124,10 +124,11 @@ void bind_recorder(py::module_& m) {
   py::class_<SavedAside, std::shared_ptr<SavedAside>>(m, "_SavedAside");
   py::class_<Aside, std::shared_ptr<Aside>>(m, "_Aside",
                                             "Puts tensors aside that a step saves for backward.")
-      .def(py::init([](py::handle device, std::shared_ptr<StepEventRecorder> recorder) {
-             return std::make_shared<Aside>(as_device(device), std::move(recorder));
+      .def(py::init([](py::handle device, std::shared_ptr<StepEventRecorder> recorder,
+                       bool fetch_ahead) {
+             return std::make_shared<Aside>(as_device(device), std::move(recorder), fetch_ahead);
            }),
-           py::arg("device"), py::arg("recorder") = nullptr)
+           py::arg("device"), py::arg("recorder") = nullptr, py::arg("fetch_ahead") = false)
       .def("keep", &Aside::keep, py::arg("tensors"))
       .def("put", &put, py::arg("tensor"))
       .def_static("get", &get, py::arg("packed"))

@@ -85,10 +85,11 @@ at::Tensor SavedAside::get() const {
   return at::empty({0}, options_).set_(stored_->bring_back(), offset_, sizes_, strides_);
 }
 
-Aside::Aside(c10::Device device, std::shared_ptr<StepEventRecorder> recorder)
+Aside::Aside(c10::Device device, std::shared_ptr<StepEventRecorder> recorder, bool fetch_ahead)
     : device_(device),
       recorder_(std::move(recorder)),
-      file_(device.is_cpu() ? ScratchFile::open() : nullptr) {}
+      file_(device.is_cpu() ? ScratchFile::open() : nullptr),
+      fetch_ahead_(fetch_ahead) {}
 
 void Aside::keep(const std::vector<at::Tensor>& tensors) {
   for (const auto& tensor : tensors) {
@@ -134,7 +135,10 @@ std::shared_ptr<StoredBytes> Aside::store(const c10::Storage& storage, Milliseco
   if (file_) {
     stored = std::make_shared<StoredInFile>(*file_, storage);
   } else {
-    stored = store_on_host(storage, pinned_for(storage));
+    stored = store_on_host(storage, pinned_for(storage), last_stored_);
+    if (fetch_ahead_) {
+      last_stored_ = stored;
+    }
   }
   wait();
   bytes_ += static_cast<int64_t>(storage.nbytes());

@@ -22,6 +22,8 @@ class StoredBytes {
   virtual ~StoredBytes() = default;
   /// On the device that they came from. From any thread.
   virtual c10::Storage bring_back() = 0;
+  /// It will be asked for soon: its way back begins. Fails in silence, as it is brought back when it is used all the same.
+  virtual void fetch_ahead() noexcept {}
 };
 
 /// What takes the place of a tensor that a step saved for backward.
@@ -53,8 +55,11 @@ class BRIMFUL_API SavedAside {
 /// tensors of one storage are put aside once. Used by one thread at a time.
 class BRIMFUL_API Aside {
  public:
+  /// `fetch_ahead`: on CUDA what was put aside comes back when what was put aside behind it is used, which a backward
+  /// does before.
   /// @throws c10::Error where there is no room for a file
-  explicit Aside(c10::Device device, std::shared_ptr<StepEventRecorder> recorder = nullptr);
+  explicit Aside(c10::Device device, std::shared_ptr<StepEventRecorder> recorder = nullptr,
+                 bool fetch_ahead = false);
 
   /// Storages that live on by themselves: parameters, buffers, the batch.
   void keep(const std::vector<at::Tensor>& tensors);
@@ -81,6 +86,8 @@ class BRIMFUL_API Aside {
   c10::Device device_;
   std::shared_ptr<StepEventRecorder> recorder_;
   std::shared_ptr<ScratchFile> file_;
+  bool fetch_ahead_;
+  std::weak_ptr<StoredBytes> last_stored_;
   std::unordered_set<const c10::StorageImpl*> kept_;
   std::unordered_map<const c10::StorageImpl*, Known> known_;
   int64_t bytes_ = 0;

@@ -5,6 +5,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -40,38 +41,66 @@ std::shared_ptr<c10::Event> copy_apart(const at::Tensor& to, const at::Tensor& f
 
 class StoredOnHost final : public StoredBytes {
  public:
-  StoredOnHost(const c10::Storage& storage, at::Tensor host)
+  StoredOnHost(const c10::Storage& storage, at::Tensor host, std::weak_ptr<StoredBytes> before)
       : device_(storage.device()),
         host_(std::move(host)),
-        stored_(copy_apart(host_, bytes_of(storage), device_, nullptr)) {}
+        stored_(copy_apart(host_, bytes_of(storage), device_, nullptr)),
+        before_(std::move(before)) {}
 
   c10::Storage bring_back() override {
-    const std::lock_guard lock(mutex_);
-    const auto stream = Guard(device_.type()).getStream(device_);
-    c10::Storage storage(back_ ? back_->lock() : c10::intrusive_ptr<c10::StorageImpl>());
-    if (!storage) {
-      const auto device_bytes =
-          at::empty_like(host_, at::TensorOptions(device_).pinned_memory(false));
-      arrived_ = copy_apart(device_bytes, host_, device_, stored_.get());
-      storage = device_bytes.storage();
-      back_ = storage.getWeakStorageImpl();
+    auto storage = take();
+    if (const auto before = before_.lock()) {
+      before->fetch_ahead();
     }
-    arrived_->block(stream);
     return storage;
   }
 
+  void fetch_ahead() noexcept override {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(was_fetched_, true)) {
+      return;
+    }
+    try {
+      ahead_ = fetch();
+    } catch (const std::exception&) {  // there was no room: it is brought back when it is used
+    }
+  }
+
  private:
+  c10::Storage take() {
+    const std::lock_guard lock(mutex_);
+    was_fetched_ = true;
+    auto storage = ahead_ ? std::move(*std::exchange(ahead_, std::nullopt)) : fetch();
+    arrived_->block(Guard(device_.type()).getStream(device_));
+    return storage;
+  }
+
+  c10::Storage fetch() {
+    if (auto storage = back_ ? back_->lock() : nullptr) {
+      return c10::Storage(std::move(storage));
+    }
+    const auto device_bytes =
+        at::empty_like(host_, at::TensorOptions(device_).pinned_memory(false));
+    arrived_ = copy_apart(device_bytes, host_, device_, stored_.get());
+    back_ = device_bytes.storage().getWeakStorageImpl();
+    return device_bytes.storage();
+  }
+
   c10::Device device_;
   at::Tensor host_;
   std::shared_ptr<c10::Event> stored_;
+  std::weak_ptr<StoredBytes> before_;
   std::mutex mutex_;
+  bool was_fetched_ = false;
+  std::optional<c10::Storage> ahead_;  ///< until it is used
   std::shared_ptr<c10::Event> arrived_;
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> back_;
 };
 }  // namespace
 
-std::shared_ptr<StoredBytes> store_on_host(const c10::Storage& storage, at::Tensor host) {
-  return std::make_shared<StoredOnHost>(storage, std::move(host));
+std::shared_ptr<StoredBytes> store_on_host(const c10::Storage& storage, at::Tensor host,
+                                           std::weak_ptr<StoredBytes> before) {
+  return std::make_shared<StoredOnHost>(storage, std::move(host), std::move(before));
 }
 
 }  // namespace brimful::ladder

@@ -9,7 +9,8 @@
 namespace brimful::ladder {
 
 /// A copy in `host`, pinned memory of as many bytes, made on a stream of its own; it is brought back on another one. No host
-/// waits.
-std::shared_ptr<StoredBytes> store_on_host(const c10::Storage& storage, at::Tensor host);
+/// waits. When it is brought back `before` is fetched ahead.
+std::shared_ptr<StoredBytes> store_on_host(const c10::Storage& storage, at::Tensor host,
+                                           std::weak_ptr<StoredBytes> before);
 
 }  // namespace brimful::ladder

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <set>
 #include <utility>
 
 #include "ladder/plan_timeline.h"
@@ -11,6 +10,8 @@ namespace brimful::ladder {
 namespace {
 // A generator's state on the CPU, which a recomputed call keeps, and of which its recomputation makes three more.
 constexpr int64_t kGeneratorBytes = 5056;
+
+constexpr int64_t kSmallBytes = 1024;
 
 enum class Way : uint8_t { kept, recomputed, offloaded };
 
@@ -97,17 +98,17 @@ class Plan {
   }
 
   void gather() {
-    std::set<int64_t> aside;
     for (const auto& save : step_.saves) {
       const auto owner = owner_of(save);
       if (owner.way == Way::recomputed) {
         gather(save, groups_[owner.call], step_.calls[static_cast<size_t>(owner.call)]);
       } else if (save.block != kNever && owner.way == Way::kept) {
         hold_until(save.block, save.dropped_at);
-      } else if (save.block != kNever && aside.insert(save.block).second) {
+      } else if (save.block != kNever) {
         put_aside(save);
       }
     }
+    bring_back();
     for (const auto& [call, group] : groups_) {
       for (const auto block : step_.calls[static_cast<size_t>(call)].arguments) {
         hold_until(block, group.dropped_at);
@@ -134,12 +135,63 @@ class Plan {
   }
 
   void put_aside(const StepEvents::Save& save) {
-    const auto bytes = step_.blocks[static_cast<size_t>(save.block)].bytes;
-    cost_.more_ms += static_cast<double>(bytes) * step_.offload_ms_per_byte;
-    if (step_.brought_back && save.used_at != kNever) {
-      timeline_.hold(bytes, save.used_at, save.dropped_at);
+    const auto [place, is_new] = place_aside_.try_emplace(save.block, aside_.size());
+    if (is_new) {
+      aside_.push_back({save.block, {}});
+      cost_.more_ms += static_cast<double>(bytes_of(save.block)) * step_.offload_ms_per_byte;
+    }
+    if (save.used_at != kNever) {
+      aside_[place->second].uses.emplace_back(save.used_at, save.dropped_at);
     }
   }
+
+  /// On CUDA: each time that it is used, and before, when what was put aside behind it is; not where all of it is aside, which
+  /// takes the least memory.
+  void bring_back() {
+    if (!step_.brought_back) {
+      return;
+    }
+    for (auto& each : aside_) {
+      std::sort(each.uses.begin(), each.uses.end());
+    }
+    for (size_t i = 0; i < aside_.size(); ++i) {
+      auto uses = aside_[i].uses;
+      const auto ahead = everything_ ? kNever : used_behind(i);
+      if (ahead != kNever && uses.empty()) {
+        uses.emplace_back(ahead, kNever);
+      } else if (ahead != kNever) {
+        uses.front().first = std::min(uses.front().first, ahead);
+      }
+      hold_each(bytes_of(aside_[i].block), uses);
+    }
+  }
+
+  /// When what was put aside behind it is first used. Small storages stay where they are, and are passed over.
+  int64_t used_behind(size_t place) const {
+    int64_t first = kNever;
+    for (auto i = place + 1; i < aside_.size(); ++i) {
+      const auto& uses = aside_[i].uses;
+      if (!uses.empty() && (first == kNever || uses.front().first < first)) {
+        first = uses.front().first;
+      }
+      if (bytes_of(aside_[i].block) > kSmallBytes) {
+        break;
+      }
+    }
+    return first;
+  }
+
+  /// Once where times overlap.
+  void hold_each(int64_t bytes, const std::vector<std::pair<int64_t, int64_t>>& times) {
+    for (size_t i = 0; i < times.size();) {
+      auto [from, to] = times[i];
+      for (++i; i < times.size() && (to == kNever || times[i].first <= to); ++i) {
+        to = later(to, times[i].second);
+      }
+      timeline_.hold(bytes, from, to);
+    }
+  }
+  int64_t bytes_of(int64_t block) const { return step_.blocks[static_cast<size_t>(block)].bytes; }
 
   /// Its forward runs again where backward first uses what it saved, until it has saved all of it.
   void recompute(const StepEvents::Call& call, const Group& group) {
@@ -175,6 +227,12 @@ class Plan {
   PlanTimeline timeline_;
   std::vector<int64_t> ends_;  ///< of blocks
   std::map<int64_t, Group> groups_;
+  struct OnHost {
+    int64_t block;
+    std::vector<std::pair<int64_t, int64_t>> uses;  ///< until it is dropped
+  };
+  std::vector<OnHost> aside_;  ///< in the order in which they were put there
+  std::map<int64_t, size_t> place_aside_;
   PlanCost cost_;
 };
 }  // namespace

@@ -123,6 +123,16 @@ TEST_CASE("Everything offloaded leaves what modules take meanwhile", "[ladder]")
   CHECK(cost_of(chain.step, everything).peak_bytes == 10 + 3000 + 10);
 }
 
+TEST_CASE("What is offloaded comes back while what lies behind it is used", "[ladder]") {
+  auto chain = Chain({100000, 200000, 300000});
+  const auto aside = cost_of(chain.step, {{}, {0, 1, 2}}).peak_bytes;
+  CHECK(aside == 10 + 300000 + 10);
+  chain.step.brought_back = true;
+  const auto peak = cost_of(chain.step, {{}, {0, 1, 2}}).peak_bytes;
+  CHECK(peak >= 500000);
+  CHECK(peak <= 500000 + 40);
+}
+
 TEST_CASE("A recomputed module saves nothing but its input until its backward", "[ladder]") {
   const Chain chain({100000, 200000, 300000}, 2.0);
   const auto cost = cost_of(chain.step, {{0, 1}, {}});
