@@ -152,14 +152,16 @@ std::shared_ptr<Modules> ladder_modules_of(py::object modules) {
 void bind_ladder(py::module_& m) {
   py::class_<Rungs>(m, "_Rungs", "What a step does below one row, by the numbers of modules.")
       .def(py::init([](std::vector<int32_t> recomputed, std::vector<int32_t> offloaded,
-                       bool everything) {
-             return Rungs{std::move(recomputed), std::move(offloaded), everything};
+                       bool everything, bool ahead) {
+             return Rungs{std::move(recomputed), std::move(offloaded), everything, ahead};
            }),
            py::arg("recomputed") = std::vector<int32_t>(),
-           py::arg("offloaded") = std::vector<int32_t>(), py::arg("everything") = false)
+           py::arg("offloaded") = std::vector<int32_t>(), py::arg("everything") = false,
+           py::arg("ahead") = false)
       .def_readonly("recomputed", &Rungs::recomputed)
       .def_readonly("offloaded", &Rungs::offloaded)
       .def_readonly("everything", &Rungs::everything)
+      .def_readonly("ahead", &Rungs::ahead)
       .def("__repr__", &rungs_repr);
   py::class_<StepEvents>(m, "_StepEvents", "What a recorded step did with memory.")
       .def(

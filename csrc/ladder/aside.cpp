@@ -124,8 +124,9 @@ at::Tensor Aside::pinned_for(const c10::Storage& storage) {
 }
 
 std::shared_ptr<StoredBytes> Aside::store(const c10::Storage& storage, Milliseconds& took) {
-  const auto wait = [&] {  // where it is recorded what a copy takes
-    if (recorder_ && !file_) {
+  const bool measures = recorder_ && !file_;
+  const auto wait = [&] {
+    if (measures) {
       c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
     }
   };
@@ -135,7 +136,7 @@ std::shared_ptr<StoredBytes> Aside::store(const c10::Storage& storage, Milliseco
   if (file_) {
     stored = std::make_shared<StoredInFile>(*file_, storage);
   } else {
-    stored = store_on_host(storage, pinned_for(storage), last_stored_);
+    stored = store_on_host(storage, pinned_for(storage), last_stored_, measures);
     if (fetch_ahead_) {
       last_stored_ = stored;
     }

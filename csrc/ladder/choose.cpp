@@ -117,10 +117,12 @@ class Program {
 
 class Best {
  public:
-  Best(const StepEvents& step, const Allowed& allowed, int64_t room_bytes, const Fits& fits)
-      : step_(step), whole_(allowed.whole), room_bytes_(room_bytes), fits_(fits) {}
+  Best(const StepEvents& step, const Allowed& allowed, int64_t room_bytes, const Fits& fits,
+       bool ahead)
+      : step_(step), whole_(allowed.whole), room_bytes_(room_bytes), fits_(fits), ahead_(ahead) {}
 
-  bool offer(const Rungs& rungs) {
+  bool offer(Rungs rungs) {
+    rungs.ahead = ahead_ && !rungs.offloaded.empty();
     const auto cost = cost_of(step_, rungs, whole_);
     if (cost.peak_bytes > room_bytes_) {
       return false;
@@ -130,7 +132,7 @@ class Best {
       return false;
     }
     if (is_better) {
-      best_ = {rungs, cost};
+      best_ = {std::move(rungs), cost};
     }
     return true;
   }
@@ -141,6 +143,7 @@ class Best {
   const std::vector<bool>& whole_;
   int64_t room_bytes_;
   const Fits& fits_;
+  bool ahead_;
   std::optional<Choice> best_;
 };
 
@@ -203,11 +206,10 @@ void leave_out(const StepEvents& step, Best& best) {
     best.offer(fewer);
   }
 }
-}  // namespace
 
 std::optional<Choice> cheapest(const StepEvents& step, const Allowed& allowed, int64_t room_bytes,
-                               const Fits& fits) {
-  Best best(step, allowed, room_bytes, fits);
+                               const Fits& fits, bool ahead) {
+  Best best(step, allowed, room_bytes, fits, ahead);
   if (room_bytes <= 0 || best.offer({})) {
     return best.best();
   }
@@ -237,6 +239,16 @@ std::optional<Choice> cheapest(const StepEvents& step, const Allowed& allowed, i
     leave_out(step, best);
   }
   return best.best();
+}
+}  // namespace
+
+std::optional<Choice> cheapest(const StepEvents& step, const Allowed& allowed, int64_t room_bytes,
+                               const Fits& fits) {
+  auto choice = cheapest(step, allowed, room_bytes, fits, /*ahead=*/step.brought_back);
+  if (!choice && step.brought_back) {
+    choice = cheapest(step, allowed, room_bytes, fits, /*ahead=*/false);
+  }
+  return choice;
 }
 
 }  // namespace brimful::ladder

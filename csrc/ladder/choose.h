@@ -27,7 +27,7 @@ using Fits = std::function<bool(const Rungs&)>;
 
 /// The rungs that take the least time among those whose peak is within `room_bytes`, and that fit; nothing where none is. Of
 /// models with few calls all are tried; of others those that a dynamic program over the held bytes finds, for a falling
-/// bound, and from there with less. Pure.
+/// bound, and from there with less. On CUDA with what is offloaded fetched ahead, and without where nothing fits so. Pure.
 BRIMFUL_API std::optional<Choice> cheapest(const StepEvents& step, const Allowed& allowed,
                                            int64_t room_bytes, const Fits& fits = {});
 

@@ -39,13 +39,24 @@ std::shared_ptr<c10::Event> copy_apart(const at::Tensor& to, const at::Tensor& f
   return done;
 }
 
+std::shared_ptr<c10::Event> copy_here(const at::Tensor& to, const at::Tensor& from,
+                                      c10::Device device) {
+  to.copy_(from, /*non_blocking=*/true);
+  auto done = std::make_shared<c10::Event>(device.type());
+  done->record(Guard(device.type()).getStream(device));
+  return done;
+}
+
 class StoredOnHost final : public StoredBytes {
  public:
-  StoredOnHost(const c10::Storage& storage, at::Tensor host, std::weak_ptr<StoredBytes> before)
+  StoredOnHost(const c10::Storage& storage, at::Tensor host, std::weak_ptr<StoredBytes> before,
+               bool here)
       : device_(storage.device()),
         host_(std::move(host)),
-        stored_(copy_apart(host_, bytes_of(storage), device_, nullptr)),
-        before_(std::move(before)) {}
+        stored_(here ? copy_here(host_, bytes_of(storage), device_)
+                     : copy_apart(host_, bytes_of(storage), device_, nullptr)),
+        before_(std::move(before)),
+        here_(here) {}
 
   c10::Storage bring_back() override {
     auto storage = take();
@@ -81,7 +92,8 @@ class StoredOnHost final : public StoredBytes {
     }
     const auto device_bytes =
         at::empty_like(host_, at::TensorOptions(device_).pinned_memory(false));
-    arrived_ = copy_apart(device_bytes, host_, device_, stored_.get());
+    arrived_ = here_ ? copy_here(device_bytes, host_, device_)
+                     : copy_apart(device_bytes, host_, device_, stored_.get());
     back_ = device_bytes.storage().getWeakStorageImpl();
     return device_bytes.storage();
   }
@@ -90,6 +102,7 @@ class StoredOnHost final : public StoredBytes {
   at::Tensor host_;
   std::shared_ptr<c10::Event> stored_;
   std::weak_ptr<StoredBytes> before_;
+  bool here_;
   std::mutex mutex_;
   bool was_fetched_ = false;
   std::optional<c10::Storage> ahead_;  ///< until it is used
@@ -99,8 +112,8 @@ class StoredOnHost final : public StoredBytes {
 }  // namespace
 
 std::shared_ptr<StoredBytes> store_on_host(const c10::Storage& storage, at::Tensor host,
-                                           std::weak_ptr<StoredBytes> before) {
-  return std::make_shared<StoredOnHost>(storage, std::move(host), std::move(before));
+                                           std::weak_ptr<StoredBytes> before, bool here) {
+  return std::make_shared<StoredOnHost>(storage, std::move(host), std::move(before), here);
 }
 
 }  // namespace brimful::ladder

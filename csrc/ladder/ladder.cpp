@@ -180,7 +180,7 @@ Ladder::Attempt::Attempt(Ladder& ladder, Kind kind, const Rungs& rungs,
     if (rungs.everything && ladder.find(kind_) == nullptr) {
       recorder_ = std::make_shared<StepEventRecorder>(ladder.device_);
     }
-    aside_ = std::make_shared<Aside>(ladder.device_, recorder_, !rungs.everything);
+    aside_ = std::make_shared<Aside>(ladder.device_, recorder_, rungs.ahead);
     aside_->keep(batch);
     aside_->keep(ladder.modules_->standing());
   }

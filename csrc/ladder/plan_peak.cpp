@@ -64,6 +64,7 @@ class Plan {
       : step_(step),
         whole_(whole),
         everything_(rungs.everything),
+        ahead_(rungs.ahead),
         owners_(owners_of(step, rungs)),
         timeline_(step.size, lists) {
     for (const auto& block : step.blocks) {
@@ -145,8 +146,7 @@ class Plan {
     }
   }
 
-  /// On CUDA: each time that it is used, and before, when what was put aside behind it is; not where all of it is aside, which
-  /// takes the least memory.
+  /// On CUDA: each time that it is used, or before, when what was put aside behind it is.
   void bring_back() {
     if (!step_.brought_back) {
       return;
@@ -156,7 +156,7 @@ class Plan {
     }
     for (size_t i = 0; i < aside_.size(); ++i) {
       auto uses = aside_[i].uses;
-      const auto ahead = everything_ ? kNever : used_behind(i);
+      const auto ahead = ahead_ ? used_behind(i) : kNever;
       if (ahead != kNever && uses.empty()) {
         uses.emplace_back(ahead, kNever);
       } else if (ahead != kNever) {
@@ -223,6 +223,7 @@ class Plan {
   const StepEvents& step_;
   const std::vector<bool>& whole_;
   bool everything_;
+  bool ahead_;
   std::vector<Owner> owners_;
   PlanTimeline timeline_;
   std::vector<int64_t> ends_;  ///< of blocks

@@ -128,7 +128,10 @@ TEST_CASE("What is offloaded comes back while what lies behind it is used", "[la
   const auto aside = cost_of(chain.step, {{}, {0, 1, 2}}).peak_bytes;
   CHECK(aside == 10 + 300000 + 10);
   chain.step.brought_back = true;
-  const auto peak = cost_of(chain.step, {{}, {0, 1, 2}}).peak_bytes;
+  Rungs rungs{{}, {0, 1, 2}};
+  CHECK(cost_of(chain.step, rungs).peak_bytes <= 300000 + 40);
+  rungs.ahead = true;
+  const auto peak = cost_of(chain.step, rungs).peak_bytes;
   CHECK(peak >= 500000);
   CHECK(peak <= 500000 + 40);
 }
@@ -185,6 +188,22 @@ TEST_CASE("What is allowed alone is chosen", "[ladder]") {
   CHECK(choice->rungs.recomputed.empty());
   CHECK(choice->rungs.offloaded.size() == 1);
   CHECK(choice->rungs.offloaded[0] != 1);
+}
+
+TEST_CASE("On a device a plan fetches ahead where there is room for that", "[ladder]") {
+  Chain chain({100000, 100000, 100000});
+  chain.step.brought_back = true;
+  const std::vector<bool> yes(3, true);
+  const std::vector<bool> no(3, false);
+  const auto wide = cheapest(chain.step, {no, yes}, 240000);
+  REQUIRE(wide);
+  CHECK(wide->rungs.ahead);
+  const auto narrow = cheapest(chain.step, {no, yes}, 140000);
+  REQUIRE(narrow);
+  CHECK_FALSE(narrow->rungs.ahead);
+  CHECK_FALSE(cheapest(chain.step, {no, yes}, 90000));
+  chain.step.brought_back = false;
+  CHECK_FALSE(cheapest(chain.step, {no, yes}, 240000)->rungs.ahead);
 }
 
 }  // namespace test_plan_peak

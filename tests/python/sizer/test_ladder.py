@@ -523,7 +523,7 @@ def test_on_cuda_a_plan_holds_at_its_first_step(share):
         torch.manual_seed(1)
         return sizer.step(row, square, split=[1])
 
-    row = torch.randn(1, 512, 128, device="cuda")
+    row = torch.randn(1, 1024, 128, device="cuda")
     model = made()
     sizer = brimful.BatchSizer(model)
     for _ in range(2):
