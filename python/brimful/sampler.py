@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from brimful import _C
+from brimful.loader import LoaderAdvisor
 
 __all__ = ["GlobalSampler"]
 
@@ -128,6 +129,8 @@ class GlobalSampler(Sampler[list[int]]):
 
 def global_sampler_of(loader: object) -> GlobalSampler | None:
     """That of a DataLoader. Raises ValueError where the loader fetches further ahead than it allows."""
+    while isinstance(loader, LoaderAdvisor):
+        loader = loader.loader
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, GlobalSampler):
         return None

@@ -235,6 +235,17 @@ def test_batches_that_nobody_notes_end_with_the_remedy():
         list(sampler)
 
 
+def test_a_loader_that_is_advised_has_its_steps_noted():
+    sampler = brimful.GlobalSampler(8, batch_size=4)
+    loader = DataLoader(TensorDataset(torch.randn(8, 4)), batch_sampler=sampler)
+    model = nn.Linear(4, 1)
+    sizer = brimful.BatchSizer(model)
+    for (batch,) in sizer.batches(brimful.LoaderAdvisor(loader)):
+        sizer.step(batch, lambda model, x: model(x).mean())
+        model.zero_grad()
+    assert sampler.epoch == 1
+
+
 def test_a_step_behind_a_loop_that_was_left_is_not_noted():
     data = Numbered(40)
     model = net()
