@@ -42,7 +42,7 @@ from brimful.reducer import DistributedDataParallel
 from brimful.sizer import NO_DATA, BatchSizer
 
 if TYPE_CHECKING:
-    from brimful import gpus, monitor, search
+    from brimful import gpus, metrics, monitor, search
     from brimful.checkpoint import load, save_on_rank0
     from brimful.errors import explain, op_ring
     from brimful.finder import find_executable_batch_size
@@ -94,6 +94,7 @@ __all__ = [
     "load",
     "map_batches",
     "memory",
+    "metrics",
     "monitor",
     "op_ring",
     "register_split",
@@ -120,6 +121,7 @@ _LATER = {
     "leaks": ["LeakFinder", "who_holds"],
     "loader": ["LoaderAdvisor"],
     "memory._summary": ["summary"],
+    "metrics": [],
     "monitor": [],
     "pipeline": ["Pipeline", "split_sequential"],
     "pipeline._balance": ["balance"],

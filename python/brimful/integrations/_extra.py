@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 
-def require(package: str) -> None:
+def require(package: str, *, extra: str | None = None) -> None:
     """Raise ``ModuleNotFoundError`` that names the pip command, in one line, if there is no such package."""
     try:
         importlib.import_module(package)
@@ -14,6 +14,6 @@ def require(package: str) -> None:
             raise
         raise ModuleNotFoundError(
             f"this adapter needs a package that is not installed (name: {package}); run: "
-            f"pip install 'brimful[{package}]'",
+            f"pip install 'brimful[{extra or package}]'",
             name=package,
         ) from None

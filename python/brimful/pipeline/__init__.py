@@ -157,6 +157,9 @@ class Pipeline:
     One call at a time: a step within a step raises ``ValueError``.
     """
 
+    #: Called after each step.
+    _observers: tuple[Callable[[_C.PipelineOutcome], object], ...] = ()
+
     def __init__(
         self,
         stages: Sequence[Stage],
@@ -241,7 +244,10 @@ class Pipeline:
         gradients, buffers and random numbers are then as before. A batch of fewer rows than microbatches, such as the
         last one of an epoch, has a row in each of as many as it can fill.
         """
-        return self._core.step(batch, target, self._loss_fn, self._cut_by(kwargs))
+        outcome = self._core.step(batch, target, self._loss_fn, self._cut_by(kwargs))
+        for observe in self._observers:
+            observe(outcome)
+        return outcome
 
     def forward(self, batch: Any, /, **kwargs: Any) -> Any:
         """The last stage's output for all rows, without gradients; microbatches stream through the stages.

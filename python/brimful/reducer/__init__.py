@@ -163,6 +163,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _belong_to_no_loop(self) -> None:
         # What a join has to do before each forward.
         self._before_forward: Callable[[DistributedDataParallel], None] | None = None
+        # Called before each training forward.
+        self._observers: tuple[Callable[[], object], ...] = ()
         # Says whether this rank is between two steps that the others make too.
         self.in_loop: Callable[[], bool] = _never
         # Says whether the other ranks are in a step; a BatchSizer takes it over.
@@ -225,7 +227,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             process_group=None, _reducer=None, _places=[], _wrapped={}, _left_out=[], in_loop=_never
         )
         del state["buckets_expected"], state["_mixed"]
-        state.update(_before_forward=None, _join_config=not_joined())
+        state.update(_before_forward=None, _observers=(), _join_config=not_joined())
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -246,6 +248,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if not torch.is_grad_enabled():
             return self._run(args, kwargs)
         reducer = self.reducer
+        for observe in self._observers:
+            observe()
         reducer.prepare_forward()
         if (
             self._suspect

@@ -173,6 +173,9 @@ class BatchSizer:
     repeated: that rank raises ``RankFailed``, and the others do when their group's timeout is over.
     """
 
+    #: Called after each step.
+    _observers: tuple[Callable[[_C.Outcome], object], ...] = ()
+
     def __init__(
         self,
         model: torch.nn.Module | Sequence[torch.nn.Module],
@@ -356,6 +359,8 @@ class BatchSizer:
             self._sampler = None
         if trial is not None:
             trial.after_step(outcome)
+        for observe in self._observers:
+            observe(outcome)
         return outcome
 
     def _run(self, data: Any, loss_fn: Callable[[Any, Any], Any], *rest: Any) -> _C.Outcome:

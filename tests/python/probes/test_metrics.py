@@ -1,0 +1,410 @@
+"""What a job's steps did, read back from each place that it was written to, and `brimful top --job`."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from models import classes, cross_entropy, wrap
+
+import brimful
+from brimful.__main__ import main
+from brimful.cli import _job
+from brimful.metrics import HELP, JsonLines, Metrics, OpenTelemetry, Prometheus, TensorBoard, WandB
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = 4
+
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+
+def loss_that_runs_out(model, piece):
+    if len(piece[1]) > 4:
+        raise torch.OutOfMemoryError("planted")
+    return cross_entropy(model, piece)
+
+
+class Kept:
+    def __init__(self):
+        self.samples = []
+        self.closed = 0
+
+    def write(self, sample):
+        self.samples.append(sample)
+
+    def close(self):
+        self.closed += 1
+
+
+def train(*exporters, steps=STEPS, loss_fn=loss_that_runs_out, **options):
+    """The sizer of some steps that were looked at; the first one has a retry."""
+    sizer = brimful.BatchSizer(net())
+    with Metrics(sizer=sizer, to=exporters, **{"interval_s": 0, **options}):
+        for _ in range(steps):
+            sizer.step(classes(8), loss_fn)
+            sizer._model.zero_grad()
+    return sizer
+
+
+def test_a_sample_has_what_the_sizer_saw():
+    kept = Kept()
+    report = train(kept).report()
+    assert [sample.step for sample in kept.samples] == [1, 2, 3, 4, 4]
+    assert [sample.ended for sample in kept.samples] == [False] * 4 + [True]
+    assert kept.closed == 1
+    values = kept.samples[-1].values
+    assert values["steps_total"] == report.steps == STEPS
+    assert values["retries_total"] == report.retries == 1
+    assert values["ooms_total"] == 1
+    assert values["pieces"] == 2
+    assert values["piece_rows"] == 4
+    assert values["stepping_seconds_total"] == pytest.approx(report.total_ms / 1e3)
+    assert values["lost_seconds_total"] == pytest.approx(report.lost_ms / 1e3)
+    assert values["peak_bytes"] > 0 and values["loss"] > 0 and values["stop"] == 0
+    middle = kept.samples[2].values
+    assert middle["step_seconds"] == pytest.approx(report.history[2].total_ms / 1e3)
+    assert set(values) <= set(HELP)
+
+
+def test_counts_are_of_all_steps_where_samples_are_not():
+    kept = Kept()
+    train(kept, interval_s=1000)
+    assert [sample.values["steps_total"] for sample in kept.samples] == [1, STEPS]
+    seconds = [sample.values["stepping_seconds_total"] for sample in kept.samples]
+    assert kept.samples[1].values["step_seconds"] == pytest.approx((seconds[1] - seconds[0]) / 3)
+
+
+def test_figures_of_the_programs_own():
+    kept = Kept()
+    train(kept, values=lambda: {"tokens_total": 7, "regroups_total": 1, "broken": float("nan")})
+    assert kept.samples[0].values["tokens_total"] == 7
+    assert kept.samples[0].values["regroups_total"] == 1
+    assert "broken" not in kept.samples[0].values
+
+
+class Failing(Kept):
+    def write(self, sample):
+        super().write(sample)
+        raise OSError("the disk is full")
+
+    def close(self):
+        raise RuntimeError("gone")
+
+
+def test_what_fails_is_logged_once_and_never_raised(caplog):
+    def no_values():
+        raise LookupError("no tokens")
+
+    kept, failing = Kept(), Failing()
+    with caplog.at_level(logging.WARNING, logger="brimful"):
+        train(failing, kept, loss_fn=cross_entropy, values=no_values)
+    assert len(failing.samples) == len(kept.samples) == STEPS + 1
+    assert [line.getMessage() for line in caplog.records] == [
+        "metrics go on without what failed, which is logged once (what: values): no tokens",
+        "metrics go on without what failed, which is logged once (what: Failing): the disk is full",
+    ]
+
+
+def test_an_exporter_that_hangs_loses_samples_and_holds_nothing_up(monkeypatch):
+    goes_on = threading.Event()
+
+    class Hanging(Kept):
+        def write(self, sample):
+            assert goes_on.wait(20)
+            super().write(sample)
+
+    monkeypatch.setattr(brimful.metrics, "_WAITING", 1)
+    kept = Hanging()
+    sizer = brimful.BatchSizer(net())
+    metrics = Metrics(sizer=sizer, to=[kept], interval_s=0)
+    for _ in range(20):
+        sizer.step(classes(8), cross_entropy)
+        sizer._model.zero_grad()
+    assert kept.samples == []
+    goes_on.set()
+    metrics.close()
+    last = kept.samples[-1]
+    assert last.ended and last.values["steps_total"] == 20
+    assert 17 <= last.values["samples_lost_total"] <= 18
+    assert len(kept.samples) + last.values["samples_lost_total"] == 21
+
+
+def test_what_cannot_be_looked_at_or_written_to_is_refused():
+    with pytest.raises(ValueError, match="pass sizer=, ddp= or pipeline="):
+        Metrics(to=[])
+    with pytest.raises(TypeError, match=r"an exporter has write\(sample\)"):
+        Metrics(sizer=brimful.BatchSizer(net()), to=["metrics.jsonl"])
+    with pytest.raises(ValueError, match=r"must not be negative \(interval_s: -1\)"):
+        Metrics(sizer=brimful.BatchSizer(net()), to=[], interval_s=-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "package"),
+    [
+        (lambda: Prometheus(0), "prometheus_client"),
+        (OpenTelemetry, "opentelemetry"),
+        (lambda: TensorBoard("."), "tensorboard"),
+        (WandB, "wandb"),
+    ],
+)
+def test_a_package_that_is_missing_names_the_command(monkeypatch, make, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    extra = package.removesuffix("_client")
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'brimful\[{extra}\]'"):
+        make()
+
+
+def test_json_lines_are_read_back(tmp_path):
+    train(JsonLines(tmp_path / "job"), job="night")
+    (file,) = (tmp_path / "job").iterdir()
+    assert file.name == "rank-00000.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4]
+    assert lines[-1]["ended"] and lines[-1]["retries_total"] == 1
+    assert {line["job"] for line in lines} == {"night"} and lines[0]["pid"] == os.getpid()
+    train(JsonLines(tmp_path / "one.jsonl"), values=lambda: {"rank": 9})
+    assert json.loads((tmp_path / "one.jsonl").read_text().splitlines()[0])["rank"] == 0
+
+
+def test_prometheus_is_scraped(tmp_path):
+    parser = pytest.importorskip("prometheus_client.parser")
+    exporter = Prometheus(0, textfile=tmp_path / "brimful.prom")
+    sizer = brimful.BatchSizer(net())
+    metrics = Metrics(sizer=sizer, to=[exporter], interval_s=0, job="night")
+    sizer.step(classes(8), loss_that_runs_out)
+    address = f"http://127.0.0.1:{exporter.port}/metrics"
+    deadline = time.monotonic() + 10
+    while not (text := urllib.request.urlopen(address).read().decode()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    found = {f.name: f for f in parser.text_string_to_metric_families(text)}
+    retries = found["brimful_retries"]
+    assert retries.type == "counter" and retries.documentation == HELP["retries_total"]
+    (sample,) = retries.samples
+    assert sample.name == "brimful_retries_total" and sample.value == 1
+    assert sample.labels == {"job_name": "night", "rank": "0"}
+    assert found["brimful_peak_bytes"].type == "gauge"
+    assert found["brimful_last_sample_timestamp_seconds"].samples[0].value > 1e9
+    metrics.close()
+    assert (
+        'brimful_steps_total{job_name="night",rank="0"} 1.0'
+        in (tmp_path / "brimful.prom").read_text()
+    )
+    with pytest.raises(OSError):
+        urllib.request.urlopen(address)
+
+
+def test_opentelemetry_is_collected():
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    reader = InMemoryMetricReader()
+    meter = MeterProvider([reader]).get_meter("test")
+    sizer = brimful.BatchSizer(net())
+    metrics = Metrics(sizer=sizer, to=[OpenTelemetry(meter)], interval_s=0)
+    sizer.step(classes(8), loss_that_runs_out)
+    deadline, found = time.monotonic() + 10, {}
+    while "brimful.stepping" not in found:
+        assert time.monotonic() < deadline
+        data = reader.get_metrics_data()
+        scopes = [s for r in (data.resource_metrics if data else []) for s in r.scope_metrics]
+        found = {m.name: m for scope in scopes for m in scope.metrics}
+    metrics.close()
+    assert found["brimful.stepping"].unit == "s" and found["brimful.stepping"].data.is_monotonic
+    assert found["brimful.peak"].unit == "By"
+    (point,) = found["brimful.retries"].data.data_points
+    assert point.value == 1 and point.attributes == {"job": "", "rank": 0}
+
+
+def test_tensorboard_reads_its_files(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(TensorBoard(tmp_path))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    pieces = events.Scalars("brimful/pieces")
+    assert [(event.step, event.value) for event in pieces] == [(s, 2) for s in (1, 2, 3, 4, 4)]
+
+
+def test_a_writer_of_the_programs_own_stays_open():
+    class Writer(dict):
+        def add_scalar(self, tag, value, step):
+            self[tag] = value, step
+
+    writer = Writer()
+    train(TensorBoard(writer))
+    assert writer["brimful/retries_total"] == (1, STEPS)
+
+
+def test_weights_and_biases_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = wandb.init(mode="offline", dir=tmp_path, project="test")
+    train(WandB(run))
+    assert run.summary["brimful/retries_total"] == 1 and run.summary["brimful/step"] == STEPS
+    run.finish()
+    assert list(tmp_path.rglob("*.wandb"))
+    exporter = WandB(mode="offline", dir=tmp_path, project="test")
+    train(exporter)
+    assert wandb.run is None  # it was finished
+
+
+def plain_loop(here, folder):
+    model = wrap(net())
+    metrics = Metrics(ddp=model, to=[JsonLines(folder)], interval_s=0, job="plain")
+    for _ in range(STEPS):
+        cross_entropy(model, classes(8)).backward()
+        model.zero_grad()
+    metrics.close()
+    return model.telemetry()
+
+
+def test_a_plain_loop_of_two_ranks_is_looked_at_from_its_forwards(ranks, tmp_path):
+    telemetry = ranks(plain_loop, tmp_path)
+    for rank, times in enumerate(telemetry):
+        file = tmp_path / f"rank-{rank:05}.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [line["steps_total"] for line in lines] == [0, 1, 2, 3, 4]
+        assert lines[-1]["world_size"] == 2
+        assert lines[-1]["sent_bytes"] == times["bytes"] > 0
+        assert lines[-1]["wait_seconds"] == pytest.approx(times["wait_ms"] / 1e3)
+        assert lines[-1]["launches_total"] >= STEPS and lines[2]["step_seconds"] > 0
+
+
+def slow_on_rank_1(here, folder):
+    model = wrap(net())
+    sizer = brimful.BatchSizer(model)
+    metrics = Metrics(sizer=sizer, to=[JsonLines(folder)], interval_s=0, job="uneven")
+
+    def loss(model, piece):
+        time.sleep(0.05 * here.index)
+        return cross_entropy(model, piece)
+
+    for _ in range(3):
+        sizer.step(classes(8), loss)
+        model.zero_grad()
+    del sizer
+    metrics.close()
+
+
+def test_top_shows_a_jobs_ranks(ranks, tmp_path, capsys):
+    ranks(slow_on_rank_1, tmp_path)
+    files = sorted(tmp_path.iterdir())
+    for file in files:  # as if both were running
+        lines = file.read_text().splitlines()
+        assert json.loads(lines[-1])["slowest_rank"] == 1  # after the sizer has gone, too
+        file.write_text("\n".join(lines[:-1]) + '\n{"half a li')
+    assert main(["top", "--job", str(tmp_path), "--once"]) == 0
+    head, columns, first, second = capsys.readouterr().out.splitlines()
+    assert head == "uneven: 2 of 2 ranks"
+    assert columns.split() == list(_job._COLUMNS)
+    assert first.split()[:1] == ["0"] and "straggler" not in first
+    assert second.split()[2] == "3" and re.search(r"straggler \(\d+\.\d\dx\)$", second)
+    assert main(["top", "--job", str(tmp_path), "--once", "--json"]) == 0
+    assert [json.loads(line)["rank"] for line in capsys.readouterr().out.splitlines()] == [0, 1]
+
+
+def line_of(rank, **given):
+    line = {"time": 100.0, "job": "", "host": "a", "pid": 1, "rank": rank, "world_size": 3}
+    return {**line, "step": 7, "ended": False, **given}
+
+
+def marks(lines, now, **options):
+    table = _job.job_table(lines, now, **options).splitlines()
+    at = table[1].index("mark")
+    return table[0], [line[at:] for line in table[2:]]
+
+
+def test_a_rank_that_is_silent_is_marked():
+    lines = [line_of(0), line_of(1, time=80.0), line_of(2, time=80.0, ended=True)]
+    assert marks(lines, 101.0) == ("job: 3 of 3 ranks", ["", "SILENT", "ended"])
+    assert marks(lines, 101.0, silent_s=30)[1] == ["", "", "ended"]
+    lines[1]["step_seconds"] = 5.0  # steps so long that it may be in one
+    assert marks(lines, 101.0)[1] == ["", "", "ended"]
+    assert marks(lines, 140.0)[1] == ["SILENT", "SILENT", "ended"]
+    assert marks([line_of(0, stop=1.0)], 100.0) == (
+        "job: 1 of 3 ranks; nothing of rank 1, 2",
+        ["stops"],
+    )
+
+
+def test_the_straggler_is_the_one_of_the_last_step():
+    lines = [
+        line_of(0, step=9, work_seconds=0.1, slowest_rank=2, slowest_work_seconds=0.13),
+        line_of(1, step=8, work_seconds=0.1, slowest_rank=1, slowest_work_seconds=0.2),
+        line_of(2, step=8, work_seconds=0.13, slowest_rank=1, slowest_work_seconds=0.2),
+    ]
+    assert marks(lines, 100.0)[1] == ["", "", "straggler (1.30x)"]
+    lines[0]["slowest_work_seconds"] = 0.103  # some rank is always last
+    assert marks(lines, 100.0)[1] == ["", "", ""]
+    plain = [line_of(rank, straggler_rank=1) for rank in range(3)]
+    assert marks(plain, 100.0)[1] == ["", "straggler", ""]
+
+
+def test_top_of_an_empty_folder_and_of_none(tmp_path, capsys):
+    (tmp_path / "other.jsonl").write_text('[1]\n{"not": "ours"}\n')
+    assert main(["top", "--job", str(tmp_path), "--once"]) == 0
+    assert capsys.readouterr().out == "no rank has written yet\n"
+    with pytest.raises(SystemExit):
+        main(["top", "--job", str(tmp_path / "none"), "--once"])
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_a_pipelines_steps_are_looked_at():
+    stages = [torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)]
+    pipeline = brimful.Pipeline(
+        stages, devices=["cpu"] * 2, loss_fn=torch.nn.functional.cross_entropy, microbatches=2
+    )
+    kept = Kept()
+    with Metrics(pipeline=pipeline, to=[kept], interval_s=0):
+        for _ in range(2):
+            outcome = pipeline.step(*classes(8))
+    values = kept.samples[-1].values
+    assert values["steps_total"] == 2 and values["microbatches"] == 2
+    assert values["loss"] == pytest.approx(outcome.loss)
+    assert values["stage_wait_seconds"] >= 0
+
+
+PROGRAM = """
+import sys, torch, brimful
+from models import classes, cross_entropy
+sizer = brimful.BatchSizer(torch.nn.Linear(6, 3))
+brimful.metrics.Metrics(sizer=sizer, to=[brimful.metrics.JsonLines(sys.argv[1])])
+for _ in range(3):
+    sizer.step(classes(8), cross_entropy)
+    sizer._model.zero_grad()
+assert "brimful.metrics" in sys.modules
+raise ValueError("the end")
+"""
+
+
+def test_a_program_that_ends_by_an_error_writes_a_last_sample(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "ValueError: the end" in done.stderr
+    lines = (tmp_path / "rank-00000.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    assert last["ended"] and last["steps_total"] == 3
+
+
+def test_the_page_has_every_figure():
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    missing = [name for name in HELP if f"`brimful_{name}`" not in page]
+    assert missing == []
