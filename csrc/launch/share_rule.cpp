@@ -3,9 +3,11 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <limits>
+#include <functional>
 #include <numeric>
+#include <span>
 #include <utility>
 
 namespace brimful::launch {
@@ -16,46 +18,54 @@ constexpr size_t kFewest = 3;  // or of so many at first
 constexpr double kGain = 0.05;
 constexpr double kSlowestPace = 0.125;  // a power of two, so that products with it are exact
 
-constexpr size_t kNone = std::numeric_limits<size_t>::max();
-
 int64_t sum(const std::vector<int64_t>& rows) {
   return std::accumulate(rows.begin(), rows.end(), int64_t{0});
 }
 
-/// Where one row more costs least; the lowest of ranks that are alike.
-size_t cheapest(const std::vector<int64_t>& shares, const std::vector<double>& weights,
-                const ShareBounds& bounds) {
-  size_t best = kNone;
-  double best_cost = 0;
+/// Hands out rows that are left over, or takes back (`left` below 0), one by one: where one row more costs least, and where
+/// one row less gains most; the lowest of ranks that are alike.
+void settle_rest(std::vector<int64_t>& shares, int64_t left, const std::vector<double>& weights,
+                 const ShareBounds& bounds) {
+  const int64_t by = left > 0 ? 1 : -1;
+  using Candidate =
+      std::pair<double, size_t>;  // the least first, in a heap: there may be thousands
+  std::vector<Candidate> candidates;
+  const auto candidate = [&](size_t i) {
+    const auto rows = static_cast<double>(by > 0 ? shares[i] + 1 : shares[i]);
+    return Candidate(by > 0 ? rows / weights[i] : -(rows / weights[i]), i);
+  };
+  const auto may_change = [&](size_t i) {
+    return by > 0 ? shares[i] < bounds.most[i] : shares[i] > bounds.least[i];
+  };
   for (size_t i = 0; i < shares.size(); ++i) {
-    const double cost = static_cast<double>(shares[i] + 1) / weights[i];
-    if (shares[i] < bounds.most[i] && (best == kNone || cost < best_cost)) {
-      best = i;
-      best_cost = cost;
+    if (may_change(i)) {
+      candidates.push_back(candidate(i));
     }
   }
-  return best;
-}
-
-/// Where one row less gains most.
-size_t dearest(const std::vector<int64_t>& shares, const std::vector<double>& weights,
-               const ShareBounds& bounds) {
-  size_t best = kNone;
-  double best_cost = 0;
-  for (size_t i = 0; i < shares.size(); ++i) {
-    const double cost = static_cast<double>(shares[i]) / weights[i];
-    if (shares[i] > bounds.least[i] && (best == kNone || cost > best_cost)) {
-      best = i;
-      best_cost = cost;
+  std::make_heap(candidates.begin(), candidates.end(), std::greater<>());
+  for (; left != 0; left -= by) {
+    TORCH_INTERNAL_ASSERT(!candidates.empty(), "the bounds do not allow this sum");
+    std::pop_heap(candidates.begin(), candidates.end(), std::greater<>());
+    const size_t i = candidates.back().second;
+    candidates.pop_back();
+    shares[i] += by;
+    if (may_change(i)) {
+      candidates.push_back(candidate(i));
+      std::push_heap(candidates.begin(), candidates.end(), std::greater<>());
     }
   }
-  return best;
 }
 
-double median(std::vector<double> values) {
+/// Of numbers that it puts into another order.
+double median(std::span<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());
   return *middle;
+}
+
+double median(const std::deque<double>& values) {
+  std::vector<double> copy(values.begin(), values.end());
+  return median(std::span(copy));
 }
 
 bool is_known(int64_t rows, double ms) {
@@ -86,17 +96,17 @@ void see(ShareHistory& history, const std::vector<int64_t>& rows,
 
 /// Rows per ms, the median of an odd number of the last steps; 0: not known.
 double speed_of(const ShareHistory& history, size_t rank) {
-  std::vector<double> known;
-  for (size_t i = history.speeds.size(); i-- > 0;) {  // the last one first
+  std::array<double, kSpeeds> known{};
+  size_t count = 0;
+  for (size_t i = history.speeds.size(); i-- > 0 && count < kSpeeds;) {  // the last one first
     if (const double speed = history.speeds[i].at(rank); speed > 0) {
-      known.push_back(speed);
+      known[count++] = speed;
     }
   }
-  if (known.size() < kFewest) {
+  if (count < kFewest) {
     return 0;
   }
-  known.resize(known.size() < kSpeeds ? kFewest : kSpeeds);
-  return median(std::move(known));
+  return median(std::span(known).first(count < kSpeeds ? kFewest : kSpeeds));
 }
 
 /// Those of the ranks whose speed is known; the others keep what they have.
@@ -132,7 +142,7 @@ double slowest_ms(const std::vector<int64_t>& shares, const std::vector<double>&
 /// A change that made steps slower says that time is not in proportion to rows: the next goes half as far.
 void judge_last_change(ShareHistory& history) {
   if (history.before_ms > 0) {
-    const double now_ms = median({history.slowest_ms.begin(), history.slowest_ms.end()});
+    const double now_ms = median(history.slowest_ms);
     history.pace = now_ms > history.before_ms ? std::max(history.pace / 2, kSlowestPace)
                                               : std::min(history.pace * 2, 1.0);
     history.before_ms = 0;
@@ -150,13 +160,8 @@ std::vector<int64_t> allot(const std::vector<double>& weights, int64_t rows,
     shares.push_back(
         std::clamp(static_cast<int64_t>(quota), bounds.least[i], bounds.most[i]));  // rounds down
   }
-  int64_t left = rows - sum(shares);
-  while (left != 0) {
-    const size_t i =
-        left > 0 ? cheapest(shares, weights, bounds) : dearest(shares, weights, bounds);
-    TORCH_INTERNAL_ASSERT(i != kNone, "the bounds do not allow this sum");
-    shares[i] += left > 0 ? 1 : -1;
-    left -= left > 0 ? 1 : -1;
+  if (const int64_t left = rows - sum(shares); left != 0) {
+    settle_rest(shares, left, weights, bounds);
   }
   return shares;
 }
@@ -172,8 +177,12 @@ void note_step(ShareHistory& history, const std::vector<int64_t>& rows,
   if (known.ranks.size() < 2) {
     return;
   }
-  const auto best = allot(known.speeds, sum(known.shares), known.bounds);
   const double now_ms = slowest_ms(known.shares, known.speeds);
+  const double speed = std::accumulate(known.speeds.begin(), known.speeds.end(), 0.0);
+  if (static_cast<double>(sum(known.shares)) / speed > now_ms * (1 - kGain)) {
+    return;  // nor could rows that can be divided at will gain that much
+  }
+  const auto best = allot(known.speeds, sum(known.shares), known.bounds);
   if (slowest_ms(best, known.speeds) > now_ms * (1 - kGain)) {
     return;
   }
@@ -189,7 +198,7 @@ void note_step(ShareHistory& history, const std::vector<int64_t>& rows,
   for (size_t i = 0; i < next.size(); ++i) {
     history.shares[known.ranks[i]] = next[i];
   }
-  history.before_ms = median({history.slowest_ms.begin(), history.slowest_ms.end()});
+  history.before_ms = median(history.slowest_ms);
   history.unseen = lag + static_cast<int64_t>(kFewest) - 1;
 }
 

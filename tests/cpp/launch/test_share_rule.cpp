@@ -1,6 +1,7 @@
 #include "support/catch.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <deque>
 #include <functional>
@@ -69,6 +70,32 @@ struct Fleet {
   }
 };
 
+/// Rows in proportion, rounded down, and the rest one by one where it costs least now.
+Rows allotted_one_by_one(const Times& weights, int64_t rows, const ShareBounds& limits) {
+  const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  Rows shares;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const auto quota = static_cast<int64_t>(static_cast<double>(rows) * weights[i] / total);
+    shares.push_back(std::clamp(quota, limits.least[i], limits.most[i]));
+  }
+  while (sum(shares) != rows) {
+    const bool more = sum(shares) < rows;
+    size_t best = weights.size();
+    double best_cost = 0;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const double cost = more ? static_cast<double>(shares[i] + 1) / weights[i]
+                               : -(static_cast<double>(shares[i]) / weights[i]);
+      const bool may = more ? shares[i] < limits.most[i] : shares[i] > limits.least[i];
+      if (may && (best == weights.size() || cost < best_cost)) {
+        best = i;
+        best_cost = cost;
+      }
+    }
+    shares[best] += more ? 1 : -1;
+  }
+  return shares;
+}
+
 }  // namespace
 
 TEST_CASE("rows are dealt out in proportion, to the last one and within bounds", "[launch]") {
@@ -97,6 +124,39 @@ TEST_CASE("rows are dealt out in proportion, to the last one and within bounds",
     }
     CHECK(shares == allot(weights, rows, limits));
   }
+}
+
+TEST_CASE("the rest goes where it costs least, one by one, to the lowest of ranks that are alike",
+          "[launch]") {
+  std::mt19937 random(11);
+  for (int i = 0; i < 500; ++i) {
+    const size_t ranks = 2 + random() % 30;
+    const auto least = static_cast<int64_t>(random() % 4);
+    const int64_t rows = static_cast<int64_t>(ranks) * (least + 2) + random() % 300;
+    Times weights;
+    ShareBounds limits = bounds(ranks, least, rows);
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      weights.push_back(static_cast<double>(1 + random() % 3));  // many are alike
+      if (rank > 0 && random() % 3 == 0) {
+        limits.most[rank] = least + static_cast<int64_t>(random() % 8);
+      }
+    }
+    CHECK(allot(weights, rows, limits) == allotted_one_by_one(weights, rows, limits));
+  }
+}
+
+TEST_CASE("sixty thousand ranks have their shares within a second", "[launch]") {
+  constexpr size_t kRanks = 60'000;
+  std::mt19937 random(2);
+  Times weights;
+  for (size_t rank = 0; rank < kRanks; ++rank) {
+    weights.push_back(1000.0 + random() % 200);
+  }
+  const auto limits = bounds(kRanks, 1, 64 * kRanks);
+  const auto begin = std::chrono::steady_clock::now();
+  const auto shares = allot(weights, 64 * kRanks, limits);
+  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(1));
+  CHECK(sum(shares) == 64 * kRanks);
 }
 
 TEST_CASE("no other whole shares are faster", "[launch]") {
