@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks import common
-from benchmarks.fleet import settle, slow_rank
+from benchmarks.fleet import idle, metrics, record, settle, slow_rank
 
-MODULES = (slow_rank, settle)
+MODULES = (slow_rank, settle, idle, metrics, record)
 
 
 def figures(quick: bool, only: Sequence[str] = (), **_: object) -> Iterator[common.Figure]:

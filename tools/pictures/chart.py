@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 BLUE, ORANGE, TEAL, GREEN, GREY, RED, VIOLET = (
@@ -42,10 +42,12 @@ class Chart:
         y_end: float | None = None,
         height: float = 240,
         left: float = 70,
+        x_ticks: Mapping[float, str] | None = None,
     ) -> None:
         self._title, self._x_label, self._x_end = title, x_label, x_end
         self._y_label, self._y_end, self._height = y_label, y_end, height
         self._left = left  # room for the lanes' names
+        self._x_ticks = x_ticks or {value: f"{value:g}" for value in ticks(x_end)}
         self._body: list[str] = []
         self._keys: list[tuple[str, str]] = []
         self._lanes: dict[str, float] = {}
@@ -163,11 +165,11 @@ class Chart:
             )
             x += 36 + 6.4 * len(name)
         axes = []
-        for value in ticks(self._x_end):
+        for value, text in self._x_ticks.items():
             at = self.x(value)
             axes.append(
                 f'<line x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{bottom + 4}" stroke="#d3dae2"/>'
-                f'<text x="{at:.1f}" y="{bottom + 18}" class="axis middle">{value:g}</text>'
+                f'<text x="{at:.1f}" y="{bottom + 18}" class="axis middle">{escape(text)}</text>'
             )
         axes.append(
             f'<text x="{WIDTH / 2:g}" y="{height - 8:g}" class="axis middle">{escape(self._x_label)}</text>'

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from chart import BLUE, GREY, ORANGE, Chart
+from fleet import draw_fleet
 from ladder import draw_ladder
 from probes import (
     draw_leak,
@@ -295,6 +296,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "summary": draw_summary,
     "operators": draw_operators,
     "interleaved": draw_interleaved,
+    "fleet": draw_fleet,
 }
 PHOTOGRAPHS: dict[str, Callable[[Path], None]] = {
     "oom-report": photograph_oom_report,

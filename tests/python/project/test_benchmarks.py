@@ -7,12 +7,14 @@ import math
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import common, intervals, run
+from benchmarks.fleet import simulate
 from benchmarks.ladder import plans, sweep as ladder_sweep
 from benchmarks.reducer import bench, cases, control_record, report, rounds, steps
 from benchmarks.sizer import models, sweep, trials
@@ -228,3 +230,25 @@ def test_all_plans_of_a_small_model_are_listed_once():
     _, modules = plans.recorded(model, torch.randn(2, 4))
     listed = [plans.describe(plans.named(modules, plan)) for plan in plans.every(modules)]
     assert len(listed) == len(set(listed)) == 3 * 3 + 2 + 1
+
+
+def test_the_simulation_is_of_the_rule_and_of_what_failures_cost():
+    alike = simulate.Speeds(spread=0, jitter=0, throttled=0)
+    immortal = simulate.Failures(mtbf_h=1e12)
+    row = simulate.simulate(8, alike, immortal, steps=20)
+    assert row.even == row.shares == 1
+    assert row.shares_restart == row.shares_regroup == pytest.approx(1)
+    throttled = simulate.Speeds(spread=0, jitter=0, throttled=0.5, throttled_steps=1e12)
+    even, shares = simulate.step_efficiency(64, throttled, seed=0, steps=100)
+    assert even == pytest.approx(0.8, abs=0.05)  # half of them, or so, need 1.5 times as long
+    assert 0.96 < shares < 1  # but for the first steps
+    random = numpy.random.default_rng(0)
+    for detect_s in (1, 600):  # what a failure costs, of which there are about ten a day
+        failures = simulate.Failures(mtbf_h=156, host_share=0, detect_s=detect_s, away_s=0)
+        runs = [simulate.goodput_of_regroups(64, failures, 0, random) for _ in range(10)]
+        every = failures.checkpoint_every_s(64)
+        lost = (detect_s + failures.heal_s + failures.step_s) * failures.failures_per_s(64)
+        busy = every / (every + failures.checkpoint_s)
+        assert numpy.mean(runs) == pytest.approx(busy * (1 - lost), rel=0.02)
+        restarts = [simulate.goodput_of_restarts(64, failures, random) for _ in range(10)]
+        assert numpy.mean(restarts) < numpy.mean(runs) - 0.05
