@@ -43,6 +43,7 @@ class Host:
     def start(self, output, *command):
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface}
         environment["PYTHONFAULTHANDLER"] = "1"  # SIGABRT prints every thread's stack
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # ranks that begin again meet anew
         with output.open("w") as file:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.name, *map(str, command)],
@@ -75,15 +76,24 @@ def hosts():
 
 
 @contextmanager
-def job(hosts, folder, *script):
-    """Starts a job; each node's torchrun, whose output is in `folder`. Ends all that it started."""
+def job(hosts, folder, *script, ranks=RANKS_OF_A_NODE, restarts=0):
+    """Starts a job; each node's torchrun, whose output is in `folder`. Ends all that it started.
+
+    With `restarts` the nodes meet again after a failure, as often.
+    """
     nodes = []
     try:
         for node, host in enumerate(hosts):
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", NODES]
-            command += ["--nproc-per-node", RANKS_OF_A_NODE, "--node-rank", node]
-            command += ["--master-addr", hosts[0].address, "--master-port", PORT]
-            command += ["--local-addr", host.address, *script]
+            command += ["--nproc-per-node", ranks, "--local-addr", host.address]
+            if restarts:
+                command += ["--rdzv-backend", "c10d", "--rdzv-id", "job"]
+                command += ["--rdzv-endpoint", f"{hosts[0].address}:{PORT}"]
+                command += ["--rdzv-conf", f"is_host={1 - node}", "--max-restarts", restarts]
+            else:
+                command += ["--node-rank", node, "--master-addr", hosts[0].address]
+                command += ["--master-port", PORT]
+            command += script
             nodes.append(host.start(folder / f"output-{node}", *command))
         yield nodes
     finally:
@@ -167,3 +177,36 @@ def test_ranks_of_the_other_host_learn_that_a_host_went_away(hosts, tmp_path):
         words = file.read_text()
         assert words.startswith(("2, ", "3, ")), words
         assert "did not come (it left its loop, died or hangs)" in words
+
+
+def rows_of_steps(folder):
+    """By step the rows of all ranks, each rank's run by run."""
+    found = {}
+    for file in sorted(folder.glob("rows-*.jsonl")):
+        runs = {}
+        for line in map(json.loads, file.read_text().splitlines()):
+            runs.setdefault(line["step"], []).append(line["rows"])
+        for step, rows in runs.items():
+            found.setdefault(step, []).append(rows)
+    return found
+
+
+def test_two_hosts_go_on_from_the_checkpoint_when_a_rank_of_one_is_killed(hosts, tmp_path):
+    rows, steps = 500, 8  # of an epoch
+    script = [ROOT / "examples" / "train_fleet.py", "--checkpoint", tmp_path / "job.pt"]
+    script += ["--rows", rows, "--batch", 64, "--epochs", 1, "--every", 3, "--taken", tmp_path]
+    script += ["--die-rank", 1, "--die-at", 5]
+    with job(hosts, tmp_path, *script, ranks=1, restarts=2) as nodes:
+        wait_until(lambda: all(node.poll() is not None for node in nodes), hosts, tmp_path)
+        assert [node.returncode for node in nodes] == [0, 0], outputs(tmp_path)
+    found = rows_of_steps(tmp_path)
+    assert sorted(found) == list(range(1, steps + 1))
+    assert sorted(r for ranks in found.values() for runs in ranks for r in runs[-1]) == list(
+        range(rows)
+    )
+    # Ranks have other numbers when the nodes have met again; the rows of a step are the same.
+    again = {step for step, ranks in found.items() if any(len(runs) == 2 for runs in ranks)}
+    assert again == {4, 5}
+    for step in again:
+        first, second = (sorted(r for runs in found[step] for r in runs[n]) for n in (0, 1))
+        assert first == second
