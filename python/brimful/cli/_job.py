@@ -18,6 +18,7 @@ _COLUMNS = (
     *("rungs", "peak", "retries", "age", "mark"),
 )
 _LEFT = {"host", "mark"}
+_HEADER = {"time", "job", "host", "rank", "world_size", "step", "ended"}
 
 Line = Mapping[str, Any]
 
@@ -35,7 +36,7 @@ def _last_line(path: Path) -> Line | None:
             found = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and isinstance(found.get("rank"), int):
+        if isinstance(found, dict) and found.keys() >= _HEADER:
             return found
     return None
 
@@ -128,9 +129,10 @@ def job_table(lines: Sequence[Line], now: float, silent_s: float | None = None) 
     """The table of these lines; ``now`` is seconds since 1970."""
     if not lines:
         return "no rank has written yet\n"
+    size = max(lines, key=lambda line: float(line["time"]))["world_size"]
+    lines = [line for line in lines if line["rank"] < size]  # not of a larger world before
     straggler = _straggler(lines)
     rows = [_row(line, now, silent_s, straggler) for line in lines]
-    size = max(line["world_size"] for line in lines)
     missing = sorted(set(range(size)) - {line["rank"] for line in lines})
     jobs = ", ".join(sorted({line["job"] for line in lines if line["job"]})) or "job"
     head = f"{jobs}: {len(lines)} of {size} ranks"

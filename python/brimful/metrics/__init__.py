@@ -96,6 +96,10 @@ class Metrics:
     ) -> None:
         if sizer is None and ddp is None and pipeline is None:
             raise ValueError("there is nothing to look at; pass sizer=, ddp= or pipeline=")
+        if sizer is not None and pipeline is not None:
+            raise ValueError(
+                "steps are counted of a sizer or a pipeline, not both; make one Metrics for each"
+            )
         if not interval_s >= 0:
             raise ValueError(f"interval_s must not be negative (interval_s: {interval_s})")
         for exporter in to:
@@ -123,7 +127,7 @@ class Metrics:
         self._closed = False
         self._queue: queue.Queue[Sample | None] = queue.Queue(_WAITING)
         self._thread: threading.Thread | None = None
-        self._observe(sizer, ddp, pipeline)
+        self._observe(sizer, pipeline, ddp)
         _running.add(self)
 
     def _observe(self, *objects: Any) -> None:
@@ -176,10 +180,10 @@ class Metrics:
 
     def _figures(self) -> Iterator[tuple[str, float | None]]:
         sizer, ddp, pipeline = self._sizer(), self._ddp(), self._pipeline()
+        if ddp is not None and ddp._reducer is not None:
+            yield from of_reducer(ddp._reducer)  # what the others say of steps counts
         if pipeline is not None and self._counts is not None:
             yield from self._counts.figures(self._outcome)
-        if ddp is not None and ddp._reducer is not None:
-            yield from of_reducer(ddp._reducer)
         if sizer is not None:
             yield from of_sizer(sizer, self._outcome, self._rank)
         if self._lost:

@@ -1,5 +1,6 @@
 """What a job's steps did, read back from each place that it was written to, and `brimful top --job`."""
 
+import copy
 import json
 import logging
 import os
@@ -143,6 +144,8 @@ def test_an_exporter_that_hangs_loses_samples_and_holds_nothing_up(monkeypatch):
 def test_what_cannot_be_looked_at_or_written_to_is_refused():
     with pytest.raises(ValueError, match="pass sizer=, ddp= or pipeline="):
         Metrics(to=[])
+    with pytest.raises(ValueError, match="a sizer or a pipeline, not both"):
+        Metrics(sizer=brimful.BatchSizer(net()), pipeline=two_stages(), to=[])
     with pytest.raises(TypeError, match=r"an exporter has write\(sample\)"):
         Metrics(sizer=brimful.BatchSizer(net()), to=["metrics.jsonl"])
     with pytest.raises(ValueError, match=r"must not be negative \(interval_s: -1\)"):
@@ -340,6 +343,12 @@ def test_a_rank_that_is_silent_is_marked():
     )
 
 
+def test_ranks_of_a_larger_world_before_are_gone():
+    lines = [line_of(0, time=200.0, world_size=2), line_of(1, time=199.0, world_size=2)]
+    before = [line_of(2, world_size=4), line_of(3, world_size=4)]
+    assert marks([*lines, *before], 200.0) == ("job: 2 of 2 ranks", ["", ""])
+
+
 def test_the_straggler_is_the_one_of_the_last_step():
     lines = [
         line_of(0, step=9, work_seconds=0.1, slowest_rank=2, slowest_work_seconds=0.13),
@@ -354,7 +363,7 @@ def test_the_straggler_is_the_one_of_the_last_step():
 
 
 def test_top_of_an_empty_folder_and_of_none(tmp_path, capsys):
-    (tmp_path / "other.jsonl").write_text('[1]\n{"not": "ours"}\n')
+    (tmp_path / "other.jsonl").write_text('[1]\n{"not": "ours"}\n{"rank": 3, "loss": 1}\n')
     assert main(["top", "--job", str(tmp_path), "--once"]) == 0
     assert capsys.readouterr().out == "no rank has written yet\n"
     with pytest.raises(SystemExit):
@@ -362,11 +371,31 @@ def test_top_of_an_empty_folder_and_of_none(tmp_path, capsys):
     assert "there is no such folder" in capsys.readouterr().err
 
 
-def test_a_pipelines_steps_are_looked_at():
+def two_stages():
     stages = [torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)]
-    pipeline = brimful.Pipeline(
-        stages, devices=["cpu"] * 2, loss_fn=torch.nn.functional.cross_entropy, microbatches=2
-    )
+    loss_fn = torch.nn.functional.cross_entropy
+    return brimful.Pipeline(stages, devices=["cpu"] * 2, loss_fn=loss_fn, microbatches=2)
+
+
+def beside_a_pipeline(here):
+    pipeline, model, kept = two_stages(), wrap(net()), Kept()
+    with Metrics(pipeline=pipeline, ddp=model, to=[kept], interval_s=0):
+        for _ in range(2):
+            pipeline.step(*classes(8))
+            cross_entropy(copy.deepcopy(model), classes(8)).backward()
+    return [
+        (sample.values["steps_total"], "launches_total" in sample.values) for sample in kept.samples
+    ]
+
+
+def test_a_wrapped_model_beside_a_pipeline_is_looked_at_after_its_steps(ranks):
+    for samples in ranks(beside_a_pipeline):
+        assert [steps for steps, _ in samples] == [1, 2, 2]
+        assert all(launches for _, launches in samples)
+
+
+def test_a_pipelines_steps_are_looked_at():
+    pipeline = two_stages()
     kept = Kept()
     with Metrics(pipeline=pipeline, to=[kept], interval_s=0):
         for _ in range(2):
@@ -380,11 +409,13 @@ def test_a_pipelines_steps_are_looked_at():
 PROGRAM = """
 import sys, torch, brimful
 from models import classes, cross_entropy
-sizer = brimful.BatchSizer(torch.nn.Linear(6, 3))
-brimful.metrics.Metrics(sizer=sizer, to=[brimful.metrics.JsonLines(sys.argv[1])])
-for _ in range(3):
-    sizer.step(classes(8), cross_entropy)
-    sizer._model.zero_grad()
+def train():
+    sizer = brimful.BatchSizer(torch.nn.Linear(6, 3))
+    brimful.metrics.Metrics(sizer=sizer, to=[brimful.metrics.JsonLines(sys.argv[1])], interval_s=0)
+    for _ in range(3):
+        sizer.step(classes(8), cross_entropy)
+        sizer._model.zero_grad()
+train()  # the sizer is gone
 assert "brimful.metrics" in sys.modules
 raise ValueError("the end")
 """
