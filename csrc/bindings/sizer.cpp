@@ -7,15 +7,15 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "bindings/batch.h"
+#include "bindings/by_length.h"
 #include "bindings/callbacks.h"
 #include "bindings/module_entries.h"
 #include "bindings/sizer_parts.h"
 
 namespace brimful {
 
-PieceLoss as_piece_loss(const py::object& result, int64_t rows) {
+PieceLoss as_piece_loss(const py::object& result, double weight) {
   py::object loss = result;
-  double weight = static_cast<double>(rows);
   if (py::isinstance<py::tuple>(result) && py::hasattr(result, "_fields") &&
       py::hasattr(result, "loss")) {  // a namedtuple, such as AdaptiveLogSoftmaxWithLoss returns
     loss = result.attr("loss");
@@ -43,6 +43,17 @@ Transaction::Keeper keeper_of(py::function capture, py::function restore) {
           [kept] { call_python([&] { kept->restore(kept->state); }); }};
 }
 
+void run_python_backward(const at::Tensor& loss, const at::Tensor& gradient) {
+  try {
+    torch::autograd::backward({loss}, {gradient});
+  } catch (python_error& error) {  // from a Python hook or function in the graph
+    call_python([&] {
+      error.restore();
+      throw py::error_already_set();
+    });
+  }
+}
+
 namespace {
 
 std::exception_ptr as_exception(const py::object& error) {
@@ -51,17 +62,6 @@ std::exception_ptr as_exception(const py::object& error) {
     throw py::error_already_set();
   } catch (...) {
     return std::current_exception();
-  }
-}
-
-void run_backward(const at::Tensor& loss, const at::Tensor& gradient) {
-  try {
-    torch::autograd::backward({loss}, {gradient});
-  } catch (python_error& error) {  // from a Python hook or function in the graph
-    call_python([&] {
-      error.restore();
-      throw py::error_already_set();
-    });
   }
 }
 
@@ -123,7 +123,7 @@ class PythonSizer {
   Outcome step(const std::optional<py::object>& batch, const py::object& loss_fn,
                const py::object& model, std::optional<std::vector<int64_t>> split,
                std::optional<StepRungs> rungs, const std::optional<py::object>& error,
-               bool accumulate) {
+               bool accumulate, const std::optional<py::object>& by_length) {
     StepInput input = input_of(batch);
     input.accumulate = accumulate;
     if (error) {
@@ -136,17 +136,20 @@ class PythonSizer {
     if (lockstep_) {
       last_ = source;
     }
-    const auto work = work_of(source, loss_fn, model);
+    const auto work = by_length && !input.error ? put_lengths(input, *by_length, loss_fn, model)
+                                                : work_of(source, loss_fn, model);
     const py::gil_scoped_release no_gil;
     return sizer_.step(input, work);
   }
 
   std::optional<Plan> plan(const py::object& batch, const py::object& loss_fn,
-                           const py::object& model, bool accumulate) {
+                           const py::object& model, bool accumulate,
+                           const std::optional<py::object>& by_length) {
     auto input = input_of(batch, true);
     input.accumulate = accumulate;
     const Source source{batch, input.rows.value_or(0)};
-    const auto work = work_of(source, loss_fn, model);
+    const auto work = by_length && !input.error ? put_lengths(input, *by_length, loss_fn, model)
+                                                : work_of(source, loss_fn, model);
     const py::gil_scoped_release no_gil;
     return sizer_.plan(input, work);
   }
@@ -183,7 +186,7 @@ class PythonSizer {
     const auto tensors = [&](int64_t begin, int64_t end) {
       return call_python([&] { return splitter_->tensors(source.batch, source.rows, begin, end); });
     };
-    return {forward, run_backward, tensors};
+    return {forward, run_python_backward, tensors};
   }
 
   StepInput input_of(const std::optional<py::object>& batch, bool forecast = false) const {
@@ -269,9 +272,10 @@ void bind_sizer(py::module_& m) {
            py::arg("batch_norm"), py::arg("batch_norms"), py::arg("scaler"), py::arg("ladder"),
            py::arg("recompute"), py::arg("offload"), py::arg("state_may_leave"))
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
-           py::arg("accumulate"))
+           py::arg("accumulate"), py::arg("by_length"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
-           py::arg("split"), py::arg("rungs"), py::arg("error"), py::arg("accumulate"))
+           py::arg("split"), py::arg("rungs"), py::arg("error"), py::arg("accumulate"),
+           py::arg("by_length"))
       .def("begin_loop", &PythonSizer::begin_loop, py::arg("first"))
       .def("announce_next", &PythonSizer::announce_next, py::arg("next"))
       .def(

@@ -17,9 +17,14 @@ namespace brimful {
 /// PeakModel, Report, Outcome, Plan, and what they hold.
 void bind_sizer_values(py::module_& m);
 
-/// What a loss function returned: the mean loss, which weighs as much as there are rows, or (mean loss, weight).
+/// What a loss function returned: the mean loss, of this weight, or (mean loss, weight).
 /// @throws c10::TypeError for anything else
-PieceLoss as_piece_loss(const py::object& result, int64_t rows);
+PieceLoss as_piece_loss(const py::object& result, double weight);
+inline PieceLoss as_piece_loss(const py::object& result, int64_t rows) {
+  return as_piece_loss(result, static_cast<double>(rows));
+}
+
+void run_python_backward(const at::Tensor& loss, const at::Tensor& gradient);
 
 Transaction::Keeper keeper_of(py::function capture, py::function restore);
 

@@ -83,16 +83,16 @@ void bind_outcome(py::module_& m) {
       .def("__str__", [](const StepRungs& self) { return to_string(self); })
       .def("__repr__", [](const StepRungs& self) { return "StepRungs(" + to_string(self) + ")"; });
   py::class_<Outcome>(m, "Outcome", "How a step ended; see BatchSizer.step.")
-      .BRIMFUL_FIELDS(def_readonly, Outcome, loss, weight, pieces, split, rungs, retries,
+      .BRIMFUL_FIELDS(def_readonly, Outcome, loss, weight, pieces, split, order, rungs, retries,
                       peak_bytes, work_ms, last, stop, attempts)
       .def("__repr__", &outcome_repr);
 }
 
 void bind_plan(py::module_& m) {
   py::class_<Plan>(m, "Plan", "What a step would take; see BatchSizer.plan.")
-      .BRIMFUL_FIELDS(def_readonly, Plan, pieces, piece_rows, used_bytes, kept_bytes, peak_bytes,
-                      reserved_bytes, limit_bytes, margin_bytes, workspaces_unknown, whole_bytes,
-                      parameter_bytes, gradient_bytes, optimizer_bytes, buffer_bytes,
+      .BRIMFUL_FIELDS(def_readonly, Plan, pieces, piece_rows, split, used_bytes, kept_bytes,
+                      peak_bytes, reserved_bytes, limit_bytes, margin_bytes, workspaces_unknown,
+                      whole_bytes, parameter_bytes, gradient_bytes, optimizer_bytes, buffer_bytes,
                       activation_bytes)
       .def("__repr__", &plan_repr);
 }

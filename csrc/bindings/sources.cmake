@@ -4,6 +4,7 @@ brimful_sources(BINDINGS
   batch.cpp
   batch_dim.cpp
   batch_norm.cpp
+  by_length.cpp
   caching.cpp
   errors.cpp
   explain.cpp

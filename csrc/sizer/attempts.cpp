@@ -22,8 +22,8 @@ namespace {
 // A release waits for the device; finer pieces do not.
 constexpr int64_t kStepsBetweenReleases = 16;
 
-ExecutionPlan plan_as_run(const std::vector<int64_t>& split, ladder::Rungs rungs = {}) {
-  return {std::ssize(split), largest_piece(split), std::move(rungs)};
+const std::vector<int64_t>* split_told_by(const StepInput& input, const std::optional<Plan>& plan) {
+  return input.split ? &*input.split : plan && !plan->split.empty() ? &plan->split : nullptr;
 }
 }  // namespace
 
@@ -37,21 +37,30 @@ std::optional<Plan> BatchSizer::State::choose_pieces(const StepInput& input, con
     outcome.pieces = plan ? plan->pieces : wanted_pieces(input);
     outcome.peak_bytes = peak.peak_bytes();
   }
-  if (!plan && !in_lockstep() && !input.split && input.rows) {
+  if (!plan && !in_lockstep() && !input.split && input.rows && !input.by_length) {
     outcome.pieces = policy_.first(*input.rows, outcome.pieces).pieces;
   }
+  const auto* told = split_told_by(input, plan);
+  outcome.pieces =
+      input.by_length ? first_plan(input, outcome.pieces, told).pieces : outcome.pieces;
   norms_.require_whole(outcome.pieces);
   return plan;
 }
 
 std::vector<int64_t> BatchSizer::State::split_of(int64_t rows, int64_t pieces) {
   return options_.equal_pieces && !in_lockstep()
-             ? split_into_few_sizes(rows, split_rows(rows, pieces).front(), equal_sizes_)
+             ? split_into_few_sizes(rows, split_rows(rows, pieces).front(), splitting_.equal_sizes)
              : split_rows(rows, pieces);
 }
 
-std::vector<int64_t> BatchSizer::State::split_by(const ExecutionPlan& plan,
-                                                 const StepInput& input) {
+std::vector<int64_t> BatchSizer::State::split_by(const ExecutionPlan& plan, const StepInput& input,
+                                                 const std::vector<int64_t>* told) {
+  if (input.by_length) {
+    const auto& lengths = input.by_length->lengths;
+    return told != nullptr && largest_tokens(lengths, *told) <= plan.piece_rows
+               ? *told
+               : split_by_length(input, within_tokens(lengths, plan.piece_rows));
+  }
   if (input.split && plan.pieces == std::ssize(*input.split)) {
     return *input.split;
   }
@@ -79,9 +88,12 @@ void BatchSizer::State::stand(const AttemptResult& result, double ref, Outcome& 
 class BatchSizer::State::Running {
  public:
   Running(State& sizer, const StepInput& input, const PieceWork& work)
-      : s_(sizer), input_(input), work_(work), climb_(sizer.ladder_.ladder, input, work, [&sizer] {
-          return sizer.policy_.room(sizer.options_.device);
-        }) {
+      : s_(sizer),
+        input_(input),
+        work_(work),
+        climb_(sizer.ladder_.ladder, input, work,
+               [&sizer, &input] { return sizer.policy_of(input).room(sizer.options_.device); }),
+        clock_(sizer.options_.device) {
     announce();
     s_.owed_ = true;  // the others wait in their step
     plan_ = s_.choose_pieces(input_, work_, outcome_);
@@ -95,10 +107,9 @@ class BatchSizer::State::Running {
   }
 
   Outcome run() {
-    const auto rows = input_.rows.value_or(0);
-    auto first = ExecutionPlan::in_pieces(rows, outcome_.pieces);
+    auto first = s_.first_plan(input_, outcome_.pieces, split_told_by(input_, plan_));
     first.rungs = climb_.first(s_.is_finest(input_, first.pieces));
-    Retry retry(s_.policy_, rows, s_.options_.max_retries, std::move(first));
+    Retry retry(s_.policy_of(input_), units_of(input_), s_.options_.max_retries, std::move(first));
     retry.run([&] { return run_once(retry); });
     s_.note_peak(input_, outcome_);
     s_.log_rungs(outcome_, climb_);
@@ -126,6 +137,7 @@ class BatchSizer::State::Running {
   }
 
   PieceLoss forward(int64_t first, int64_t end) {
+    clock_.begin_piece(first, end);
     const auto on_rungs = climb_.forward();
     auto piece = s_.norms_.forward(next_piece_++, std::ssize(attempt_.split),
                                    [&] { return work_.forward(first, end); });
@@ -134,7 +146,8 @@ class BatchSizer::State::Running {
   }
 
   AttemptResult run_pieces(const Retry& retry) {
-    outcome_.split = attempt_.split = s_.split_by(retry.plan(), input_);
+    outcome_.split = attempt_.split =
+        s_.split_by(retry.plan(), input_, split_told_by(input_, plan_));
     const bool finest = s_.is_finest(input_, std::ssize(attempt_.split));
     climb_.begin_attempt(retry.plan().rungs, finest, s_.options_.max_retries > 0);
     attempt_.retries_left = retry.may_repeat() || climb_.may_start_over();
@@ -142,14 +155,29 @@ class BatchSizer::State::Running {
     s_.owed_ = false;
     next_piece_ = 0;
     s_.recorder_.begin_attempt();
+    clock_.begin_attempt();
     const PieceWork watched{[this](int64_t first, int64_t end) { return forward(first, end); },
-                            scaled_backward(work_.backward, s_.options_.scaler)};
+                            [this, backward = scaled_backward(work_.backward, s_.options_.scaler)](
+                                const at::Tensor& loss, const at::Tensor& gradient) {
+                              backward(loss, gradient);
+                              clock_.end_piece();
+                            }};
     auto result = [&] {
       const auto as_before = c10::make_scope_exit([&] { s_.norms_.after_step(); });
       return s_.group_.run(attempt_, watched);
     }();
     climb_.end_attempt(result.own == Status::ok);
+    if (result.own == Status::ok && input_.by_length && outcome_.rungs.empty()) {
+      note_times();
+    }
     return result;
+  }
+
+  void note_times() {
+    auto& known = s_.splitting_.by_length;
+    if (std::exchange(known.warm, true)) {
+      clock_.end_attempt(known.times, input_.by_length->lengths, outcome_.split);
+    }
   }
 
   Ended run_once(Retry& retry) {
@@ -162,13 +190,14 @@ class BatchSizer::State::Running {
     auto ended = s_.settle_attempt(result, input_, outcome_, attempt_peak);
     if (ended.how == Ended::How::stands) {
       s_.stand(result, attempt_.ref, outcome_);
+      outcome_.order = input_.by_length ? input_.by_length->order : outcome_.order;
     } else {
       if (ended.how == Ended::How::ran_out) {
-        retry.set_plan(plan_as_run(outcome_.split, retry.plan().rungs));  // some are uneven
+        retry.set_plan(plan_as_run(input_, outcome_.split, retry.plan().rungs));  // some are uneven
       }
       undo();
       climb_.follow(ended, retry.plan());
-      s_.log_shortage(ended, outcome_, input_.rows.value_or(0), retry);
+      s_.log_shortage(ended, outcome_, input_, retry);
       s_.note_shortfall(result, plan_, input_.kind);
     }
     outcome_.peak_bytes = std::max(outcome_.peak_bytes, peak.peak_bytes());
@@ -199,10 +228,11 @@ class BatchSizer::State::Running {
   std::optional<Plan> plan_;
   bool release_ = false;
   int64_t next_piece_ = 0;
+  PieceClock clock_;
 };
 
 Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
-  policy_.measure();
+  policy_of(input).measure();
   return Running(*this, input, work).run();
 }
 
@@ -246,8 +276,8 @@ Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepI
   return result.own == Status::out_of_memory ? again : Ended{Ended::How::for_others};
 }
 
-void BatchSizer::State::log_shortage(const Ended& ended, const Outcome& outcome, int64_t rows,
-                                     const Retry& retry) {
+void BatchSizer::State::log_shortage(const Ended& ended, const Outcome& outcome,
+                                     const StepInput& input, const Retry& retry) {
   const auto here = "rank " + std::to_string(group_.rank()) + " ran out of memory in step " +
                     std::to_string(steps_);
   if (ended.how == Ended::How::for_others) {
@@ -262,8 +292,8 @@ void BatchSizer::State::log_shortage(const Ended& ended, const Outcome& outcome,
                                "the step repeated as it was");
   } else {
     log(LogLevel::warning,
-        here + ": a batch of " + std::to_string(rows) + " is repeated in " +
-            std::to_string(split_of(rows, retry.next(options_.device).pieces).size()) +
+        here + ": a batch of " + std::to_string(input.rows.value_or(0)) + " is repeated in " +
+            std::to_string(split_by(retry.next(options_.device), input, nullptr).size()) +
             " pieces instead of " + std::to_string(outcome.split.size()));
   }
 }
@@ -294,8 +324,8 @@ void BatchSizer::State::note_peak(const StepInput& input, const Outcome& outcome
   if (outcome.retries > 0 || outcome.split.empty() || !outcome.rungs.empty()) {
     return;  // the peak is that of what was repeated, too
   }
-  policy_.note_fit(plan_as_run(outcome.split), {{options_.device, outcome.peak_bytes}},
-                   !input.split);
+  policy_of(input).note_fit(plan_as_run(input, outcome.split),
+                            {{options_.device, outcome.peak_bytes}}, !input.split);
 }
 
 }  // namespace brimful

@@ -26,7 +26,8 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
       transaction_(std::move(transaction)),
       options_(std::move(options)),
       norms_(options_.batch_norm, options_.batch_norms),
-      policy_({options_.device}, options_.piece_rows.value_or(0)) {
+      policy_({options_.device}, options_.piece_rows.value_or(0)),
+      splitting_{{}, ByLength(options_.device)} {
   group_.require_one_device();
   if (options_.ladder && !options_.lockstep && (options_.recompute || options_.offload)) {
     ladder_.ladder.emplace(options_.ladder, options_.device, options_.recompute, options_.offload);
@@ -128,6 +129,9 @@ void BatchSizer::State::check_input(const StepInput& input) {
   if (input.error) {
     std::rethrow_exception(input.error);
   }
+  TORCH_CHECK_VALUE(
+      !input.by_length || !options_.lockstep,
+      "a step by length cannot keep ranks in lockstep (lockstep: true); drop by_length");
   TORCH_CHECK_VALUE(!input.rows || *input.rows > 0,
                     "the batch is empty (rows: 0); pass NO_DATA where this rank has none");
   if (input.weight) {
@@ -265,6 +269,9 @@ std::map<std::string, double> BatchSizer::State::state() const {
   if (policy_.piece_rows() == 0 && found_.pieces > 1) {  // for a resumed job without forecasts
     state["piece_rows"] = static_cast<double>(split_rows(found_.rows, found_.pieces).front());
   }
+  if (const auto tokens = splitting_.by_length.policy.piece_rows(); tokens > 0) {
+    state["piece_tokens"] = static_cast<double>(tokens);
+  }
   found_.put(state);
   return state;
 }
@@ -283,7 +290,13 @@ void BatchSizer::State::load_state(const std::map<std::string, double>& state) {
                     "the sizer's state is not one that state_dict gave (piece_rows: ", piece_rows,
                     ", last_total: ", last_total, ", steps: ", steps, ")");
   found_ = FoundPieces::of(state);
+  const auto tokens = state.find("piece_tokens");
+  TORCH_CHECK_VALUE(tokens == state.end() || tokens->second >= 0,
+                    "the sizer's state is not one that state_dict gave (piece_tokens: ",
+                    tokens == state.end() ? 0 : tokens->second, ")");
   policy_.set_piece_rows(static_cast<int64_t>(piece_rows));
+  splitting_.by_length.policy.set_piece_rows(
+      tokens == state.end() ? 0 : static_cast<int64_t>(tokens->second));
   agreed_.last_total = last_total;
   steps_ = static_cast<int64_t>(steps);
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ladder/ladder.h"
+#include "sizer/by_length.h"
 #include "sizer/forecasts.h"
 #include "sizer/found_pieces.h"
 #include "sizer/one_call.h"
@@ -60,6 +61,10 @@ class BatchSizer::State {
     std::optional<ladder::Ladder> ladder;
     StepRungs logged;  ///< what the log has said last
   };
+  struct Splitting {
+    std::set<int64_t> equal_sizes;
+    ByLength by_length;
+  };
   class Running;
   ControlRecord record_for(Next next, const StepInput& input) const;
   double own_weight(const StepInput& input) const;
@@ -76,7 +81,20 @@ class BatchSizer::State {
   Outcome run(const StepInput& input, const PieceWork& work);
   std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork& work,
                                     Outcome& outcome);
-  std::vector<int64_t> split_by(const ExecutionPlan& plan, const StepInput& input);
+  /// `told`: by a forecast, or a step before; what memory does not have is split finer.
+  std::vector<int64_t> split_by(const ExecutionPlan& plan, const StepInput& input,
+                                const std::vector<int64_t>* told);
+  std::optional<Plan> plan_by_length(const StepInput& input);
+  std::vector<int64_t> split_by_length(const StepInput& input, const MostRows& most_rows) const;
+  /// Of rows, or of tokens where a step goes by length.
+  RetryPolicy& policy_of(const StepInput& input) {
+    return input.by_length ? splitting_.by_length.policy : policy_;
+  }
+  static int64_t units_of(const StepInput& input);
+  static ExecutionPlan plan_as_run(const StepInput& input, const std::vector<int64_t>& split,
+                                   ladder::Rungs rungs = {});
+  ExecutionPlan first_plan(const StepInput& input, int64_t pieces,
+                           const std::vector<int64_t>* told);
   std::vector<int64_t> split_of(int64_t rows, int64_t pieces);
   /// Whether a step with these pieces cannot be split further.
   bool is_finest(const StepInput& input, int64_t pieces) const;
@@ -93,9 +111,10 @@ class BatchSizer::State {
   void require_room_for_optimizer(const StepInput& input) const;
   void require_weight(const std::vector<ControlRecord>& records) const;
   void require_same_mark(const std::vector<ControlRecord>& records);
-  void log_shortage(const Ended& ended, const Outcome& outcome, int64_t rows, const Retry& retry);
+  void log_shortage(const Ended& ended, const Outcome& outcome, const StepInput& input,
+                    const Retry& retry);
   void note_peak(const StepInput& input, const Outcome& outcome);
-  Rehearsal rehearse(const StepInput& input, const PieceWork& work);
+  Rehearsal rehearse(int64_t rows, const PieceWork& work);
   /// `anew`: not what the step before found, while there is as much room; a replay of a CUDA allocator takes a while.
   std::optional<Plan> plan_of(const StepInput& input, const PieceWork& work, bool anew);
   void note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan,
@@ -112,7 +131,7 @@ class BatchSizer::State {
   int64_t calls_ = 0;
   Agreed agreed_;
   RetryPolicy policy_;
-  std::set<int64_t> equal_sizes_;
+  Splitting splitting_;
   std::optional<int64_t> released_step_;  ///< the last one with a cache_released
   bool own_weights_ = false;  ///< the loss function gives weights that are not known beforehand
   Checked checked_;

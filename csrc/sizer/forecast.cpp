@@ -94,10 +94,10 @@ bool BatchSizer::State::predicts() const {
   return options_.predict && !in_lockstep() && ForecastRoom::is_known(options_.device);
 }
 
-Rehearsal BatchSizer::State::rehearse(const StepInput& input, const PieceWork& work) {
+Rehearsal BatchSizer::State::rehearse(int64_t rows, const PieceWork& work) {
   Rehearser rehearser(group_, batch_, work, options_, margin_);
   try {
-    rehearser.run(*input.rows);
+    rehearser.run(rows);
   } catch (...) {
     if (!is_out_of_memory(std::current_exception())) {
       transaction_.restore();
@@ -111,6 +111,9 @@ Rehearsal BatchSizer::State::rehearse(const StepInput& input, const PieceWork& w
 
 std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const PieceWork& work,
                                                bool anew) {
+  if (input.by_length) {
+    return plan_by_length(input);
+  }
   const auto rows = *input.rows;
   if (rows <= Rehearser::kFirstRows || input.kind.uneven ||
       !StepTrace::is_possible(options_.device)) {
@@ -129,7 +132,7 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
   }
   std::optional<int64_t> fits;
   const auto rehearsed = [&] {
-    auto rehearsal = rehearse(input, work);
+    auto rehearsal = rehearse(rows, work);
     fits = rehearsal.fits;
     return forecasts_.keep(input.kind, std::move(rehearsal));
   };
@@ -184,7 +187,9 @@ std::optional<Plan> BatchSizer::State::plan(const StepInput& input, const PieceW
     if (plan->whole_bytes) {
       plan->whole_bytes = std::max(*plan->whole_bytes, plan->peak_bytes);
     }
-    plan->pieces = std::ssize(split_of(*input.rows, plan->pieces));
+    if (plan->split.empty()) {
+      plan->pieces = std::ssize(split_of(*input.rows, plan->pieces));
+    }
     divide(*plan, options_.standing_bytes ? options_.standing_bytes() : StandingBytes{});
   }
   return plan;

@@ -11,7 +11,8 @@ constexpr int64_t kManyRetries = 8;
 constexpr double kLargestStep =
     4;  // times as many pieces, in the last retries rather than in the first
 
-/// The largest of 1, 2, 3, 4, 6, 8, 12 ... that is at most `size`.
+}  // namespace
+
 int64_t common_size(int64_t size) {
   int64_t power = 1;
   while (2 * power <= size) {
@@ -20,7 +21,6 @@ int64_t common_size(int64_t size) {
   const auto between = power / 2 * 3;
   return between > power && between <= size ? between : power;
 }
-}  // namespace
 
 std::vector<int64_t> split_rows(int64_t rows, int64_t pieces) {
   TORCH_CHECK_VALUE(rows >= 0 && pieces >= 1, "cannot split a batch (rows: ", rows,

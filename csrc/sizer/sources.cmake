@@ -6,6 +6,7 @@ brimful_sources(HEAVY
   batch_norm.cpp
   batch_sizer.cpp
   batch_sizer_state.cpp
+  by_length.cpp
   call_log.cpp
   climb.cpp
   compare.cpp
@@ -15,13 +16,17 @@ brimful_sources(HEAVY
   forecasts.cpp
   found_pieces.cpp
   grad_scaler.cpp
+  length_fits.cpp
   length_law.cpp
+  length_plan.cpp
+ 
   loss_scale.cpp
   map_batches.cpp
   norm_calls.cpp
   optimizer_bytes.cpp
   peak_model.cpp
   piece_history.cpp
+  piece_times.cpp
   pieces.cpp
   rehearse.cpp
   report.cpp

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from brimful.pipeline._balance import balance
     from brimful.sampler import GlobalSampler
     from brimful.schedule import Schedule
+    from brimful.sizer._by_length import in_batch_order, token_weight
     from brimful.sizer._split_types import register_split
     from brimful.verify import verify_split
 
@@ -91,6 +92,7 @@ __all__ = [
     "explain",
     "find_executable_batch_size",
     "gpus",
+    "in_batch_order",
     "load",
     "map_batches",
     "memory",
@@ -106,6 +108,7 @@ __all__ = [
     "stop_on",
     "stop_requested",
     "summary",
+    "token_weight",
     "verify_split",
     "who_holds",
 ]
@@ -128,6 +131,7 @@ _LATER = {
     "sampler": ["GlobalSampler"],
     "schedule": ["Schedule"],
     "search": [],
+    "sizer._by_length": ["in_batch_order", "token_weight"],
     "sizer._split_types": ["register_split"],
     "verify": ["verify_split"],
 }

@@ -19,6 +19,7 @@ from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
 from brimful.sampler import GlobalSampler, global_sampler_of
 from brimful.sizer import _trial
+from brimful.sizer._by_length import NO_LABELS, ByLength, LengthFn, RowsByLength, TrimFn
 from brimful.sizer._host_state import HostState, can_leave
 from brimful.sizer._ladder import LadderModules, has_state, rungs_of
 from brimful.sizer._optimizer_room import OptimizerRoom
@@ -107,6 +108,23 @@ def _require_callable(**functions: Callable[..., Any] | None) -> None:
             raise TypeError(f"{name} is called with a batch ({name}: {function!r})")
 
 
+def _by_length(
+    how: bool | str | LengthFn, trim_fn: TrimFn | None, weight_fn: Any, few: bool, whole_rows: bool
+) -> ByLength | None:
+    if how is False or how is None:
+        if trim_fn is not None:
+            raise ValueError(
+                "trim_fn is for rows by length (by_length: False); pass by_length=length_fn with it"
+            )
+        return None
+    if not whole_rows:
+        raise ValueError(
+            "rows by length lie in dimension 0, and ranks keep no step with each other in them (by_length, with "
+            "batch_dim, size_fn, split_fn or lockstep); pass one or the other"
+        )
+    return ByLength(how, trim_fn, weight_fn, few=few)
+
+
 class BatchSizer:
     """Runs the batch you ask for in pieces that fit, with the exact gradient of the whole batch.
 
@@ -146,6 +164,14 @@ class BatchSizer:
     room. ``["split", "recompute"]`` and ``["split", "offload"]`` allow one of them; ``"split"`` neither. Not in
     lockstep. With ``"state"`` in the list the state of an Adam, AdamW or SGD that has no room lies in a file (CPU) or
     on the host (CUDA), the largest parameters' first, and torch's fused kernel for the CPU steps it there.
+
+    ``by_length`` puts a batch's rows in order of length, the longest first, trims each piece to its longest row, and
+    chooses pieces by bytes and by measured time. ``True`` is for the usual dict of a token model (``input_ids``,
+    ``attention_mask``, ``labels``, ...; padded right or left), ``"auto"`` leaves other batches as they are, and a
+    function that gives the lengths of a batch's rows goes with ``trim_fn(batch, begin, end)``, which returns these rows
+    trimmed. A mean loss then weighs as much as it has labels (``token_weight``; ``weight_fn`` is called with pieces,
+    too), and rows without any are not run. The first step that trims runs two rows in evaluation mode, whole and
+    trimmed, and raises ``ValueError`` where their losses differ. Pieces are copies. ``Outcome.order`` has the rows.
 
     A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on the split, and is
     reproducible with the same split. ``batch_norm`` says what to do about that: ``"warn"`` logs one warning that names
@@ -195,6 +221,8 @@ class BatchSizer:
         batch_norm: str = "warn",
         scaler: torch.amp.GradScaler | None = None,
         ladder: str | Sequence[str] = "auto",
+        by_length: bool | str | LengthFn = False,
+        trim_fn: TrimFn | None = None,
     ) -> None:
         parts = Parts(model, optimizer)
         if not local:
@@ -202,18 +230,16 @@ class BatchSizer:
         parts.require_trained()
         devices = parts.devices()
         lockstep = parts.lockstep(lockstep)
+        equal_pieces = _is_compiled(parts.children) if equal_pieces is None else equal_pieces
+        whole_rows = (batch_dim, size_fn, split_fn, lockstep) == (0, None, None, False)
+        self._by_length = _by_length(by_length, trim_fn, weight_fn, equal_pieces, whole_rows)
         self._model = model
-        self._parameters = parts.parameters
-        self._buffers = parts.buffers()
-        self._optimizers = parts.optimizers
-        self._device = devices[0]
-        self._wrapped_by_torch = parts.torch_ddp
+        self._take_parts(parts)
         scaler_tensors = _scaler_tensors(scaler, devices[0])
         recompute, offload = rungs_of(ladder)
         self._host = HostState(parts.optimizers, devices[0]) if has_state(ladder) else None
         self._room = OptimizerRoom(parts.optimizers, self._host)
         self._consumed = 0
-        self._gradient_bytes = parts.gradient_bytes(self._device)
         _require_callable(weight_fn=weight_fn, size_fn=size_fn, split_fn=split_fn)
         self._weight_fn, self._size_fn, self._split_fn = weight_fn, size_fn, split_fn
         self._core = self._make_core(
@@ -224,7 +250,7 @@ class BatchSizer:
             piece_rows=piece_rows,
             lockstep=lockstep,
             predict=predict,
-            equal_pieces=_is_compiled(parts.children) if equal_pieces is None else equal_pieces,
+            equal_pieces=equal_pieces,
             batch_norm=batch_norm,
             scaler=scaler_tensors,
             ladder=LadderModules(parts.modules, devices[0]) if recompute or offload else None,
@@ -236,6 +262,14 @@ class BatchSizer:
         self._sampler: GlobalSampler | None = None  # of a batch that was handed out and not stepped
         self._take_over(parts.wrapped)
         self._follow_optimizers()
+
+    def _take_parts(self, parts: Parts) -> None:
+        self._parameters = parts.parameters
+        self._buffers = parts.buffers()
+        self._optimizers = parts.optimizers
+        self._device = parts.devices()[0]
+        self._wrapped_by_torch = parts.torch_ddp
+        self._gradient_bytes = parts.gradient_bytes(self._device)
 
     def _make_core(self, parts: Parts, batch_dim: BatchDim, **options: Any) -> _C.BatchSizer:
         # The core is no container to the garbage collector: what it holds must not lead back to it.
@@ -341,10 +375,11 @@ class BatchSizer:
         add to are then as before the call. Waits once for the device.
         """
         data = None if batch is NO_DATA else batch
-        sizes, error = None, None
+        sizes, error, rows = None, None, None
         trial = _trial.current()
         try:
             sizes = _checked(batch, loss_fn, split)
+            rows = self._rows_by_length(data, loss_fn, check=split is None)
             self._place_state()
             self._room.keep()
             if trial is not None and data is not None:
@@ -352,7 +387,9 @@ class BatchSizer:
                 trial.before_step(self, plan, accumulate)
         except Exception as caught:  # must fail the step, not this call: the other ranks wait
             error = caught
-        outcome = self._run(data, loss_fn, sizes, rungs, error, bool(accumulate))
+        outcome = self._run(data, loss_fn, sizes, rungs, error, bool(accumulate), rows)
+        if rows is not None and not rows.order and outcome.weight == 0:
+            raise ValueError(NO_LABELS.format(rows=rows.rows))
         self._consumed += data is not None
         if self._sampler is not None:
             self._sampler.note(outcome)
@@ -375,6 +412,18 @@ class BatchSizer:
                 if not (alone and of_rows and self._place_state(all_of_it=True)):
                     raise
             self._room.keep()
+
+    def _rows_by_length(
+        self, batch: Any, loss_fn: Callable[[Any, Any], Any], *, check: bool = False
+    ) -> RowsByLength | None:
+        rows = None if self._by_length is None or batch is None else self._by_length.rows_of(batch)
+        if rows is not None and not rows.order and self._core.world_size == 1:
+            raise ValueError(
+                f"no label of the batch counts (rows: {rows.rows}); leave the batch out"
+            )
+        if rows is not None and rows.order and check:
+            self._by_length.check(rows, loss_fn, self._model)  # type: ignore[union-attr]
+        return rows
 
     def _state_may_leave(self) -> bool:
         return (
@@ -432,7 +481,8 @@ class BatchSizer:
         _checked(batch, loss_fn, None)
         self._place_state()
         self._room.keep()
-        return self._core.plan(batch, self._local(loss_fn), self._model, bool(accumulate))
+        rows = self._rows_by_length(batch, loss_fn)
+        return self._core.plan(batch, self._local(loss_fn), self._model, bool(accumulate), rows)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch | _NoData]:
         """Yield the loader's batches, then ``NO_DATA`` while other ranks have some.

@@ -4,11 +4,13 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace brimful {
+struct RowLengths;  // <brimful/sizer/row_lengths.h>
 
 /// What a step does where one row takes more memory than there is, by the names of its model's modules.
 struct StepRungs {
@@ -38,6 +40,8 @@ struct Outcome {
   int64_t pieces = 0;  ///< on this rank
   std::vector<int64_t>
       split;  ///< rows per piece; a step given the same split repeats it bit by bit
+  /// Of a step by length: the row of the batch at each place of the split. Empty: as in the batch.
+  std::vector<int64_t> order;
   StepRungs
       rungs;  ///< of the attempt that stands, on this rank; a step given these takes the same memory
   int64_t retries = 0;
@@ -59,6 +63,8 @@ struct StepInput {
   RowKind kind;             ///< what forecasts go by; see kind_of()
   /// The same, asked for only where one row does not fit. Optional: batches are then taken for alike.
   std::function<RowKind()> ask_kind;
+  /// Rows of unequal length: pieces are trimmed, and chosen by the lengths. Not in lockstep.
+  std::shared_ptr<const RowLengths> by_length;
   std::exception_ptr error;  ///< what is wrong with the batch: fails the step on all ranks
 };
 

@@ -22,6 +22,9 @@ BRIMFUL_API int64_t pieces_for(int64_t rows, int64_t piece_rows);
 /// there is no such number. A compiled model compiles for each size that it meets. Pure.
 BRIMFUL_API int64_t equal_pieces(int64_t rows, int64_t pieces);
 
+/// The largest of 1, 2, 3, 4, 6, 8, 12, 16, 24 ... that is at most `size`, which is 1 or more. Pure.
+BRIMFUL_API int64_t common_size(int64_t size);
+
 /// A split for a compiled model: equal pieces of at most `piece_rows` rows where a quarter more of them gives that and
 /// their size is one of `equal_sizes`, which has room for four; else pieces of the largest of 1, 2, 3, 4, 6, 8, 12, 16,
 /// 24 ... that is no more, and what is left in smaller ones of these, of two rows where that can be (BatchNorm refuses

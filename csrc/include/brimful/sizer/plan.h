@@ -1,15 +1,17 @@
 #pragma once
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace brimful {
 
 /// What a step with this batch would take.
 struct Plan {
   int64_t pieces = 1;
-  int64_t piece_rows = 0;  ///< of the largest piece
-  int64_t used_bytes = 0;  ///< in use already
-  int64_t kept_bytes = 0;  ///< of that, the gradients that an accumulating step adds to
+  int64_t piece_rows = 0;      ///< of the largest piece
+  std::vector<int64_t> split;  ///< of a batch by length: rows of each piece
+  int64_t used_bytes = 0;      ///< in use already
+  int64_t kept_bytes = 0;      ///< of that, the gradients that an accumulating step adds to
   /// Predicted, what is in use already included: of forward and backward, or of the optimizer's step if it takes more.
   int64_t peak_bytes = 0;
   /// On CUDA, predicted too: what torch's allocator has of the device at the peak, its cache included, as

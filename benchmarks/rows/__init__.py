@@ -1,0 +1,1 @@
+"""What a step gains by looking at a batch's rows."""
