@@ -55,6 +55,8 @@ def values_for(title, folder):
         )
         net_of_it = transformers.BertForSequenceClassification(config)
         return {"net": net_of_it, "arguments": arguments, "data": rows}
+    if title in ("TRL", "sentence-transformers"):
+        return values_for_language_models(title, folder)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     found = {"net": module, "optimizer": optimizer, "batch": classes(4), "loss_fn": loss_fn}
     if title == "torch.distributed.checkpoint":
@@ -64,6 +66,26 @@ def values_for(title, folder):
         found |= {"model": model, "sizer": sizer, "scaler": scaler, "loader": [1, 2]}
         return found | {"folder": folder, "brimful": brimful, "itertools": itertools}
     return found | {"options": {"cpu": True} if title == "Accelerate" else options}
+
+
+def values_for_language_models(title, folder):
+    datasets = pytest.importorskip("datasets")
+    tiny = pytest.importorskip("tiny_language_models")
+    options = {"output_dir": folder, "use_cpu": True, "report_to": [], "save_strategy": "no"}
+    options["max_steps"] = 1
+    if title == "TRL":
+        data = datasets.Dataset.from_dict({"text": tiny.texts(16)})
+        values = {"net": tiny.causal_model(), "tokenizer": tiny.tokenizer(), "data": data}
+        return {**values, "options": {**options, "bf16": False}}
+    library = pytest.importorskip("sentence_transformers")
+    model = tiny.sentence_model(f"{folder}/model")
+    pairs = {"one": tiny.texts(16), "two": tiny.texts(16)[::-1], "score": [0.5] * 16}
+    return {
+        "net": model,
+        "arguments": library.SentenceTransformerTrainingArguments(**options),
+        "data": datasets.Dataset.from_dict(pairs),
+        "loss": tiny.losses().CosineSimilarityLoss(model),
+    }
 
 
 def block_job(rank, title, folder):
@@ -76,6 +98,8 @@ NEEDS = {
     "Fabric": "lightning",
     "Accelerate": "accelerate",
     "Hugging Face Trainer": "transformers",
+    "TRL": "trl",
+    "sentence-transformers": "sentence_transformers",
     "torch.distributed.checkpoint": "torch",
 }
 
@@ -83,6 +107,8 @@ NEEDS = {
 @pytest.mark.parametrize("title", NEEDS)
 def test_a_block_of_the_page_runs(ranks, tmp_path, title):
     pytest.importorskip(NEEDS[title])
+    if title == "sentence-transformers":  # of several processes one alone saves
+        pytest.importorskip("tiny_language_models").save_bert(f"{tmp_path}/model")
     ranks(block_job, title, str(tmp_path))
 
 

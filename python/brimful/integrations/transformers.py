@@ -1,8 +1,7 @@
-"""Hugging Face Trainer: memory in the logs, and batches in pieces that fit instead of ``auto_find_batch_size``."""
+"""Hugging Face Trainer and those that build on it: batches in pieces that fit instead of ``auto_find_batch_size``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from brimful.integrations._extra import require
@@ -13,9 +12,11 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import brimful
-from brimful.integrations._step_as_loss import step_as_loss
+from brimful._process_end import is_out_of_memory
+from brimful.integrations._generate_in_pieces import generate_in_pieces
+from brimful.integrations._loss_in_pieces import LossInPieces
 
-__all__ = ["BrimfulCallback"]
+__all__ = ["BrimfulCallback", "generate_in_pieces"]
 
 
 class BrimfulCallback(TrainerCallback):
@@ -24,16 +25,28 @@ class BrimfulCallback(TrainerCallback):
     The batch stays what it was asked to be, and the loop is never restarted: when memory runs out, on any rank, all
     ranks repeat the batch in smaller pieces. ``options`` are those of ``brimful.BatchSizer``. Gradients are the
     Trainer's: the mean over the ranks, with its ``num_items_in_batch`` and gradient accumulation. A model that returns
-    a mean over tokens and takes no ``num_items_in_batch`` is weighted by rows.
+    a mean over tokens and takes no ``num_items_in_batch`` is weighted by rows. A rank whose data ends before that of
+    others takes part until all end.
+
+    ``evaluate``, ``predict`` and the model's ``generate`` go on in pieces where memory runs out, and so do they in a
+    training step that generates.
+
+    Of TRL's trainers ``SFTTrainer`` and ``GRPOTrainer`` are known, with what they log, and of sentence-transformers'
+    losses those that are a mean over rows. Others raise ``ValueError`` unless ``rows_are_independent`` says that theirs
+    is one too.
 
     Logs get ``peak_bytes`` (of this process, since the last log), ``used_bytes``, and ``pieces`` and ``retries`` of the
     last step. Without a trainer only the first two, and batches run as ever.
     """
 
-    def __init__(self, trainer: Trainer | None = None, **options: Any) -> None:
-        self.sizer: brimful.BatchSizer | None = None
-        self._model: torch.nn.Module | None = None
-        self._options = options
+    def __init__(
+        self,
+        trainer: Trainer | None = None,
+        *,
+        rows_are_independent: bool = False,
+        **options: Any,
+    ) -> None:
+        self._loss: LossInPieces | None = None
         if trainer is None:
             return
         if trainer.args.auto_find_batch_size:
@@ -42,34 +55,13 @@ class BrimfulCallback(TrainerCallback):
                 "(auto_find_batch_size: True); leave it out of TrainingArguments: BrimfulCallback "
                 "keeps the batch size and fits the pieces"
             )
-        self._trainer = trainer
-        self._compute_loss = trainer.compute_loss
-        trainer.compute_loss = self._loss_of_batch
+        self._loss = LossInPieces(trainer, rows_are_independent, options)
+        generate_in_pieces(trainer.model)
+        _score_in_pieces(trainer)
 
-    def _loss_of_batch(
-        self,
-        model: torch.nn.Module,
-        inputs: Mapping[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        if return_outputs or not model.training:
-            return self._compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self._model is not model:
-            self._model = model
-            self.sizer = brimful.BatchSizer(
-                model, self._trainer.optimizer, weight_fn=lambda _: 1.0, **self._options
-            )
-        rows = _rows(inputs)
-
-        def loss_fn(model: torch.nn.Module, piece: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-            share = _rows(piece) / rows
-            # A loss that is a sum over that number is as much larger as a mean is not.
-            items = None if num_items_in_batch is None else num_items_in_batch * share
-            return self._compute_loss(model, dict(piece), False, items), share
-
-        assert self.sizer is not None
-        return step_as_loss(self.sizer, inputs, loss_fn)
+    @property
+    def sizer(self) -> brimful.BatchSizer | None:
+        return None if self._loss is None else self._loss.sizer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         brimful.memory.reset_peak(args.device)
@@ -84,5 +76,26 @@ class BrimfulCallback(TrainerCallback):
         brimful.memory.reset_peak(args.device)
 
 
-def _rows(inputs: Mapping[str, Any]) -> int:
-    return next(len(value) for value in inputs.values() if isinstance(value, torch.Tensor))
+def _score_in_pieces(trainer: Any) -> None:
+    """GRPO scores completions of the old and the reference model without gradients, by rows already."""
+    score = getattr(trainer, "_get_per_token_logps_and_entropies", None)
+    if score is None:
+        return
+
+    def in_pieces(
+        model: Any,
+        input_ids: torch.Tensor,
+        *args: Any,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        rows = batch_size or len(input_ids)
+        while True:
+            try:
+                return score(model, input_ids, *args, batch_size=rows, **kwargs)
+            except BaseException as error:
+                if not is_out_of_memory(error) or torch.is_grad_enabled() or rows == 1:
+                    raise
+            rows = (rows + 1) // 2
+
+    trainer._get_per_token_logps_and_entropies = in_pieces

@@ -1,0 +1,217 @@
+"""A Hugging Face trainer's loss function, in training and in evaluation, on pieces of its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+import brimful
+from brimful._process_end import is_out_of_memory
+from brimful.integrations._joined_outputs import joined, tensors_of
+from brimful.integrations._piece_records import PieceMetrics, PieceRecords
+from brimful.integrations._step_as_loss import step_as_loss
+from brimful.integrations._trainer_rules import Rules
+from brimful.integrations._uneven_ends import NoBatch, UnevenEnds
+
+Result = tuple[Any, Any, float]  # loss, outputs and weight of a piece
+
+
+class LossInPieces:
+    """``compute_loss`` and ``prediction_step`` in the place of a trainer's. ``options`` are those of ``BatchSizer``."""
+
+    def __init__(self, trainer: Any, rows_are_independent: bool, options: dict[str, Any]) -> None:
+        self.sizer: brimful.BatchSizer | None = None
+        self._rules = Rules(trainer, rows_are_independent)
+        self._metrics = PieceMetrics(trainer) if self._rules.of_trl else None
+        self._size_fn: Callable[[Any], int] = options.get("size_fn") or _rows
+        self._cuts = _of_numbered_rows(options)
+        self._options = {**options, **self._cuts}
+        self._trainer = trainer
+        self._model: torch.nn.Module | None = None
+        self._compute_loss = trainer.compute_loss
+        self._prediction_step = trainer.prediction_step
+        self._evaluates_in_pieces = self._loss_only = False
+        self._ignored: list[str] | None = None
+        self._ends = UnevenEnds(trainer)
+        trainer.compute_loss = self._loss_of_batch
+        trainer.prediction_step = self._predict
+
+    def _loss_of_batch(
+        self,
+        model: torch.nn.Module,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        if return_outputs or not model.training:
+            return self._evaluate(model, inputs, return_outputs, num_items_in_batch)
+        if self._model is not model:
+            self._model = model
+            self.sizer = brimful.BatchSizer(
+                model, self._trainer.optimizer, weight_fn=lambda _: 1.0, **self._options
+            )
+        factor = self._ends.factor()
+        batch = brimful.NO_DATA if isinstance(inputs, NoBatch) else self._numbered(inputs)
+
+        def loss_fn(model: torch.nn.Module, piece: Any) -> tuple[torch.Tensor, float]:
+            return self._of_piece(model, inputs, piece, num_items_in_batch, False, factor)
+
+        assert self.sizer is not None
+        with self._logged_once():
+            return step_as_loss(self.sizer, batch, loss_fn)
+
+    def _logged_once(self) -> AbstractContextManager[None]:
+        return self._metrics.of_step() if self._metrics is not None else nullcontext()
+
+    def _numbered(self, inputs: Mapping[str, Any]) -> tuple[Mapping[str, Any], torch.Tensor]:
+        return inputs, torch.arange(self._size_fn(inputs))
+
+    def _of_piece(
+        self,
+        model: torch.nn.Module,
+        whole: Mapping[str, Any],
+        piece: tuple[Mapping[str, Any], torch.Tensor],
+        items: Any,
+        return_outputs: bool,
+        factor: float = 1.0,
+    ) -> tuple[Any, float]:
+        part, where = piece
+        share = len(where) / self._size_fn(whole)
+        inputs, weight = self._rules.piece(part, whole, share, factor)
+        # A loss that is a sum over that number is as much larger as a mean is not.
+        scaled, larger = (None if items is None else items * (share * factor)), 1.0
+        if self._metrics is not None and scaled is not None and scaled < 1:  # TRL divides by one
+            scaled, larger = items, 1 / (share * factor)
+
+        def compute() -> Any:
+            return self._compute_loss(model, inputs, return_outputs, scaled)
+
+        if self._metrics is None:
+            result = compute()
+        else:
+            result = self._metrics.of_piece(where, self._rules.tokens(part), compute)
+        if return_outputs:
+            return (result[0] * larger, result[1]), weight
+        return result * larger, weight
+
+    def _evaluate(
+        self, model: torch.nn.Module, inputs: Mapping[str, Any], return_outputs: bool, items: Any
+    ) -> Any:
+        def compute(piece: Any) -> Result:
+            result, weight = self._of_piece(model, inputs, piece, items, return_outputs)
+            loss, outputs = result if return_outputs else (result, None)
+            return loss, {} if self._loss_only and return_outputs else outputs, weight
+
+        def whole() -> Any:
+            if self._metrics is None:
+                return self._compute_loss(model, dict(inputs), return_outputs, items)
+            return self._of_piece(model, inputs, self._numbered(inputs), items, return_outputs)[0]
+
+        with self._logged_once():
+            result = self._whole_or_in_pieces(inputs, whole, compute)
+        return result if return_outputs or not isinstance(result, tuple) else result[0]
+
+    def _whole_or_in_pieces(
+        self,
+        inputs: Mapping[str, Any],
+        whole: Callable[[], Any],
+        compute: Callable[[Any], Result],
+    ) -> Any:
+        """What ``whole`` returns, or loss and outputs of all pieces where memory runs out or ran out before."""
+        if not self._evaluates_in_pieces or torch.is_grad_enabled():
+            try:
+                return whole()
+            except BaseException as error:
+                if not is_out_of_memory(error) or torch.is_grad_enabled():
+                    raise
+                self._evaluates_in_pieces = True
+        return self._in_pieces(inputs, compute)
+
+    def _in_pieces(
+        self, inputs: Mapping[str, Any], compute: Callable[[Any], Result]
+    ) -> tuple[Any, Any]:
+        records: PieceRecords[Result] = PieceRecords()
+        batch = self._numbered(inputs)
+        ignored = self._ignored
+        if ignored is None:
+            config = getattr(self._trainer.model, "config", None)
+            ignored = getattr(config, "keys_to_ignore_at_inference", ["cache"])
+        without = {"loss", *ignored}
+
+        def fn(piece: tuple[Mapping[str, Any], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            where = piece[1]
+            loss, outputs, weight = compute(piece)
+            is_first = int(where[0]) == 0
+            records.note(where, (loss, outputs if is_first else None, weight))
+            if len(where) == len(batch[1]):
+                return (where,)
+            return where, *tensors_of(outputs, len(where), without)
+
+        _, *tensors = brimful.map_batches(fn, batch, pieces=2, **self._cuts)
+        standing = records.standing()
+        if len(standing) == 1:
+            return standing[0][:2]
+        loss = None
+        if standing[0][0] is not None:
+            loss = sum(loss * weight for loss, _, weight in standing)
+        return loss, joined(standing[0][1], tensors, without)
+
+    def _predict(
+        self,
+        model: torch.nn.Module,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        trainer = self._trainer
+        names = trainer.label_names
+        has_loss = all(inputs.get(name) is not None for name in names) if names else True
+        self._loss_only, self._ignored = prediction_loss_only, ignore_keys
+        if has_loss or type(trainer).prediction_step is not Trainer.prediction_step:
+            return self._prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+        def whole() -> Any:
+            return self._prediction_step(model, dict(inputs), prediction_loss_only, ignore_keys)
+
+        def compute(piece: Any) -> Result:
+            part = dict(piece[0])
+            return (
+                None,
+                self._prediction_step(model, part, prediction_loss_only, ignore_keys)[1],
+                1.0,
+            )
+
+        with torch.no_grad():
+            result = self._whole_or_in_pieces(inputs, whole, compute)
+        return result if len(result) == 3 else (*result, None)
+
+
+def _rows(inputs: Mapping[str, Any]) -> int:
+    tensors = (value for value in inputs.values() if isinstance(value, torch.Tensor))
+    rows = next((len(tensor) for tensor in tensors if tensor.dim() > 0), None)
+    if rows is None:
+        raise ValueError(
+            f"the batch holds no tensor that has rows (keys: {list(inputs)}); pass size_fn and split_fn"
+        )
+    return rows
+
+
+def _of_numbered_rows(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that say how a batch is cut, for one beside the numbers of its rows."""
+    cuts: dict[str, Any] = {}
+    if "batch_dim" in options:
+        cuts["batch_dim"] = (options["batch_dim"], 0)
+    if options.get("size_fn") is not None:
+        size_fn = options["size_fn"]
+        cuts["size_fn"] = lambda batch: size_fn(batch[0])
+    if options.get("split_fn") is not None:
+        split_fn = options["split_fn"]
+        cuts["split_fn"] = lambda batch, begin, end: (
+            split_fn(batch[0], begin, end),
+            batch[1][begin:end],
+        )
+    return cuts

@@ -1,0 +1,119 @@
+"""Which trainers' losses are those of their rows, and how pieces of a batch make up the loss of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_OF_ROWS = {"SFTTrainer", "GRPOTrainer"}  # of TRL
+_LOSSES_OF_ROWS = {  # of sentence-transformers: a mean over rows
+    "ContrastiveLoss",
+    "CosineSimilarityLoss",
+    "MSELoss",
+    "MarginMSELoss",
+    "TripletLoss",
+}
+_OVER_TOKENS_OF_ALL = ("cispo", "dapo", "vespo")  # losses of GRPO with a count of the whole batch
+
+
+class Rules:
+    """Of one trainer; raises ``ValueError`` for one whose batch must stay whole.
+
+    ``rows_are_independent`` says that the loss is a mean over rows, of a trainer or loss that is not known here.
+    """
+
+    def __init__(self, trainer: Any, rows_are_independent: bool) -> None:
+        self._trainer = trainer
+        self.of_trl = _class_of(trainer, "trl")
+        self._is_grpo = self.of_trl == "GRPOTrainer"
+        self._loss_type = trainer.args.loss_type if self._is_grpo else None
+        if self.of_trl in _OF_ROWS:
+            self._refuse_arguments()
+        elif not rows_are_independent:
+            if self.of_trl is not None:
+                raise ValueError(
+                    "this trainer's batch is not known to be cut by rows "
+                    f"(trainer: {type(trainer).__name__}); {_SMALLER}; or pass rows_are_independent=True "
+                    "if its loss is a mean over the rows of its tensors"
+                )
+            self._refuse_losses()
+
+    def piece(
+        self, piece: Mapping[str, Any], whole: Mapping[str, Any], share: float, factor: float
+    ) -> tuple[dict[str, Any], float]:
+        """The inputs of a loss function that has ``share`` of the rows, and the weight of its loss.
+
+        ``factor`` is the same over ranks that have data.
+        """
+        inputs = dict(piece)
+        if not self._is_grpo:
+            return inputs, share
+        if "pixel_values" in inputs:
+            raise ValueError(
+                f"images of a batch of GRPOTrainer are not cut by rows; {_SMALLER}, without BrimfulCallback"
+            )
+        if self._loss_type in _OVER_TOKENS_OF_ALL:
+            inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * (share * factor)
+        if self._loss_type == "bnpo" and (tokens := float(_completion_mask(whole).sum())) > 0:
+            return inputs, float(_completion_mask(piece).sum()) / tokens
+        return inputs, share
+
+    def tokens(self, piece: Mapping[str, Any]) -> float:
+        """What means in the logs go by."""
+        if self._is_grpo:
+            return float(_completion_mask(piece).sum())
+        labels = piece.get("labels")
+        if not isinstance(labels, torch.Tensor) or labels.dim() < 2:
+            return 1.0
+        return float((labels[..., 1:] != -100).sum())
+
+    def _refuse_arguments(self) -> None:
+        arguments = self._trainer.args
+        over_the_batch = {
+            "top_entropy_quantile": getattr(arguments, "top_entropy_quantile", 1.0) != 1.0,
+            "entropy_coef": getattr(self._trainer, "_entropy_bonus_enabled", False),
+            "padding_free": getattr(self._trainer, "padding_free", False),
+        }
+        for name, is_set in over_the_batch.items():
+            if is_set:
+                raise ValueError(
+                    "a batch cannot be cut by rows where its rows are mixed "
+                    f"({name}: {getattr(arguments, name, True)}); leave {name} out of {type(arguments).__name__}"
+                    + (" and take packing_strategy='wrapped'" if name == "padding_free" else "")
+                )
+
+    def _refuse_losses(self) -> None:
+        if _class_of(self._trainer, "sentence_transformers") is None:
+            return
+        losses = self._trainer.loss
+        for loss in losses.values() if isinstance(losses, dict) else [losses]:
+            if type(loss).__name__ not in _LOSSES_OF_ROWS or not _is_mean(loss):
+                raise ValueError(
+                    "this loss is not known to be a mean over rows, as one that compares the rows of a batch is not "
+                    f"(loss: {type(loss).__name__}); take its Cached... form with mini_batch_size where there is one; "
+                    "or pass rows_are_independent=True if no row's loss depends on the others"
+                )
+
+
+def _is_mean(loss: Any) -> bool:
+    """As they are by default: an argument can make a sum of them."""
+    reduction = getattr(getattr(loss, "loss_fct", None), "reduction", "mean")
+    return reduction == "mean" and getattr(loss, "size_average", True) is True
+
+
+_SMALLER = (
+    "take a smaller per_device_train_batch_size, and as much more of gradient_accumulation_steps"
+)
+
+
+def _class_of(trainer: Any, package: str) -> str | None:
+    """The name of the first of its classes that the package has."""
+    names = (c.__name__ for c in type(trainer).__mro__ if c.__module__.split(".")[0] == package)
+    return next(names, None)
+
+
+def _completion_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
+    mask: torch.Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask

@@ -1,0 +1,69 @@
+"""sentence-transformers' trainer: losses of rows in pieces, and losses over a batch refused."""
+
+import pytest
+from models import values_of
+from trainers import Memory, same
+
+sentence_transformers = pytest.importorskip("sentence_transformers")
+datasets = pytest.importorskip("datasets")
+adapter = pytest.importorskip("brimful.integrations.transformers")
+tiny = pytest.importorskip("tiny_language_models")
+losses = tiny.losses()
+
+
+def trainer(folder, loss, memory=None, **settings):
+    def check(_, args):
+        if memory is not None:
+            memory.check(args[0]["input_ids"])
+
+    tiny.save_bert(f"{folder}/model")
+    model = tiny.sentence_model(f"{folder}/model", check)
+    arguments = sentence_transformers.SentenceTransformerTrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        logging_steps=1,
+        optim="sgd",
+        learning_rate=0.5,
+        seed=1,
+    )
+    data = {"one": tiny.texts(32), "two": tiny.texts(32)[::-1]}
+    data["score"] = [number / 32 for number in range(32)]
+    return sentence_transformers.SentenceTransformerTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_dict(data),
+        loss=loss(model, **settings),
+    )
+
+
+def test_a_loss_of_rows_trains_the_same_in_pieces(tmp_path):
+    plain = trainer(str(tmp_path), losses.CosineSimilarityLoss)
+    plain.train()
+    memory = Memory(3)
+    ours = trainer(str(tmp_path), losses.CosineSimilarityLoss, memory)
+    callback = adapter.BrimfulCallback(ours)
+    ours.add_callback(callback)
+    ours.train()
+    assert memory.refusals == callback.sizer.report().retries == 2
+    assert same(values_of(ours.model), values_of(plain.model))
+    found, expected = (
+        [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+        for run in (ours, plain)
+    )
+    assert found == pytest.approx(expected)
+
+
+def test_a_loss_over_the_batch_is_refused_with_a_remedy(tmp_path):
+    ours = trainer(str(tmp_path), losses.MultipleNegativesRankingLoss)
+    with pytest.raises(ValueError, match=r"MultipleNegativesRankingLoss.*take its Cached"):
+        adapter.BrimfulCallback(ours)
+    sums = trainer(str(tmp_path), losses.ContrastiveLoss, size_average=False)
+    with pytest.raises(ValueError, match="ContrastiveLoss"):
+        adapter.BrimfulCallback(sums)
+    adapter.BrimfulCallback(ours, rows_are_independent=True)
