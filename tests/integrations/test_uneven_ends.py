@@ -2,13 +2,17 @@
 
 import pytest
 import torch
-from models import values_of
-from trainers import same, under_torchrun
+import torch.nn.functional as F
+from models import classes, values_of
+from trainers import Memory, net, same, under_torchrun
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 adapter = pytest.importorskip("brimful.integrations.transformers")
 test_with_transformers = pytest.importorskip("test_with_transformers")
+
+
+test_with_lightning = pytest.importorskip("test_with_lightning")
 
 
 class Own(transformers.Trainer):
@@ -96,3 +100,46 @@ def test_a_rank_whose_loader_is_shorter_takes_part_until_all_end(
     assert same(first[0], second[0])
     assert first[1] == second[1] == 4 // accumulation
     assert same(first[0], expected(str(tmp_path), rows, accumulation))
+
+
+class OfThisRank(test_with_lightning.Module):
+    def __init__(self, rank, rows, streamed, memory=None):
+        super().__init__(memory)
+        x, y = classes(sum(rows))
+        mine = slice(sum(rows[: rank.index]), sum(rows[: rank.index + 1]))
+        self.data = list(zip(x[mine], y[mine], strict=True))
+        self.streamed, self.ends = streamed, 0
+
+    def train_dataloader(self):
+        data = Stream(self.data) if self.streamed else self.data
+        return torch.utils.data.DataLoader(data, batch_size=4)
+
+    def on_train_batch_end(self, *_):
+        self.ends += 1
+
+
+def lightning_job(rank, rows, streamed):
+    under_torchrun(rank)
+    memory = Memory(3, here=rank.index == 1)
+    module = OfThisRank(rank, rows, streamed, memory)
+    strategy = test_with_lightning.lightning.BrimfulStrategy(sizer=True)
+    test_with_lightning.fit(module, strategy, max_epochs=2, use_distributed_sampler=False)
+    return values_of(module.net), module.ends, memory.refusals
+
+
+@pytest.mark.parametrize(("streamed", "rows"), [(False, (8, 14)), (True, (14, 6))])
+def test_a_rank_whose_data_is_shorter_takes_part_in_lightnings_loop(ranks, streamed, rows):
+    first, second = ranks(lightning_job, rows, streamed)
+    assert same(first[0], second[0])
+    steps = -(-max(rows) // 4)
+    assert first[1] == second[1] == 2 * steps
+    assert first[2] == 0 < second[2]
+    module, (x, y) = net(), classes(sum(rows))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in 2 * list(range(steps)):
+        here = slice(4 * step, 4 * step + 4)
+        own = [torch.cat([of[: rows[0]][here], of[rows[0] :][here]]) for of in (x, y)]
+        F.cross_entropy(module(own[0]), own[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same(first[0], values_of(module))

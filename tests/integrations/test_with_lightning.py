@@ -76,12 +76,10 @@ def fit(module, strategy, callbacks=(), **options):
         accelerator="cpu",
         devices=2,
         strategy=strategy,
-        max_epochs=1,
         enable_checkpointing=False,
-        use_distributed_sampler=True,
         callbacks=list(callbacks),
         **quiet,
-        **options,
+        **{"max_epochs": 1, "use_distributed_sampler": True, **options},
     )
     trainer.fit(module)
     return trainer

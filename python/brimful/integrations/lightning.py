@@ -22,6 +22,7 @@ import brimful
 from brimful.integrations import fabric  # noqa: F401  (registers the strategy there)
 from brimful.integrations._batch_size_finder import BatchSizeFinder
 from brimful.integrations._step_as_loss import step_as_loss
+from brimful.integrations._until_all_end import until_all_end
 
 __all__ = ["BatchSizeFinder", "BrimfulStrategy", "MemoryReport"]
 
@@ -32,6 +33,7 @@ class BrimfulStrategy(DDPStrategy):
     Takes the keywords of ``DDPStrategy`` and of ``brimful.DistributedDataParallel``. With ``sizer=True``, or a dict of
     options of ``BatchSizer``, every batch runs in pieces that fit: ``training_step`` is called for each piece, and what
     it logs is of the piece. That is for automatic optimization, and a ``training_step`` that returns the mean loss.
+    A rank whose training data ends before that of others takes part until all end; hooks get ``brimful.NO_DATA`` there.
     A scaler (``precision="16-mixed"``) scales the gradients of a batch when they are made; bfloat16 needs none.
     """
 
@@ -60,6 +62,12 @@ class BrimfulStrategy(DDPStrategy):
                 "leave out sizer, or leave the steps to Lightning"
             )
         self.sizer = brimful.BatchSizer(self.model, self.optimizers, **self._sizer_options)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        if self.sizer is None or not self.lightning_module.trainer.training:
+            return dataloader
+        return until_all_end(dataloader, self.root_device)
 
     def training_step(self, batch: Any, *args: Any) -> Any:
         if self.sizer is None:
