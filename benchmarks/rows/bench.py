@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks import common
-from benchmarks.rows import lengths
+from benchmarks.rows import lengths, trainers
 
-MODULES = (lengths,)
+MODULES = (lengths, trainers)
 
 
 def figures(quick: bool, only: Sequence[str] = (), **_: object) -> Iterator[common.Figure]:

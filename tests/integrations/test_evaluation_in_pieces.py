@@ -76,6 +76,15 @@ def test_outputs_that_cannot_be_joined_are_named(tmp_path):
     assert found.predictions.shape == (8, 6, 64)
 
 
+def test_a_model_that_knows_no_labels_predicts_in_pieces(tmp_path):
+    plain, ours = trainer(str(tmp_path)), trainer(str(tmp_path))
+    plain.label_names = ours.label_names = []
+    adapter.BrimfulCallback(ours)
+    Limited(ours.model, 3)
+    expected, found = (run.predict(rows_of(8, labelled=False)) for run in (plain, ours))
+    assert found.predictions == pytest.approx(expected.predictions, abs=1e-5)
+
+
 def test_generate_goes_on_in_pieces_of_their_own_lengths():
     model = tiny.causal_model()
     prompts = torch.stack([row["input_ids"] for row in rows_of(8)])

@@ -224,14 +224,6 @@ def test_ranks_of_which_one_has_less_memory_log_and_train_as_if_it_had_not(ranks
     assert same(first, second)
 
 
-class OfPairs:
-    def __init__(self, args):
-        self.args = args
-
-
-OfPairs.__module__ = "trl.trainer.dpo_trainer"
-
-
 @pytest.mark.parametrize(
     ("make", "more", "text"),
     [
@@ -246,7 +238,13 @@ def test_what_mixes_the_rows_of_a_batch_is_refused_with_a_remedy(tmp_path, make,
         BrimfulCallback(trainer)
 
 
-def test_a_trainer_of_trl_that_is_not_known_is_refused_with_a_remedy(tmp_path):
-    arguments = trl.SFTConfig(**options(str(tmp_path)))
-    with pytest.raises(ValueError, match=r"trainer: OfPairs.*rows_are_independent=True"):
-        BrimfulCallback(OfPairs(arguments))
+def test_a_trainer_whose_rows_are_pairs_is_refused_with_a_remedy(tmp_path):
+    pairs = {"prompt": texts(8), "chosen": texts(8), "rejected": texts(8)}
+    trainer = trl.DPOTrainer(
+        model=saved(str(tmp_path / "model")),
+        args=trl.DPOConfig(**options(str(tmp_path))),
+        processing_class=tokenizer(),
+        train_dataset=datasets.Dataset.from_dict(pairs),
+    )
+    with pytest.raises(ValueError, match=r"trainer: DPOTrainer.*gradient_accumulation_steps"):
+        BrimfulCallback(trainer)

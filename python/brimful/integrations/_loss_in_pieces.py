@@ -169,7 +169,10 @@ class LossInPieces:
     ) -> Any:
         trainer = self._trainer
         names = trainer.label_names
-        has_loss = all(inputs.get(name) is not None for name in names) if names else True
+        if names:
+            has_loss = all(inputs.get(name) is not None for name in names)
+        else:
+            has_loss = inputs.get("return_loss") or trainer.can_return_loss
         self._loss_only, self._ignored = prediction_loss_only, ignore_keys
         if has_loss or type(trainer).prediction_step is not Trainer.prediction_step:
             return self._prediction_step(model, inputs, prediction_loss_only, ignore_keys)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import torch
 
@@ -19,8 +20,9 @@ class PieceRecords(Generic[Left]):
         self._records: dict[int, tuple[int, Left]] = {}
 
     def note(self, where: torch.Tensor, left: Left) -> None:
-        begin = int(where[0])
-        self._records[begin] = (begin + len(where), left)
+        if len(where) > 0:  # in lockstep a piece may have none
+            begin = int(where[0])
+            self._records[begin] = (begin + len(where), left)
 
     def standing(self) -> list[Left]:
         """In the order of rows."""
@@ -51,14 +53,13 @@ class PieceMetrics:
     def of_step(self) -> Iterator[None]:
         """Around a step, or an evaluation of a batch, on all ranks."""
         self._records = PieceRecords()
-        accelerator = self._trainer.accelerator
-        alone = {"gather": _as_it_is, "gather_for_metrics": _as_it_is, "reduce": _as_it_is}
-        vars(accelerator).update(alone)
-        try:
+        with patch.multiple(
+            self._trainer.accelerator,
+            gather=_as_it_is,
+            gather_for_metrics=_as_it_is,
+            reduce=_as_it_is,
+        ):
             yield
-        finally:
-            for name in alone:
-                del vars(accelerator)[name]
         self._merge(self._over_ranks(self._records.standing()))
 
     def of_piece(self, where: torch.Tensor, tokens: float, compute: Callable[[], Any]) -> Any:
