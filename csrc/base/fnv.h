@@ -23,6 +23,10 @@ class Fnv {
       add(static_cast<uint8_t>(number >> shift));
     }
   }
+  /// All eight bytes at once: faster, and another value than one by one.
+  constexpr void add_word(uint64_t word) {
+    value_ = (value_ ^ static_cast<Number>(word ^ (word >> 29))) * kPrime;
+  }
   constexpr Number value() const { return value_; }
 
  private:

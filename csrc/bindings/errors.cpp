@@ -1,4 +1,5 @@
 #include <brimful/error.h>
+#include <brimful/launch/members.h>
 #include <brimful/log.h>
 #include <brimful/step/oom.h>
 #include <torch/csrc/Exceptions.h>
@@ -16,6 +17,8 @@ struct Types {
   PyObject* batch_too_large = nullptr;
   PyObject* half_step = nullptr;
   PyObject* plan_mismatch = nullptr;
+  PyObject* left_out = nullptr;
+  PyObject* store_lost = nullptr;
   PyObject* out_of_memory = nullptr;  ///< torch's
   PyObject* distributed = nullptr;    ///< torch's: a communicator is lost
   PyObject* accelerator = nullptr;    ///< torch's, with the device's code
@@ -90,6 +93,10 @@ void translate(std::exception_ptr pointer) {
     PyErr_SetString(types.half_step, e.what_without_backtrace());
   } catch (const PlanMismatch& e) {
     PyErr_SetString(types.plan_mismatch, e.what_without_backtrace());
+  } catch (const LeftOut& e) {
+    PyErr_SetString(types.left_out, e.what_without_backtrace());
+  } catch (const StoreLost& e) {
+    PyErr_SetString(types.store_lost, e.what_without_backtrace());
   } catch (const c10::ValueError& e) {
     PyErr_SetString(PyExc_ValueError, e.what_without_backtrace());
   } catch (const c10::TypeError& e) {
@@ -153,6 +160,14 @@ void make_types(py::module_& m) {
       "The ranks' models differ in the number, shape, dtype or values of their parameters, or "
       "their sizers in the state that they loaded.",
       py::make_tuple(py::handle(PyExc_ValueError)));
+  types.left_out = new_type(m, "LeftOut",
+                            "The other ranks formed a group without this process, which was silent "
+                            "for too long: it must be started again, and joins the next group.",
+                            py::make_tuple(py::handle(PyExc_RuntimeError)));
+  types.store_lost = new_type(m, "StoreLost",
+                              "The store through which ranks find each other is gone, so that no "
+                              "new group can be formed.",
+                              py::make_tuple(py::handle(PyExc_RuntimeError)));
 }
 
 void set_throwers() {

@@ -18,6 +18,9 @@ void bind_global_sampler(py::module_& m) {
       .def("set_epoch", &GlobalSampler::set_epoch, py::arg("epoch"))
       .def("reset", [](GlobalSampler& self) { self.reset(); })
       .def("next", [](GlobalSampler& self) { return self.next(); })
+      .def("next_step", &GlobalSampler::next_step)
+      .def("regroup", &GlobalSampler::regroup, py::arg("rank"), py::arg("world_size"),
+           py::arg("max_rows"))
       .def(
           "note",
           [](GlobalSampler& self, const std::vector<double>& work_ms) { self.note(work_ms); },

@@ -3,6 +3,7 @@
 PYBIND11_MODULE(_C, m) {
   brimful::bind_errors(m);
   brimful::bind_launch(m);
+  brimful::bind_members(m);
   brimful::bind_memory(m);
   brimful::bind_frame_site(m);
   brimful::bind_live_table(m);

@@ -74,6 +74,37 @@ void bind_create(ReducerClass& reducer) {
               py::arg("broadcast_buffers"), py::arg("synchronise_at_start"));
 }
 
+void bind_regroup(py::module_& m, ReducerClass& reducer) {
+  py::class_<Regrouped>(m, "Regrouped", "What the ranks of a new group agreed on.")
+      .BRIMFUL_FIELDS(def_readonly, Regrouped, source, progress, whole);
+  reducer
+      .def(
+          "regroup",
+          [](Reducer& reducer, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+             int64_t progress, bool whole, bool synchronise) {
+            return reducer.regroup(group, {progress, whole, synchronise});
+          },
+          py::arg("group"), py::kw_only(), py::arg("progress"), py::arg("whole"),
+          py::arg("synchronise"), NoGil())
+      .def_property_readonly("is_broken", &Reducer::is_broken)
+      .def(
+          "gather",
+          [](Reducer& reducer, const py::bytes& own) {
+            const auto text = own.cast<std::string>();
+            std::vector<std::vector<uint8_t>> all;
+            {
+              const py::gil_scoped_release no_gil;
+              all = reducer.gather({text.begin(), text.end()});
+            }
+            py::list result;
+            for (const auto& bytes : all) {
+              result.append(py::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
+            }
+            return result;
+          },
+          py::arg("own"));
+}
+
 void bind_buckets(ReducerClass& reducer) {
   reducer
       .def(
@@ -169,6 +200,7 @@ void bind_reducer(py::module_& m) {
   bind_figures(m);
   ReducerClass reducer(m, "Reducer");
   bind_create(reducer);
+  bind_regroup(m, reducer);
   bind_buckets(reducer);
   bind_loop(reducer);
   bind_failures(reducer);

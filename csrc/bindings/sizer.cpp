@@ -300,6 +300,7 @@ void bind_sizer(py::module_& m) {
       .def_property_readonly("at_end", [](PythonSizer& self) { return self.sizer().at_end(); })
       .def_property_readonly("world_size",
                              [](PythonSizer& self) { return self.sizer().world_size(); })
+      .def("regrouped", [](PythonSizer& self) { self.sizer().regrouped(); })
       .def("report", [](PythonSizer& self) { return self.sizer().report(); })
       .def("state", [](PythonSizer& self) { return self.sizer().state(); })
       .def(

@@ -21,6 +21,7 @@ brimful_sources(BINDINGS
   leaks.cpp
   list_rows.cpp
   live_table.cpp
+  members.cpp
   memory.cpp
   module.cpp
   module_entries.cpp

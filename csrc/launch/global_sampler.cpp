@@ -115,7 +115,7 @@ struct GlobalSampler::State {
     ahead = 0;
   }
 
-  std::optional<std::vector<size_t>> next() {
+  std::optional<std::vector<size_t>> next_step() {
     if (!order) {
       reset();
     }
@@ -136,10 +136,20 @@ struct GlobalSampler::State {
                      std::accumulate(shares.begin(), shares.begin() + rank, int64_t{0});
     next_row += rows;
     ++ahead;
-    if (shares[rank] == 0) {
-      return std::nullopt;
-    }
     return std::vector<size_t>(own, own + shares[rank]);
+  }
+
+  void regroup(int new_rank, int new_world_size, std::vector<int64_t> max_rows) {
+    auto given = options;
+    given.max_rows = std::move(max_rows);
+    State other(size, batch_size, new_rank, new_world_size, given);
+    bounds = std::move(other.bounds);
+    rank = new_rank;
+    world_size = new_world_size;
+    options = std::move(given);
+    forget_speeds();
+    next_row = noted_row;
+    ahead = 0;
   }
 
   void note(const std::vector<double>& work_ms) {
@@ -168,9 +178,9 @@ struct GlobalSampler::State {
 
   const size_t size;
   const size_t batch_size;
-  const int rank;
-  const int world_size;
-  const GlobalSamplerOptions options;
+  int rank;
+  int world_size;
+  GlobalSamplerOptions options;
   launch::ShareBounds bounds;
   launch::ShareHistory history;
   std::deque<Rows> upcoming;  ///< shares of the steps behind the last one noted, `lag` of them
@@ -289,7 +299,16 @@ void GlobalSampler::reset(std::optional<size_t> new_size) {
 }
 
 std::optional<std::vector<size_t>> GlobalSampler::next() {
-  return state_->next();
+  auto rows = state_->next_step();
+  return rows && rows->empty() ? std::nullopt : std::move(rows);
+}
+
+std::optional<std::vector<size_t>> GlobalSampler::next_step() {
+  return state_->next_step();
+}
+
+void GlobalSampler::regroup(int rank, int world_size, std::vector<int64_t> max_rows) {
+  state_->regroup(rank, world_size, std::move(max_rows));
 }
 
 void GlobalSampler::note(const Outcome& outcome) {

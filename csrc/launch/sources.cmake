@@ -8,6 +8,8 @@ brimful_sources(HEAVY
   gloo_group.cpp
   init_from_env.cpp
   meet.cpp
+  members.cpp
+  pulse.cpp
   run_ranks.cpp)
 if(brimful_torch_cuda)
   brimful_sources(HEAVY_ALONE nccl_group.cpp)

@@ -15,10 +15,29 @@
 #include "base/fnv.h"
 #include "reducer/device_wait.h"
 #include "reducer/group_calls.h"
+#include "reducer/owners.h"
 
 namespace brimful {
 namespace {
 constexpr size_t kBroadcastBytes = size_t{25} << 20;
+constexpr std::chrono::milliseconds kLookForDead{200};
+
+/// Ends when a rank is known to be dead, where that is watched: one that was stopped closes no connection.
+void wait_among_living(const Group& group, c10d::Work& work) {
+  const auto traffic = traffic_of(group.get());
+  while (traffic->is_dead) {
+    try {
+      work.wait(kLookForDead);
+      return;
+    } catch (const std::exception&) {
+      if (work.isCompleted()) {
+        break;  // its own error
+      }
+    }
+    TORCH_CHECK(!traffic->knows_dead(group->getSize()), "a rank of the process group is dead");
+  }
+  work.wait();
+}
 
 std::vector<std::string> describe_model(const Model& model) {
   std::vector<std::string> lines;
@@ -108,7 +127,7 @@ std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device
   if (wait) {
     wait(*exchange.work);
   } else if (device.is_cpu()) {
-    exchange.work->wait();
+    wait_among_living(group, *exchange.work);
   } else {
     wait_on_device(group, device, *exchange.work, std::chrono::steady_clock::now(), [] {});
   }

@@ -158,14 +158,11 @@ bool& WholePath::is_on() {
   return on;
 }
 
-std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
-                                         std::vector<at::Tensor> buffers, const Group& group,
-                                         const ReducerOptions& options) {
-  TORCH_CHECK_VALUE(
-      group, "no process group (group: null); call init_process_group or init_from_env first");
-  require_parameters(parameters);
-  require_options(options);
-  auto state = std::make_unique<State>(group, options);
+std::shared_ptr<Reducer::State> Reducer::State::make(std::vector<at::Tensor> parameters,
+                                                     std::vector<at::Tensor> buffers,
+                                                     const Group& group,
+                                                     const ReducerOptions& options) {
+  auto state = std::make_shared<State>(group, options);
   auto& s = state->engine.state();
   s.link.alone = s.link.world_size == 1 && !WholePath::is_on();
   auto& layout = s.layout;
@@ -184,6 +181,7 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   if (s.link.world_size > 1) {
     s.updates.emplace(parameters, s.link.device, options.renormalised);
   }
+  state->buffers = buffers;
   layout.tail.emplace(make_tail(s, plan, std::move(buffers), options));
   s.attempt.seen.assign(parameters.size(), -1);
   s.attempt.used.assign(parameters.size(), 0);
@@ -194,33 +192,59 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   });
   layout.lay_out(std::move(plan), /*dense=*/false, /*encodes=*/!s.link.alone);
   start_tuner(s, options);
+  return state;
+}
 
+void Reducer::State::connect(const std::shared_ptr<State>& state) {
+  own_parameters(state);
+  state->loop.attach(std::shared_ptr<LoopDriver>(state, &state->loop),
+                     std::shared_ptr<Engine>(state, &state->engine));
+  release_at_exit(&state->loop, [weak = std::weak_ptr<State>(state)] {
+    if (const auto alive = weak.lock()) {
+      alive->engine.state().link.group.reset();
+    }
+  });
+  state->connected = true;
+}
+
+void Reducer::State::own_parameters(const std::shared_ptr<State>& state) {
+  const auto& s = state->engine.state();
+  own(std::shared_ptr<LoopDriver>(state, &state->loop), s.layout.parameters, s.link.group.get());
+}
+
+void Reducer::State::let_go() {
+  if (std::exchange(connected, false)) {
+    forget_at_exit(&loop);
+    disown(&loop);
+    engine.remove_hooks();
+  }
+}
+
+Reducer::State::~State() {
+  if (connected && std::uncaught_exceptions() > exceptions) {
+    loop.announce_unwinding();
+  }
+  let_go();
+}
+
+std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
+                                         std::vector<at::Tensor> buffers, const Group& group,
+                                         const ReducerOptions& options) {
+  TORCH_CHECK_VALUE(
+      group, "no process group (group: null); call init_process_group or init_from_env first");
+  require_parameters(parameters);
+  require_options(options);
+  auto state = State::make(std::move(parameters), std::move(buffers), group, options);
+  const auto& layout = state->engine.state().layout;
   for (const auto& other : owners_of(layout.parameters)) {
     const auto& theirs = other->state().layout;
     other->retire(theirs.name_of(*theirs.shared_with(layout.parameters)));
   }
-  std::shared_ptr<Reducer> reducer(new Reducer(std::move(state)));
-  // Both live as long as the reducer.
-  const std::shared_ptr<LoopDriver> loop(reducer, &reducer->s_->loop);
-  loop->attach(loop, std::shared_ptr<Engine>(reducer, &reducer->s_->engine));
-  own(loop, layout.parameters, group.get());
-  release_at_exit(loop.get(), [weak = std::weak_ptr<Reducer>(reducer)] {
-    if (const auto alive = weak.lock()) {
-      alive->s_->engine.state().link.group.reset();
-    }
-  });
-  return reducer;
+  State::connect(state);
+  return std::shared_ptr<Reducer>(new Reducer(std::move(state)));
 }
 
-Reducer::Reducer(std::unique_ptr<State> state) : s_(std::move(state)) {}
-
-Reducer::~Reducer() {
-  if (std::uncaught_exceptions() > s_->exceptions) {
-    s_->loop.announce_unwinding();
-  }
-  forget_at_exit(&s_->loop);
-  disown(&s_->loop);
-  s_->engine.remove_hooks();
-}
+Reducer::Reducer(std::shared_ptr<State> state) : s_(std::move(state)) {}
+Reducer::~Reducer() = default;
 
 }  // namespace brimful

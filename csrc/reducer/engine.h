@@ -56,6 +56,8 @@ class Engine final : public ParticipantAttempt {
   void discard() override;
 
   std::vector<ControlRecord> exchange(const ControlRecord& record);
+  /// Every rank's bytes, for `what`. @throws RankFailed
+  std::vector<std::vector<uint8_t>> gather(const std::vector<uint8_t>& own, const char* what);
   /// All ranks set the same hook between steps, or none.
   void set_hook(std::unique_ptr<c10d::CommHookInterface> hook);
 

@@ -195,26 +195,29 @@ void Engine::forget_attempt() {
   std::fill(s_.attempt.used.begin(), s_.attempt.used.end(), uint8_t{0});
 }
 
-std::vector<ControlRecord> Engine::exchange(const ControlRecord& record) {
+std::vector<std::vector<uint8_t>> Engine::gather(const std::vector<uint8_t>& own,
+                                                 const char* what) {
   driver_->give_way(/*to_step=*/false);
   exchange_in_turn();
   const memory::Unlimited unlimited;
-  const auto own = encode(record);
   ++s_.counters.exchanges;
   s_.link.waiting_since = std::chrono::steady_clock::now();
-  std::vector<std::vector<uint8_t>> all;
   try {
     if (s_.link.broken) {
       std::rethrow_exception(s_.link.broken);
     }
-    all = exchange_bytes(s_.link.group, s_.link.device, {own.begin(), own.end()},
-                         [&](c10d::Work& work) { s_.link.wait_for(work, s_.link.device); });
+    return exchange_bytes(s_.link.group, s_.link.device, own,
+                          [&](c10d::Work& work) { s_.link.wait_for(work, s_.link.device); });
   } catch (const std::exception& e) {
     s_.link.broken = std::current_exception();
-    s_.link.throw_broken(s_.attempt.step, "the exchange before a loop", e.what());
+    s_.link.throw_broken(s_.attempt.step, what, e.what());
   }
+}
+
+std::vector<ControlRecord> Engine::exchange(const ControlRecord& record) {
+  const auto own = encode(record);
   std::vector<ControlRecord> records;
-  for (const auto& bytes : all) {
+  for (const auto& bytes : gather({own.begin(), own.end()}, "the exchange before a loop")) {
     RecordBytes theirs{};
     std::memcpy(theirs.data(), bytes.data(), theirs.size());
     records.push_back(decode(theirs));

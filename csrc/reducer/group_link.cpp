@@ -88,7 +88,7 @@ void GroupLink::wait_for(c10::ivalue::Future& future) {
 }
 
 bool GroupLink::is_given_up() {
-  return board->given_up(kListenPatience);
+  return traffic->knows_dead(world_size) || board->given_up(kListenPatience);
 }
 
 void GroupLink::require(c10::Device of) {
@@ -179,7 +179,8 @@ void GroupLink::throw_broken(int64_t at_step, const std::string& waiting_for,
     auto wait = board->find(wait_place(other));
     for (; !wait; wait = board->find(wait_place(other))) {
       const auto failure = board->find(FailureBoard::place_of(at_step, other));
-      if (failure || std::chrono::steady_clock::now() > deadline) {
+      const bool dead = traffic->is_dead && traffic->is_dead(other);
+      if (failure || dead || std::chrono::steady_clock::now() > deadline) {
         add(other, failure ? " failed: " + to_string(*failure)
                            : " did not come (it left its loop, died or hangs)");
         kind = failure && failure->kind == Status::out_of_memory ? failure->kind : kind;

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -21,6 +22,17 @@ struct GroupTraffic {
   std::atomic<int64_t> begun = 0;       ///< plain backwards
   std::atomic<int64_t> turns = 0;       ///< agreed on, equal on all ranks
   std::atomic<double> agreeing_ms = 0;  ///< for the other ranks to agree
+  /// Whether a rank is known to be dead; null where that is not watched. Set before the group is used.
+  std::function<bool(int rank)> is_dead;
+
+  bool knows_dead(int world_size) const {
+    for (int rank = 0; is_dead && rank < world_size; ++rank) {
+      if (is_dead(rank)) {
+        return true;
+      }
+    }
+    return false;
+  }
 };
 std::shared_ptr<GroupTraffic> traffic_of(const c10d::ProcessGroup* group);
 

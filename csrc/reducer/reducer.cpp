@@ -37,6 +37,10 @@ const std::vector<std::string>& Reducer::names() const {
   return s_->engine.state().layout.names;
 }
 
+bool Reducer::is_broken() const {
+  return s_->engine.state().link.broken != nullptr;
+}
+
 int64_t Reducer::launched() const {
   return s_->engine.state().attempt.next;
 }
@@ -59,10 +63,25 @@ std::string Reducer::describe_plan() const {
 }
 
 bool Reducer::replace_buffer(const at::Tensor& before, const at::Tensor& now) {
-  return s_->engine.state().layout.tail->replace(before, now);
+  const bool alike = s_->engine.state().layout.tail->replace(before, now);
+  for (auto& buffer : s_->buffers) {
+    buffer = alike && buffer.is_same(before) ? now : buffer;
+  }
+  return alike;
 }
 void Reducer::broadcast(const std::vector<at::Tensor>& tensors, int source) {
-  broadcast_from(source, s_->engine.state().link.group, tensors);
+  auto& s = s_->engine.state();
+  try {
+    broadcast_from(source, s.link.group, tensors);
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const std::exception& e) {
+    s.link.broken = std::current_exception();
+    s.link.throw_broken(s.attempt.step, "a broadcast", e.what());
+  }
+}
+std::vector<std::vector<uint8_t>> Reducer::gather(const std::vector<uint8_t>& own) {
+  return s_->engine.gather(own, "an exchange");
 }
 
 void Reducer::register_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook,

@@ -27,6 +27,7 @@ brimful_sources(HEAVY
   plan_tuner.cpp
   planner.cpp
   reducer.cpp
+  regroup.cpp
   rows.cpp
   stopwatch.cpp
   tail.cpp

@@ -78,6 +78,7 @@ void BatchSizer::State::stand(const AttemptResult& result, double ref, Outcome& 
   outcome.weight = total;
   outcome.last = agreed_.at_end;
   outcome.stop = stops(result.records);
+  outcome.regroup = regroups(result.records);
   for (const auto& record : result.records) {
     outcome.work_ms.push_back(record.work_ms);
   }

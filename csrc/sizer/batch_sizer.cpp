@@ -56,6 +56,9 @@ int64_t BatchSizer::calls() const {
 Transaction& BatchSizer::transaction() {
   return state_->transaction();
 }
+void BatchSizer::regrouped() {
+  state_->regrouped();
+}
 int BatchSizer::world_size() const {
   return state_->world_size();
 }

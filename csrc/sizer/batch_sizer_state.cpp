@@ -32,13 +32,7 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
   if (options_.ladder && !options_.lockstep && (options_.recompute || options_.offload)) {
     ladder_.ladder.emplace(options_.ladder, options_.device, options_.recompute, options_.offload);
   }
-  TORCH_CHECK_VALUE(
-      options_.local || group_.world_size() == 1 || !group_.has_outside(),
-      "some parameters are in no reducer, and their gradients would stay on this rank "
-      "(ranks: ",
-      group_.world_size(),
-      "); wrap their module in DistributedDataParallel, or set local where each rank "
-      "trains them by itself");
+  require_all_reduced();
   TORCH_CHECK_VALUE(options_.max_retries >= 0,
                     "max_retries must not be negative (max_retries: ", options_.max_retries, ")");
   TORCH_CHECK_VALUE(options_.pieces >= 1,
@@ -57,6 +51,23 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
     const auto [scale, growth_tracker] = options_.scaler->tensors(options_.device);
     transaction_.add(keeper_of({scale, growth_tracker}));
   }
+}
+
+void BatchSizer::State::require_all_reduced() const {
+  TORCH_CHECK_VALUE(
+      options_.local || group_.world_size() == 1 || !group_.has_outside(),
+      "some parameters are in no reducer, and their gradients would stay on this rank "
+      "(ranks: ",
+      group_.world_size(),
+      "); wrap their module in DistributedDataParallel, or set local where each rank "
+      "trains them by itself");
+}
+
+void BatchSizer::State::regrouped() {
+  const OneCall::Entered entered(calls_under_way_, "regrouped");
+  group_.require_one_group();
+  require_all_reduced();
+  agreed_ = {};  // a rank that has joined knows nothing of it
 }
 
 double BatchSizer::State::own_weight(const StepInput& input) const {

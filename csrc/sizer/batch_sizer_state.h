@@ -32,6 +32,7 @@ class BatchSizer::State {
   void announce_next(Next next, const StepInput& next_input);
   void announce_failure(FailureKind kind, const std::string& text);
   Report report() const;
+  void regrouped();
   std::map<std::string, double> state() const;
   void load_state(const std::map<std::string, double>& state);
   bool expects_step() const { return agreed_.holds && !agreed_.at_end; }
@@ -67,6 +68,7 @@ class BatchSizer::State {
   };
   class Running;
   ControlRecord record_for(Next next, const StepInput& input) const;
+  void require_all_reduced() const;
   double own_weight(const StepInput& input) const;
   int64_t wanted_pieces(const StepInput& input) const;
   void adopt(const std::vector<ControlRecord>& records);

@@ -6,7 +6,7 @@
 
 namespace brimful {
 namespace {
-// Layout: verdict 1, next and stop 1, next_pieces 2, weight 8, loss_sum 8, next_weight 8, ref 4, work_ms 4, plan 4, updated 8.
+// Layout: verdict and regroup 1, next and stop 1, next_pieces 2, weight 8, loss_sum 8, next_weight 8, ref 4, work_ms 4, plan 4, updated 8.
 template <typename Record, typename Visit>
 void for_each_field(Record& record, const Visit& visit) {
   int64_t offset = 0;
@@ -25,6 +25,8 @@ void for_each_field(Record& record, const Visit& visit) {
   field(record.plan);
   field(record.updated);
 }
+constexpr size_t kVerdictOffset = 0;
+constexpr uint8_t kRegroupBit = 0x80;  // beside the verdict
 constexpr size_t kNextOffset = 1;
 constexpr int kNextBits = 2;
 static_assert(1 + 1 + 2 + 8 * 3 + 4 * 3 == kUpdatedOffset);
@@ -47,6 +49,7 @@ RecordBytes encode(const ControlRecord& record) {
     std::memcpy(bytes.data() + offset, &value, sizeof(value));
   });
   bytes[kNextOffset] |= record.stop << kNextBits;
+  bytes[kVerdictOffset] |= record.regroup ? kRegroupBit : 0;
   return bytes;
 }
 
@@ -55,6 +58,8 @@ ControlRecord decode(const RecordBytes& bytes) {
   for_each_field(record, [&](auto& value, int64_t offset) {
     std::memcpy(&value, bytes.data() + offset, sizeof(value));
   });
+  record.regroup = (bytes[kVerdictOffset] & kRegroupBit) != 0;
+  record.verdict = static_cast<Status>(bytes[kVerdictOffset] & ~kRegroupBit);
   record.next = static_cast<Next>(bytes[kNextOffset] & ((1 << kNextBits) - 1));
   record.stop = bytes[kNextOffset] >> kNextBits;
   return record;

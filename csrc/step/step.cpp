@@ -3,6 +3,7 @@
 #include <brimful/memory/stats.h>
 #include <brimful/step/oom.h>
 #include <brimful/step/step.h>
+#include <brimful/step/stop.h>
 
 #include <algorithm>
 #include <chrono>
@@ -44,6 +45,10 @@ StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants,
     : participants_(std::move(participants)),
       outside_(std::move(outside)),
       kept_(std::make_shared<KeptGradients>()) {
+  require_one_group();
+}
+
+void StepGroup::require_one_group() const {
   for (size_t i = 0; i < participants_.size(); ++i) {
     const auto& participant = participants_[i];
     TORCH_CHECK_VALUE(
@@ -175,6 +180,7 @@ bool StepGroup::late_gradient() const {
 void StepGroup::launch(Fill fill, const Announcement& said) {
   own_ = said;
   own_.record.stop = stop_to_send();
+  own_.record.regroup = regroup_requested();
   for (const auto& participant : participants_) {
     participant->attempt().launch_early(fill);
   }

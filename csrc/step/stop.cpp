@@ -14,6 +14,7 @@ namespace brimful {
 namespace {
 // As a record has it: 0, or 1 + the signal that asked.
 std::atomic<uint8_t> request{0};
+std::atomic<bool> regroup{false};
 static_assert(std::atomic<uint8_t>::is_always_lock_free, "handlers of signals use it");
 
 constexpr int kSignals = 63;  // numbers below it fit into a record
@@ -76,6 +77,23 @@ uint8_t stop_to_send() noexcept {
 bool learn_stop(uint8_t stop) noexcept {
   adopt(stop);
   return stop != 0;
+}
+
+void request_regroup() noexcept {
+  regroup = true;
+}
+
+bool regroup_requested() noexcept {
+  return regroup;
+}
+
+void clear_regroup() noexcept {
+  regroup = false;
+}
+
+bool regroups(const std::vector<ControlRecord>& records) {
+  return std::any_of(records.begin(), records.end(),
+                     [](const ControlRecord& record) { return record.regroup; });
 }
 
 bool stops(const std::vector<ControlRecord>& records) {

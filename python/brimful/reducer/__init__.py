@@ -302,6 +302,31 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise
         self.reducer.end_scope_ok()
 
+    def regroup(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        progress: int = 0,
+        whole: bool = True,
+        synchronise: bool = False,
+    ) -> _C.Regrouped:
+        """Go on with another group, in place, after a rank died or for one that joins; all its ranks call it together.
+
+        ``progress``: the steps that this rank's parameters have taken; ``whole=False`` where a step was broken off in
+        the middle. Returns the ranks' ``progress`` and ``whole``, and ``source``: the lowest whole rank of those that
+        are furthest, from which the others need what they missed (``synchronise=True`` gives parameters and buffers to
+        all there and then). Options, the learned plan, counters and gradients are kept; the old group is aborted.
+        ``BatchSizer.regrouped()`` comes next; ``brimful.Fleet`` does all of it.
+
+        Raises ``PlanMismatch`` where models differ, ``RankFailed`` where a rank of the new group fails meanwhile, and
+        ``ValueError`` with a communication hook, which may hold the old group.
+        """
+        agreed = self.reducer.regroup(
+            group, progress=progress, whole=whole, synchronise=synchronise
+        )
+        self.process_group = group
+        return agreed
+
     def register_comm_hook(
         self, state: Any, hook: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
     ) -> None:

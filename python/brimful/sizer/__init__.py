@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from brimful import _C
 from brimful._modules import batch_norms
 from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
-from brimful.sampler import GlobalSampler, global_sampler_of
+from brimful.sampler import global_sampler_of
 from brimful.sizer import _trial
 from brimful.sizer._by_length import NO_LABELS, ByLength, LengthFn, RowsByLength, TrimFn
 from brimful.sizer._host_state import HostState, can_leave
@@ -30,6 +30,10 @@ __all__ = ["NO_DATA", "BatchSizer"]
 Batch = TypeVar("Batch")
 #: The dimension that holds rows, `None` for what has none, or entries of them that mirror the batch.
 BatchDim = int | None | Mapping[Any, Any] | Sequence[Any]
+
+
+class _Notes(Protocol):
+    def note(self, outcome: _C.Outcome | None) -> None: ...
 
 
 class _NoData:
@@ -259,7 +263,7 @@ class BatchSizer:
             state_may_leave=self._state_may_leave(),
         )
         self._loops = 0  # that have not come to their end
-        self._sampler: GlobalSampler | None = None  # of a batch that was handed out and not stepped
+        self._sampler: _Notes | None = None  # of a batch that was handed out and not stepped
         self._take_over(parts.wrapped)
         self._follow_optimizers()
 
@@ -536,6 +540,21 @@ class BatchSizer:
         self._core.report_failure(is_out_of_memory(error), text_of(error))
         mark_reported(error)
         raise error
+
+    def regrouped(self) -> None:
+        """The model's wrapped modules have another group now: ``DistributedDataParallel.regroup``. On all its ranks.
+
+        What was agreed with the old group is forgotten; sizes that were found are kept. Raises ``ValueError`` for
+        torch's own ``DistributedDataParallel``, which keeps its group.
+        """
+        if self._wrapped_by_torch:
+            raise ValueError(
+                "torch's DistributedDataParallel keeps its process group, and cannot go on with another one "
+                f"(modules: {len(self._wrapped_by_torch)}); wrap them with brimful.DistributedDataParallel"
+            )
+        self._core.regrouped()
+        if self._host is not None and self._core.world_size > 1:
+            self._host.be_alike()
 
     def _optimizer_states(self) -> list[torch.Tensor]:
         return [

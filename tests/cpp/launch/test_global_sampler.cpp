@@ -285,4 +285,49 @@ TEST_CASE("a data loader's copy of a sampler follows what the program notes", "[
   CHECK(weight == kSamples);
 }
 
+TEST_CASE("What was handed out and not noted is cut anew among other ranks", "[launch]") {
+  Job before(40, 8, {1, 1, 1});
+  const auto step = [](Job& job) {
+    bool any = false;
+    auto batch = job.fetch(any);
+    REQUIRE(any);
+    return batch;
+  };
+  before.note(step(before));
+  const auto lost = step(before);  // a rank dies in it
+  step(before);                    // and one was fetched ahead
+  Job after(40, 8, {1, 1});
+  for (int rank = 0; rank < 2; ++rank) {
+    auto sampler = before.samplers[rank == 0 ? 0 : 2];
+    sampler.regroup(rank, 2);
+    after.samplers[rank] = sampler;
+  }
+  const auto again = step(after);
+  CHECK(again[0].size() == 4);
+  Indices rows;
+  Indices rows_again;
+  for (const auto& of_rank : lost) {
+    rows.insert(rows.end(), of_rank.begin(), of_rank.end());
+  }
+  for (const auto& of_rank : again) {
+    rows_again.insert(rows_again.end(), of_rank.begin(), of_rank.end());
+  }
+  CHECK(rows == rows_again);
+  auto& sampler = after.samplers[0];
+  CHECK_THROWS_AS(sampler.regroup(2, 2), c10::ValueError);
+  CHECK_THROWS_AS(sampler.regroup(0, 9), c10::ValueError);
+  CHECK(sampler.shares() == std::vector<int64_t>{4, 4});
+}
+
+TEST_CASE("A rank without rows in a step knows that there is one", "[launch]") {
+  GlobalSampler sampler(5, 4, 1, 2);
+  CHECK(sampler.next_step()->size() == 2);
+  sampler.note(std::vector<double>{1, 1});
+  const auto last = sampler.next_step();
+  REQUIRE(last);
+  CHECK(last->empty());
+  sampler.note(std::vector<double>{1, 1});
+  CHECK(sampler.epoch() == 1);
+}
+
 }  // namespace test_global_sampler

@@ -33,6 +33,7 @@ TEST_CASE("A record survives its bytes bit by bit", "[step]") {
   record.verdict = Status::out_of_memory;
   record.next = Next::no;
   record.stop = GENERATE(uint8_t{0}, uint8_t{1}, uint8_t{63});
+  record.regroup = GENERATE(false, true);
   record.next_pieces = 0xABCD;
   record.weight = value;
   record.loss_sum = -value;
@@ -44,6 +45,7 @@ TEST_CASE("A record survives its bytes bit by bit", "[step]") {
   CHECK(back.verdict == record.verdict);
   CHECK(back.next == record.next);
   CHECK(back.stop == record.stop);
+  CHECK(back.regroup == record.regroup);
   CHECK(back.next_pieces == record.next_pieces);
   CHECK(same_bits(back.weight, record.weight));
   CHECK(same_bits(back.loss_sum, record.loss_sum));

@@ -59,6 +59,14 @@ class BRIMFUL_API GlobalSampler {
   /// The same, as data loaders ask for it.
   std::optional<std::vector<size_t>> next(size_t /*batch_size*/) { return next(); }
 
+  /// As next(), with no rows where only other ranks have some: nothing means that the epoch has ended.
+  std::optional<std::vector<size_t>> next_step();
+
+  /// Goes on among other ranks: what was handed out and not noted is cut anew, by even shares, so that the same rows are the
+  /// next step's. Copies that a data loader has follow. `max_rows` is as in the options, by the new ranks.
+  /// @throws c10::ValueError as the constructor; the sampler is then as it was
+  void regroup(int rank, int world_size, std::vector<int64_t> max_rows = {});
+
   /// A step has ended. On all ranks, once for each, also those in which this rank had no batch.
   /// @throws c10::ValueError for the times of another number of ranks, or where no step is under way
   void note(const Outcome& outcome);

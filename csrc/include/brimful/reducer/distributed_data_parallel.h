@@ -60,6 +60,12 @@ class DistributedDataParallel {
     reducer_->loop().end_scope_ok();
   }
 
+  /// See Reducer::regroup; the model's sizers need BatchSizer::regrouped() then.
+  Regrouped regroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                    const RegroupOptions& options = {}) {
+    return reducer_->regroup(group, options);
+  }
+
   Module* operator->() { return module_.get(); }
   const std::shared_ptr<Module>& module() const { return module_; }
   const std::shared_ptr<Reducer>& reducer() const { return reducer_; }

@@ -17,6 +17,22 @@ class ProcessGroup;       // <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace brimful {
 
+/// What a rank brings to a new group.
+struct RegroupOptions {
+  int64_t progress = 0;  ///< steps that its parameters have taken
+  bool whole =
+      true;  ///< its parameters are those of `progress` steps, and not of a step that was broken off
+  bool synchronise =
+      false;  ///< give all ranks the parameters and buffers of rank `source` there and then
+};
+/// What the ranks of a new group agreed on.
+struct Regrouped {
+  int source =
+      -1;  ///< the lowest whole rank of those that are furthest; -1: none of these is whole
+  std::vector<int64_t> progress;  ///< by rank
+  std::vector<uint8_t> whole;     ///< by rank
+};
+
 /// Sums gradients over the ranks of a process group in buckets that are launched during backward. One collective a bucket
 /// and none beside: verdicts, losses, weights and buffers ride in the last bucket. Driven by a step (the Participant
 /// interface), or by itself in a plain loop (loop()). Not thread-safe, but hooks may run on any autograd thread.
@@ -30,6 +46,21 @@ class BRIMFUL_API Reducer final : public Participant {
                                          std::vector<at::Tensor> buffers,
                                          const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                          const ReducerOptions& options = {});
+  /// Goes on with another group, for who holds this reducer too: after a rank died, or for one that joins. A collective of
+  /// the new group's ranks, which may make a reducer and regroup it at once where they join. Buffers and hooks are new,
+  /// since works of the old group may still write into its buffers; the old group is aborted. Kept are options, the
+  /// bucket plan of `source` once it is learned, counters, the step's number (the largest of all ranks') and gradients.
+  /// Between steps; not thread-safe.
+  /// @throws PlanMismatch on every rank if their models differ; RankFailed if a rank of the new group fails meanwhile;
+  /// c10::ValueError within a step, and with a communication hook, which may hold the old group. After any of
+  /// these the reducer has the old group still, and may regroup again.
+  Regrouped regroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                    const RegroupOptions& options = {});
+  /// The group broke: no step is possible until it regroups. Not so where a rank has only failed a step.
+  bool is_broken() const;
+  /// Every rank's bytes, by rank; all ranks give the same number. A collective.
+  /// @throws RankFailed if the group broke
+  std::vector<std::vector<uint8_t>> gather(const std::vector<uint8_t>& own);
   ~Reducer() override;
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -40,6 +71,7 @@ class BRIMFUL_API Reducer final : public Participant {
   /// its shape, dtype or device is another: then it stays out.
   bool replace_buffer(const at::Tensor& before, const at::Tensor& now);
   /// The tensors of rank `source` on every rank. A collective.
+  /// @throws RankFailed if the group broke
   void broadcast(const std::vector<at::Tensor>& tensors, int source);
 
   /// Counted since construction, for tests and reports.
@@ -89,9 +121,9 @@ class BRIMFUL_API Reducer final : public Participant {
 
  private:
   struct State;
-  explicit Reducer(std::unique_ptr<State> state);
+  explicit Reducer(std::shared_ptr<State> state);
 
-  std::unique_ptr<State> s_;
+  std::shared_ptr<State> s_;
 };
 
 }  // namespace brimful

@@ -102,6 +102,10 @@ class BRIMFUL_API BatchSizer {
   /// Of step(), the ones that failed included.
   int64_t calls() const;
   Transaction& transaction();
+  /// The reducers have another group now (Reducer::regroup). On all its ranks: what was agreed with the old one is forgotten,
+  /// and sizes that were found are kept.
+  /// @throws c10::ValueError if the reducers' groups differ, or a parameter is in none and `local` is not set
+  void regrouped();
   int world_size() const;
 
  private:

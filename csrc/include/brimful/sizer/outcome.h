@@ -48,8 +48,9 @@ struct Outcome {
   int64_t peak_bytes = 0;  ///< of this rank's device during the step, retries included
   /// By rank: that of its control record, or NaN; the largest is the straggler's.
   std::vector<double> work_ms;
-  bool last = false;  ///< no rank has another batch, or all stop
-  bool stop = false;  ///< a rank was asked to stop (stop.h), and all do after this step
+  bool last = false;     ///< no rank has another batch, or all stop
+  bool stop = false;     ///< a rank was asked to stop (stop.h), and all do after this step
+  bool regroup = false;  ///< a rank wants to join, and all form a new group after this step
   std::vector<AttemptNote> attempts;
 };
 

@@ -18,6 +18,7 @@ struct ControlRecord {
   Next next = Next::unknown;
   uint8_t stop =
       0;  ///< this rank asks all to stop after this step (stop.h): 1 + the signal, 6 bits
+  bool regroup = false;      ///< this rank asks all to form a new group after this step (stop.h)
   uint16_t next_pieces = 1;  ///< pieces that this rank wants for its next batch (used in lockstep)
   double weight = 0;         ///< of this step on this rank
   double loss_sum = 0;       ///< sum over pieces of mean loss times weight
@@ -60,6 +61,8 @@ BRIMFUL_API uint8_t stop_to_send() noexcept;
 /// True if a rank asks all to stop (what `stop` of its record says); this process has then been asked, too.
 BRIMFUL_API bool learn_stop(uint8_t stop) noexcept;
 BRIMFUL_API bool stops(const std::vector<ControlRecord>& records);
+/// True if a rank asks all to form a new group.
+BRIMFUL_API bool regroups(const std::vector<ControlRecord>& records);
 /// Whose buffers win in the next step: the lowest rank's that announced a batch for it; where none did, the lowest
 /// rank's that had one in this step and may have another.
 BRIMFUL_API int next_buffer_source(const std::vector<ControlRecord>& records);

@@ -81,7 +81,7 @@ class BRIMFUL_API Participant {
   virtual const FailureBoard& board() const = 0;
   /// A collective of its own: every rank's record. Used once per loop, never per step.
   virtual std::vector<ControlRecord> exchange(const ControlRecord& record) = 0;
-  /// Lives as long as the participant.
+  /// Lives as long as the participant, or until it regroups.
   virtual ParticipantAttempt& attempt() = 0;
 };
 

@@ -58,6 +58,7 @@ class BRIMFUL_API StepGroup {
 
   int rank() const;
   int world_size() const;
+  void require_one_group() const;  ///< throws as the constructor
   int64_t step() const;
   /// One collective; a group without participants answers by itself.
   std::vector<ControlRecord> exchange(const ControlRecord& record);
@@ -115,8 +116,7 @@ class BRIMFUL_API StepGroup {
 
   /// Of the attempt that finish() ended, as Ending::divergence: of the first participant that returns a text.
   const std::string& divergence() const { return divergence_; }
-  /// Parameters are trained whose gradients stay on this rank.
-  bool has_outside() const { return !outside_.empty(); }
+  bool has_outside() const { return !outside_.empty(); }  ///< gradients stay on this rank
   void accept(double scale, bool keep_unused);
   void discard();
   /// What a rank whose record says that it failed has posted; waits a second at most.

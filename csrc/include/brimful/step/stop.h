@@ -21,4 +21,11 @@ BRIMFUL_API void clear_stop() noexcept;
 /// @throws c10::ValueError if the system does not let a signal be handled; those before it in the list are
 BRIMFUL_API void stop_on(const std::vector<int>& signals);
 
+/// All ranks are to form a new group after the same step (Outcome::regroup), whichever of them was asked: a rank wants to
+/// join. Rides in the control record as a request to stop does. From any thread.
+BRIMFUL_API void request_regroup() noexcept;
+BRIMFUL_API bool regroup_requested() noexcept;
+/// A new group has formed.
+BRIMFUL_API void clear_regroup() noexcept;
+
 }  // namespace brimful

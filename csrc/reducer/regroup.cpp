@@ -1,0 +1,150 @@
+// A reducer goes on with another group, in place.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <brimful/error.h>
+#include <brimful/memory/stats.h>
+#include <brimful/step/oom.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "reducer/agree.h"
+#include "reducer/owners.h"
+#include "reducer/reducer_state.h"
+
+namespace brimful {
+namespace {
+/// By then the order of buckets is learned and their sizes are tuned; an earlier plan is learned again.
+constexpr int64_t kLearnedAfter = 64;
+
+/// Of a rank, as long as a control record: gloo ends a process whose peer is elsewhere and sends another size.
+struct Standing {
+  int64_t progress = 0;
+  int64_t whole = 1;
+  int64_t step = 0;
+  int64_t plan_bytes = 0;
+  int64_t unused[2] = {};
+};
+static_assert(sizeof(Standing) == kRecordBytes);
+
+std::vector<Standing> exchange_standings(const Group& group, c10::Device device,
+                                         const Standing& own) {
+  std::vector<uint8_t> bytes(sizeof(own));
+  std::memcpy(bytes.data(), &own, sizeof(own));
+  std::vector<Standing> all;
+  for (const auto& theirs : exchange_bytes(group, device, bytes)) {
+    std::memcpy(&all.emplace_back(), theirs.data(), sizeof(own));
+  }
+  return all;
+}
+
+int source_of(const std::vector<Standing>& all) {
+  int64_t furthest = all.front().progress;
+  for (const auto& standing : all) {
+    furthest = std::max(furthest, standing.progress);
+  }
+  const auto found = std::find_if(all.begin(), all.end(), [&](const Standing& standing) {
+    return standing.progress == furthest && standing.whole != 0;
+  });
+  return found == all.end() ? -1 : static_cast<int>(found - all.begin());
+}
+
+/// Rank `source` gives it to all.
+std::string share_text(const Group& group, c10::Device device, std::string text, int source,
+                       int64_t size) {
+  text.resize(size);
+  auto bytes = at::empty({size}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  bytes = bytes.to(device);
+  broadcast_from(source, group, {bytes});
+  bytes = bytes.cpu();
+  std::memcpy(text.data(), bytes.const_data_ptr(), text.size());
+  return text;
+}
+
+/// Works of the old group may still write into its buffers.
+void move_gradients(const std::vector<at::Tensor>& parameters) {
+  const at::NoGradGuard no_grad;
+  for (const auto& parameter : parameters) {
+    auto& gradient = parameter.mutable_grad();
+    if (gradient.defined() && gradient.layout() == at::kStrided) {
+      gradient = gradient.clone();
+    }
+  }
+}
+
+void require_between_steps(EngineState& s) {
+  const std::lock_guard<std::mutex> lock(s.attempt.mutex);
+  TORCH_CHECK_VALUE(s.attempt.mode == Mode::idle,
+                    "a reducer regroups between steps (in a step: true)");
+  TORCH_CHECK_VALUE(
+      !s.hooks.is_set(),
+      "a reducer with a communication hook cannot regroup, since the hook may hold the "
+      "old group (communication hook: set); wrap the module again, or pass wire_dtype "
+      "in place of the hook");
+}
+}  // namespace
+
+Regrouped Reducer::regroup(const Group& group, const RegroupOptions& given) {
+  TORCH_CHECK_VALUE(group, "no process group to go on with (group: null)");
+  auto& s = s_->engine.state();
+  require_between_steps(s);
+  if (s.link.world_size > 1) {
+    s.link.abort();
+  }
+  const memory::UnlimitedEverywhere unlimited;  // all ranks do it, or none
+  const auto device = s.link.device;
+  auto options = s_->options;
+  options.synchronise_at_start = false;
+  Regrouped result;
+  std::shared_ptr<State> next;
+  disown(&s_->loop);  // it has nothing to settle with the new group
+  try {
+    const auto own_plan = s.attempt.step >= kLearnedAfter ? plan() : options.plan;
+    const auto all = exchange_standings(group, device,
+                                        {given.progress, given.whole ? 1 : 0, s.attempt.step,
+                                         static_cast<int64_t>(own_plan.size())});
+    int64_t step = 0;
+    for (const auto& standing : all) {
+      result.progress.push_back(standing.progress);
+      result.whole.push_back(standing.whole != 0 ? 1 : 0);
+      step = std::max(step, standing.step);
+    }
+    result.source = source_of(all);
+    const int planner = std::max(result.source, 0);
+    options.plan = share_text(group, device, own_plan, planner, all[planner].plan_bytes);
+    next = State::make(s.layout.parameters, s_->buffers, group, options);
+    next->engine.state().attempt.step = step;
+    if (given.synchronise && result.source >= 0) {
+      broadcast_from(result.source, group, s.layout.parameters);
+      broadcast_from(result.source, group, options.frozen);
+      broadcast_from(result.source, group, s_->buffers);
+    }
+    move_gradients(s.layout.parameters);
+  } catch (...) {
+    State::own_parameters(s_);
+    try {
+      throw;
+    } catch (const c10::ValueError&) {
+      throw;  // PlanMismatch, on all ranks
+    } catch (const std::exception& e) {
+      try {
+        group->abort();                  // the others wait for this rank
+      } catch (const std::exception&) {  // it is broken
+      }
+      throw RankFailed(-1, s.attempt.step, Status::error,
+                       "a rank failed while the ranks formed a new group (cause: " +
+                           std::string(e.what()) + ")");
+    }
+  }
+  next->options.plan = s_->options.plan;
+  next->engine.state().counters = s.counters;
+  next->loop.set_sync(s_->loop.sync());
+  s_->let_go();
+  s_ = std::move(next);
+  State::connect(s_);
+  return result;
+}
+
+}  // namespace brimful
