@@ -23,6 +23,7 @@ from brimful._C import (
     Explanation,
     HalfStepError,
     Leak,
+    LeftOut,
     LoaderAdvice,
     Outcome,
     PipelineOutcome,
@@ -30,6 +31,7 @@ from brimful._C import (
     RankFailed,
     RankOutOfMemory,
     SplitCheck,
+    StoreLost,
     clear_stop,
     memory_install,
     request_stop,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from brimful.checkpoint import load, save_on_rank0
     from brimful.errors import explain, op_ring
     from brimful.finder import find_executable_batch_size
+    from brimful.fleet import Fleet, Members
     from brimful.inference import map_batches
     from brimful.leaks import LeakFinder, who_holds
     from brimful.loader import LoaderAdvisor
@@ -71,12 +74,15 @@ __all__ = [
     "BatchTooLarge",
     "DistributedDataParallel",
     "Explanation",
+    "Fleet",
     "GlobalSampler",
     "HalfStepError",
     "Leak",
     "LeakFinder",
+    "LeftOut",
     "LoaderAdvice",
     "LoaderAdvisor",
+    "Members",
     "Outcome",
     "Pipeline",
     "PipelineOutcome",
@@ -85,6 +91,7 @@ __all__ = [
     "RankOutOfMemory",
     "Schedule",
     "SplitCheck",
+    "StoreLost",
     "__version__",
     "balance",
     "clear_stop",
@@ -119,6 +126,7 @@ _LATER = {
     "checkpoint": ["load", "save_on_rank0"],
     "errors": ["explain", "op_ring"],
     "finder": ["find_executable_batch_size"],
+    "fleet": ["Fleet", "Members"],
     "gpus": [],
     "inference": ["map_batches"],
     "leaks": ["LeakFinder", "who_holds"],

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, default_collate
 
 from brimful import _C
 from brimful.loader import LoaderAdvisor
@@ -41,7 +42,8 @@ class GlobalSampler(Sampler[list[int]]):
     the memory of one allows no more. Ranks whose time is not known keep their share.
 
     A pass begins after the last step that was noted, and the next epoch where that was the epoch's last one;
-    ``set_epoch`` begins another one. ``rank`` and ``world_size`` are torch.distributed's unless given.
+    ``set_epoch`` begins another one. ``load(rows)`` makes a batch of rows by itself, with ``collate_fn`` (torch's
+    default one). ``rank`` and ``world_size`` are torch.distributed's unless given.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class GlobalSampler(Sampler[list[int]]):
         lag: int = 2,
         min_rows: int = 1,
         max_rows: Sequence[int] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         grouped = dist.is_available() and dist.is_initialized()
         size = data if isinstance(data, int) else len(data)
@@ -64,6 +67,8 @@ class GlobalSampler(Sampler[list[int]]):
             raise ValueError(
                 f"a sampler needs rows and a batch (rows: {size}, batch_size: {batch_size})"
             )
+        self._data = None if isinstance(data, int) else data
+        self._collate = collate_fn
         self._core = _C._GlobalSampler(
             size=size,
             batch_size=operator.index(batch_size),
@@ -84,6 +89,25 @@ class GlobalSampler(Sampler[list[int]]):
         self._core.reset()
         while (rows := self._core.next()) is not None:
             yield rows
+
+    def load(self, rows: Sequence[int]) -> Any:
+        """The batch of these rows of the data set, as a ``DataLoader`` without workers makes it."""
+        if self._data is None:
+            raise ValueError(
+                "the sampler has a number of rows and no data set to load them from; pass the data set"
+            )
+        data: Any = self._data
+        many = getattr(data, "__getitems__", None)
+        loaded = many(list(rows)) if many else [data[row] for row in rows]
+        return (self._collate or default_collate)(loaded)
+
+    def regroup(self, rank: int, world_size: int, *, max_rows: Sequence[int] | None = None) -> None:
+        """Go on among other ranks: what was handed out and not noted is cut anew among them, by even shares.
+
+        All ranks call it, after the same step. What a loader has fetched ahead is of the old shares: throw it away.
+        ``max_rows`` is that of the new ranks.
+        """
+        self._core.regroup(rank, world_size, list(max_rows or ()))
 
     def __len__(self) -> int:
         """This rank's batches in a whole epoch."""

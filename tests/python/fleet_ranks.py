@@ -1,0 +1,304 @@
+"""Ranks of a fleet, each a process, which are killed at points of a step; the store is served beside them."""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import brimful
+
+ROWS, BATCH, WATCHDOG_S = 96, 24, 40
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch._dynamo", "brimful", "fleet_ranks"])
+
+
+@dataclass
+class Plan:
+    """What a rank does."""
+
+    world_size: int = 3
+    epochs: int = 2
+    dtype: torch.dtype = torch.float64
+    rows: int = ROWS
+    #: point and step at which the process is killed: see `Rank.at`.
+    dies: tuple[str, int] | None = None
+    stops_in: int | None = None  # it sends itself a SIGSTOP in this step
+    width: int = 16
+    version: str = "one"
+    pause_s: float = 0.0  # after each step
+    options: dict = field(default_factory=dict)
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, rows, dtype):
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(rows, 6, generator=generator, dtype=dtype)
+        self.y = torch.randn(rows, 3, generator=generator, dtype=dtype)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, row):
+        return row, self.x[row], self.y[row]
+
+
+def net(plan, seed):
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(6, plan.width), nn.Tanh(), nn.Linear(plan.width, 3))
+    layers.register_buffer("seen", torch.zeros(1, dtype=plan.dtype))
+    return layers.to(plan.dtype)
+
+
+def loss_of(model, batch):
+    _, x, y = batch
+    return torch.nn.functional.mse_loss(model(x), y)
+
+
+def make_optimizer(model, plan):
+    """Adam divides by what may be close to zero: float32 would not stay within 1e-6."""
+    if plan.dtype == torch.float64:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)
+
+
+def values_of(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def expected(plan, seed=0):
+    """Of one process: rows by step, and the parameters at the end."""
+    data = Data(plan.rows, plan.dtype)
+    model = net(plan, seed)
+    optimizer, scheduler = make_optimizer(model, plan)
+    sampler = brimful.GlobalSampler(data, batch_size=BATCH, rank=0, world_size=1, seed=5)
+    steps = []
+    for _ in range(plan.epochs):
+        for rows in sampler:
+            loss_of(model, sampler.load(rows)).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            sampler.note(None)
+            steps.append(sorted(rows))
+    return steps, values_of(model)
+
+
+class Rank:
+    """One process's program; it writes down what it was given, and what stood."""
+
+    def __init__(self, index, plan, port, log):
+        self.plan, self.log, self.timed = plan, log, []
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        members = brimful.Members(
+            store, f"r{index}", world_size=plan.world_size, **{"patience_ms": 20000, **plan.options}
+        )
+        self.model = net(plan, seed=index)
+        self.optimizer, self.scheduler = make_optimizer(self.model, plan)
+        self.fleet = brimful.Fleet(
+            members,
+            self.model,
+            self.optimizer,
+            Data(plan.rows, plan.dtype),
+            batch_size=BATCH,
+            seed=5,
+            state=[self.scheduler],
+            version=plan.version,
+            sizes={"pieces": 2},
+            wrap={"bucket_cap_mb": 1e-4},
+        )
+        self.model[0].weight.register_hook(self.last_gradient)
+        self.pieces = 0
+        self.watch("regroup", members, "enter", after_first=True)
+        self.watch("first_heal", self.fleet, "_transfer", after_first=False)
+        self.watch("heal", self.fleet, "_transfer", after_first=True)
+        self.watch("compare", self.fleet, "_compare", after_first=True)
+
+    def watch(self, point, owner, name, after_first):
+        inner, calls = getattr(owner, name), []
+
+        def call(*args, **kwargs):
+            calls.append(1)
+            if len(calls) > after_first:
+                self.at(point, None)
+            return inner(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    def at(self, point, step):
+        dies = self.plan.dies
+        if dies is not None and dies[0] == point and step in (None, dies[1]):
+            self.write(f"k {step} {time.time()}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(self, line):
+        os.write(self.log, f"{line}\n".encode())
+
+    def loss(self, model, piece):
+        """The loss of a piece, whose backward passes a point."""
+        loss = loss_of(model, piece)
+        index, self.pieces = self.pieces, self.pieces + 1
+        step = self.fleet.progress
+        loss.register_hook(lambda _: self.at(f"piece{index}", step))
+        return loss
+
+    def step(self, batch):
+        fleet, step = self.fleet, self.fleet.progress
+        rows = [] if batch is brimful.NO_DATA else batch[0].tolist()
+        self.write(f"h {step} {fleet.epoch} {' '.join(map(str, rows))}")
+        self.at("before", step)
+        if self.plan.stops_in == step:
+            self.plan.stops_in = None
+            os.kill(os.getpid(), signal.SIGSTOP)
+        self.pieces = 0
+        outcome = fleet.sizer.step(batch, self.loss)
+        self.at("accepted", step)
+        self.optimizer.step()
+        self.at("stepped", step)
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return outcome
+
+    def last_gradient(self, _):
+        """Of the last piece: the buckets before it were launched."""
+        if self.pieces == 2:
+            self.at("exchange", self.fleet.progress)
+
+    def run(self):
+        fleet = self.fleet
+        for _ in fleet.steps(self.step, epochs=self.plan.epochs):
+            done = fleet.progress - 1
+            epoch = int(fleet.last_regroup["epoch"])
+            self.write(f"s {done} {epoch}")
+            self.at("between", done)
+            if not self.timed or self.timed[-1]["epoch"] != epoch:
+                self.timed.append({**fleet.last_regroup, "at": time.time()})
+            if self.plan.pause_s:
+                time.sleep(self.plan.pause_s)
+        return {
+            "values": values_of(self.model),
+            "progress": fleet.progress,
+            "epoch": int(fleet.last_regroup["epoch"]),
+            "rate": self.scheduler.get_last_lr(),
+            "optimizer": [
+                value.clone()
+                for value in self.optimizer.state_dict()["state"][0].values()
+                if isinstance(value, torch.Tensor)
+            ],
+            "regroups": self.timed,
+        }
+
+
+def _main(index, plan, port, log_path, pipe):
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        answer = ("ended", Rank(index, plan, port, log).run())
+    except BaseException as error:
+        answer = ("raised", (type(error).__name__, str(error)))
+    with contextlib.suppress(OSError):
+        pipe.send_bytes(pickle.dumps(answer))
+    os._exit(0)
+
+
+class Ranks:
+    """Processes of a fleet. `start` may be called while others run."""
+
+    def __init__(self):
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.folder = tempfile.TemporaryDirectory()
+        self.processes, self.pipes = [], []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+    def start(self, plan):
+        index = len(self.processes)
+        mine, theirs = _context.Pipe()
+        process = _context.Process(
+            target=_main,
+            args=(index, plan, self.store.port, self.log_of(index), theirs),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        self.pipes.append(mine)
+        return index
+
+    def log_of(self, index):
+        return os.path.join(self.folder.name, f"{index}.log")
+
+    def lines(self, index):
+        path = Path(self.log_of(index))
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for(self, index, line, within_s=WATCHDOG_S):
+        """Until the rank has written a line that begins so."""
+        until = time.monotonic() + within_s
+        while not any(" ".join(found).startswith(line) for found in self.lines(index)):
+            assert time.monotonic() < until, (line, self.lines(index))
+            time.sleep(0.01)
+
+    def answers(self, within_s=WATCHDOG_S):
+        """By process: ("ended", its result), ("raised", (type, message)) or ("killed", None)."""
+        until, all_answers = time.monotonic() + within_s, []
+        for index, pipe in enumerate(self.pipes):
+            answer = ("killed", None)
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                if not pipe.poll(max(0, until - time.monotonic())):
+                    raise AssertionError(
+                        f"a hang (process: {index}, wrote: {self.lines(index)[-4:]})"
+                    )
+                answer = pickle.loads(pipe.recv_bytes())
+            all_answers.append(answer)
+        return all_answers
+
+    def rows_bad(self, plan):
+        """Rows that were lost or doubled in the steps that stand, by what every process wrote down."""
+        steps, _ = expected(plan)
+        given, stood = {}, {}
+        for index in range(len(self.processes)):
+            alive = not any(line[0] == "k" for line in self.lines(index))
+            for kind, step, epoch, *rows in self.lines(index):
+                if kind == "h":
+                    given.setdefault((int(step), int(epoch)), []).extend(map(int, rows))
+                elif kind == "s" and alive:
+                    stood.setdefault(int(step), set()).add(int(epoch))
+        bad = 0
+        for step, rows in enumerate(steps):
+            epochs = stood.get(step, set())
+            found = sorted(given.get((step, min(epochs)), [])) if epochs else []
+            lost, doubled = set(rows) - set(found), len(found) - len(set(found))
+            bad += len(lost) + doubled + len(set(found) - set(rows)) + (len(epochs) > 1) * len(rows)
+        return bad
+
+
+def exact_bad(plan, results, tolerance):
+    """Ranks whose parameters are not those of the first, or not those of one process."""
+    begun = next(r["regroups"][0] for r in results if r["regroups"][0]["epoch"] == 1)
+    _, values = expected(plan, seed=int(begun["names"][0][1:]))  # all begin as rank 0
+    first = results[0]["values"]
+    return sum(
+        not torch.equal(result["values"], first)
+        or (result["values"] - values).abs().max().item() > tolerance
+        for result in results
+    )
