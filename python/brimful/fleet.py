@@ -204,6 +204,11 @@ class Fleet:
         self._members.leave()
 
     def _step(self, step: Callable[[Any], Result]) -> Result:
+        result = self._call(step)
+        self._count()
+        return result
+
+    def _call(self, step: Callable[[Any], Result]) -> Result:
         core = self.sampler._core
         core.reset()
         rows = core.next_step()
@@ -225,12 +230,16 @@ class Fleet:
             raise RuntimeError(
                 f"a step is one call of sizer.step (calls: {self.sizer._core.calls - calls}); call it once"
             )
+        return result
+
+    def _count(self) -> None:
+        """The step stands."""
+        assert self._outcome is not None
         self.sampler.note(self._outcome)
         self._progress += 1
         self._stopped = self._outcome.stop
         if self._outcome.regroup:
             self._group = None
-        return result
 
     def _regroup(self) -> None:
         while True:

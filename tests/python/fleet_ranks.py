@@ -202,10 +202,10 @@ class Rank:
         }
 
 
-def _main(index, plan, port, log_path, pipe):
+def _main(kind, index, plan, port, log_path, pipe):
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
-        answer = ("ended", Rank(index, plan, port, log).run())
+        answer = ("ended", kind(index, plan, port, log).run())
     except BaseException as error:
         answer = ("raised", (type(error).__name__, str(error)))
     with contextlib.suppress(OSError):
@@ -214,9 +214,10 @@ def _main(index, plan, port, log_path, pipe):
 
 
 class Ranks:
-    """Processes of a fleet. `start` may be called while others run."""
+    """Processes of a fleet, each a `kind`. `start` may be called while others run."""
 
-    def __init__(self):
+    def __init__(self, kind=Rank):
+        self.kind = kind
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.folder = tempfile.TemporaryDirectory()
         self.processes, self.pipes = [], []
@@ -235,7 +236,7 @@ class Ranks:
         mine, theirs = _context.Pipe()
         process = _context.Process(
             target=_main,
-            args=(index, plan, self.store.port, self.log_of(index), theirs),
+            args=(self.kind, index, plan, self.store.port, self.log_of(index), theirs),
             daemon=True,
         )
         process.start()
