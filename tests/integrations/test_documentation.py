@@ -55,7 +55,7 @@ def values_for(title, folder):
         )
         net_of_it = transformers.BertForSequenceClassification(config)
         return {"net": net_of_it, "arguments": arguments, "data": rows}
-    if title in ("TRL", "sentence-transformers"):
+    if title in ("TRL", "sentence-transformers", "lm-evaluation-harness"):
         return values_for_language_models(title, folder)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     found = {"net": module, "optimizer": optimizer, "batch": classes(4), "loss_fn": loss_fn}
@@ -73,6 +73,13 @@ def values_for_language_models(title, folder):
     tiny = pytest.importorskip("tiny_language_models")
     options = {"output_dir": folder, "use_cpu": True, "report_to": [], "save_strategy": "no"}
     options["max_steps"] = 1
+    if title == "lm-evaluation-harness":
+        instance = pytest.importorskip("lm_eval.api.instance").Instance
+        requests = [
+            instance("loglikelihood", {}, (text, " w1"), number)
+            for number, text in enumerate(tiny.texts(4))
+        ]
+        return {"net": tiny.causal_model(), "tokenizer": tiny.tokenizer(), "requests": requests}
     if title == "TRL":
         data = datasets.Dataset.from_dict({"text": tiny.texts(16)})
         values = {"net": tiny.causal_model(), "tokenizer": tiny.tokenizer(), "data": data}
@@ -99,6 +106,7 @@ NEEDS = {
     "Accelerate": "accelerate",
     "Hugging Face Trainer": "transformers",
     "TRL": "trl",
+    "lm-evaluation-harness": "lm_eval",
     "sentence-transformers": "sentence_transformers",
     "torch.distributed.checkpoint": "torch",
 }

@@ -16,11 +16,16 @@ from brimful.integrations._piece_records import PieceRecords
 def generate_in_pieces(model: torch.nn.Module) -> None:
     """``model.generate`` goes on in pieces of its rows, with a cache of their own, when memory runs out.
 
-    Without sampling the result is the same. Once it ran out, later calls begin with pieces.
+    Without sampling the result is the same. Once it ran out, later calls begin with pieces. Stopping criteria that
+    keep a state for each row of a batch do not fit its pieces.
     """
-    if not callable(getattr(model, "generate", None)) or hasattr(model.generate, "_whole"):
-        return
-    whole: Callable[..., Any] = model.generate  # type: ignore[assignment]
+    whole: Any = getattr(model, "generate", None)
+    if callable(whole) and not hasattr(whole, "_whole"):
+        model.generate = of_rows(whole)  # type: ignore[assignment]
+
+
+def of_rows(whole: Callable[..., Any], padding: int | None = None) -> Callable[..., Any]:
+    """The same function in pieces of its rows, where memory runs out. ``padding`` fills rows that end before others."""
     ran_out = False
 
     @functools.wraps(whole)
@@ -33,13 +38,15 @@ def generate_in_pieces(model: torch.nn.Module) -> None:
                 if not is_out_of_memory(error):
                     raise
                 ran_out = True
-        return _in_pieces(whole, args, kwargs)
+        return _in_pieces(whole, args, kwargs, padding)
 
     generate._whole = whole  # type: ignore[attr-defined]
-    model.generate = generate  # type: ignore[assignment]
+    return generate
 
 
-def _in_pieces(whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _in_pieces(
+    whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], padding: int | None
+) -> Any:
     rows = _rows(args, kwargs)
     if kwargs.get("past_key_values") is not None:
         raise ValueError(
@@ -75,13 +82,13 @@ def _in_pieces(whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     )
     parts = records.standing()
     longest = max(part.shape[1] for part in parts)
-    padding = _padding(whole, kwargs)
+    padding = _padding(whole, kwargs) if padding is None else padding
     pad = torch.nn.functional.pad
     return torch.cat([pad(p, (0, longest - p.shape[1]), value=padding) for p in parts])
 
 
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    named = [kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds")]
+    named = [kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds", "context")]
     for value in (*args[:1], *named):
         if isinstance(value, torch.Tensor):
             return len(value)

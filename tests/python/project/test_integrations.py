@@ -12,6 +12,7 @@ ADAPTERS = {
     "accelerate": "accelerate",
     "fabric": "lightning",
     "lightning": "lightning",
+    "lm_eval": "lm_eval",
     "transformers": "transformers",
 }
 
