@@ -137,6 +137,28 @@ def test_the_recipe_for_ray_train_runs(tmp_path, monkeypatch):
     assert list(tmp_path.rglob("net.pt"))
 
 
+def test_the_block_of_torchft_runs(monkeypatch):
+    pytest.importorskip("torchft")
+    coordination = pytest.importorskip("torchft.coordination")
+    lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    surroundings = {
+        "TORCHFT_LIGHTHOUSE": lighthouse.address(),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }
+    for name, value in surroundings.items():
+        monkeypatch.setenv(name, value)
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    values = {"net": module, "optimizer": optimizer, "data": dataset(16), "loss_fn": loss_fn}
+    exec(compile(BLOCKS["torchft"], "torchft", "exec"), values)
+    assert values["fleet"].progress == 2
+    lighthouse.shutdown()
+
+
 def test_every_block_is_run():
-    assert set(BLOCKS) == {*NEEDS, "Ray Train"}
+    assert set(BLOCKS) == {*NEEDS, "Ray Train", "torchft"}
     assert PAGE.read_text().count("```python") == len(BLOCKS)
