@@ -29,7 +29,8 @@ using ReducerClass = py::class_<Reducer, std::shared_ptr<Reducer>>;
 
 void bind_figures(py::module_& m) {
   py::class_<Reducer::Counters>(m, "ReducerCounters", "What a reducer has done since it was made.")
-      .BRIMFUL_FIELDS(def_readonly, Reducer::Counters, steps, launches, host_waits, exchanges);
+      .BRIMFUL_FIELDS(def_readonly, Reducer::Counters, steps, launches, host_waits, exchanges,
+                      regroups);
   py::class_<BucketTimes>(m, "BucketTimes")
       .BRIMFUL_FIELDS(def_readonly, BucketTimes, first_ms, ready_ms, launch_ms, done_ms, bytes,
                       parameters);

@@ -140,6 +140,7 @@ Regrouped Reducer::regroup(const Group& group, const RegroupOptions& given) {
   }
   next->options.plan = s_->options.plan;
   next->engine.state().counters = s.counters;
+  ++next->engine.state().counters.regroups;
   next->loop.set_sync(s_->loop.sync());
   s_->let_go();
   s_ = std::move(next);

@@ -43,7 +43,7 @@ HELP = {
     "microbatches": "Microbatches of the pipeline's last step",
     "recomputed_stages": "Stages that the pipeline's last step recomputed",
     "stage_wait_seconds": "The longest wait of a stage in the pipeline's last step",
-    "regroups_total": "Times the survivors of a rank that died went on without it",
+    "regroups_total": "New groups with which this rank went on",
 }
 
 
@@ -116,6 +116,7 @@ def of_reducer(reducer: _C.Reducer) -> Iterator[tuple[str, float | None]]:
     yield "launches_total", counters.launches
     yield "exchanges_total", counters.exchanges
     yield "host_waits_total", counters.host_waits
+    yield "regroups_total", counters.regroups
     yield "stop", reducer.stop
     times = reducer.times()
     if times:

@@ -90,6 +90,7 @@ TEST_CASE("A sizer's ranks go on without one of them", "[reducer][regroup]") {
     checks.expect(agreed.progress == std::vector<int64_t>{5, 6}, "what each rank had");
     checks.expect(trainer.sizer.world_size() == 2, "the sizer has the new group");
     checks.expect(trainer.model.reducer()->step() == 1, "steps are counted on");
+    checks.expect(trainer.model.reducer()->counters().regroups == 1, "so are new groups");
     for (int step = 1; step < 3; ++step) {
       const auto outcome = trainer.fill(batch_of(now, step, 4 + now));
       checks.expect(outcome.weight == 9, "the mean is over two ranks");

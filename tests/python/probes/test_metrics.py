@@ -88,9 +88,9 @@ def test_counts_are_of_all_steps_where_samples_are_not():
 
 def test_figures_of_the_programs_own():
     kept = Kept()
-    train(kept, values=lambda: {"tokens_total": 7, "regroups_total": 1, "broken": float("nan")})
+    train(kept, values=lambda: {"tokens_total": 7, "evaluations_total": 1, "broken": float("nan")})
     assert kept.samples[0].values["tokens_total"] == 7
-    assert kept.samples[0].values["regroups_total"] == 1
+    assert kept.samples[0].values["evaluations_total"] == 1
     assert "broken" not in kept.samples[0].values
 
 
