@@ -1,13 +1,13 @@
-"""All figures of ranks that are not equally fast."""
+"""All figures of ranks that are not equally fast, or die."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from benchmarks import common
-from benchmarks.fleet import idle, metrics, record, settle, slow_rank
+from benchmarks.fleet import heal, idle, metrics, record, settle, slow_rank
 
-MODULES = (slow_rank, settle, idle, metrics, record)
+MODULES = (slow_rank, settle, heal, idle, metrics, record)
 
 
 def figures(quick: bool, only: Sequence[str] = (), **_: object) -> Iterator[common.Figure]:

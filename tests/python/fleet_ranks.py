@@ -32,6 +32,7 @@ class Plan:
     rows: int = ROWS
     #: point and step at which the process is killed: see `Rank.at`.
     dies: tuple[str, int] | None = None
+    torn_in: int | None = None  # a collective of its own fails behind this step's sizer.step
     stops_in: int | None = None  # it sends itself a SIGSTOP in this step
     width: int = 16
     version: str = "one"
@@ -166,6 +167,9 @@ class Rank:
         self.pieces = 0
         outcome = fleet.sizer.step(batch, self.loss)
         self.at("accepted", step)
+        if self.plan.torn_in == step:
+            time.sleep(1.5)  # the others have found the group broken
+            fleet.model.reducer.gather(bytes(8))
         self.optimizer.step()
         self.at("stepped", step)
         self.scheduler.step()

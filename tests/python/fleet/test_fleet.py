@@ -63,6 +63,27 @@ def test_a_rank_goes_on_alone():
         require_healed(ranks, plans[0])
 
 
+def test_a_rank_that_missed_a_step_gets_the_state_of_one_that_finished_it():
+    """One rank is in the middle of its step when the group breaks; the optimizer has not stepped there."""
+    with Ranks() as ranks:
+        ranks.start(Plan())
+        ranks.start(Plan(torn_in=3))
+        ranks.start(Plan(dies=("between", 3)))
+        ended = require_healed(ranks, Plan())
+        healed = [result["regroups"][-1]["healed"] for result in ended]
+        assert healed[0] == healed[1] and len(healed[0]) == 1
+        assert not any(line[:2] == ["s", "3"] for line in ranks.lines(1))
+
+
+def test_where_all_ranks_are_in_the_middle_of_a_step_none_has_a_state_to_go_on_with():
+    with Ranks() as ranks:
+        ranks.start(Plan(torn_in=3))
+        ranks.start(Plan(torn_in=3))
+        ranks.start(Plan(dies=("between", 3)))
+        answers = ranks.answers()
+        assert all(error[0] == "HalfStepError" for how, error in answers[:2]), answers
+
+
 def test_two_die_in_the_same_step():
     with Ranks() as ranks:
         for index in range(4):
