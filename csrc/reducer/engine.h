@@ -58,6 +58,9 @@ class Engine final : public ParticipantAttempt {
   std::vector<ControlRecord> exchange(const ControlRecord& record);
   /// Every rank's bytes, for `what`. @throws RankFailed
   std::vector<std::vector<uint8_t>> gather(const std::vector<uint8_t>& own, const char* what);
+  /// As Participant's, of the attempt under way.
+  std::vector<at::Tensor> gather(const at::Tensor& own);
+  void sum(at::Tensor& tensor);
   /// All ranks set the same hook between steps, or none.
   void set_hook(std::unique_ptr<c10d::CommHookInterface> hook);
 
@@ -85,6 +88,7 @@ class Engine final : public ParticipantAttempt {
   void lay_out(BucketPlan plan);
   void advance_early();
   void open_turn();
+  void call_in_attempt(const std::function<c10::intrusive_ptr<c10d::Work>()>& collective);
   void launch(int64_t index);
   void launch_drained(int64_t index, Fill fill);
   void launch_until(int64_t end, Fill fill, const Announcement* said);

@@ -42,8 +42,12 @@ FailureBoard GroupLink::board_of(uint64_t of_number) const {
   return {store, prefix_of(of_number)};
 }
 
-void GroupLink::wait_for(c10d::Work& work, c10::Device of, Clock::time_point since) {
+void GroupLink::wait_for(c10d::Work& work, c10::Device of, Clock::time_point since,
+                         const std::function<void()>& also) {
   const auto listen = [&] {
+    if (also) {
+      also();
+    }
     if (is_given_up()) {
       throw std::runtime_error("another rank found the process group broken");
     }

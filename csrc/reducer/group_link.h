@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -54,7 +55,9 @@ struct GroupLink {
   void require(c10::Device of);
   /// A rank that waits for one that is well does not notice that the group broke: it would wait until the group's timeout.
   void wait_for(c10d::Work& work, c10::Device of) { wait_for(work, of, waiting_since); }
-  void wait_for(c10d::Work& work, c10::Device of, Clock::time_point since);
+  /// `also`: called twice a second meanwhile; what it throws ends the wait. Optional.
+  void wait_for(c10d::Work& work, c10::Device of, Clock::time_point since,
+                const std::function<void()>& also = nullptr);
   /// For a communication hook's; where that does not come, the group is broken.
   void wait_for(c10::ivalue::Future& future);
   /// Calls `fn`, which calls the group: what it throws breaks the link.

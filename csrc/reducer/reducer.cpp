@@ -17,6 +17,12 @@ ParticipantAttempt& Reducer::attempt() {
 std::vector<ControlRecord> Reducer::exchange(const ControlRecord& record) {
   return s_->engine.exchange(record);
 }
+std::vector<at::Tensor> Reducer::gather(const at::Tensor& own) {
+  return s_->engine.gather(own);
+}
+void Reducer::sum(at::Tensor& tensor) {
+  s_->engine.sum(tensor);
+}
 
 int Reducer::rank() const {
   return s_->engine.state().link.rank;

@@ -11,6 +11,7 @@ brimful_sources(HEAVY
   device_wait.cpp
   engine.cpp
   finish.cpp
+  gather.cpp
   torch_ddp_adapter.cpp
   gradient_view.cpp
   gradients.cpp

@@ -47,6 +47,9 @@ struct TorchDdpAdapter::State final : ParticipantAttempt {
 
   std::vector<ControlRecord> exchange_all(const ControlRecord& record, const std::string& what);
   void reduce_gradients();
+  /// Over the group for tensors on the CPU.
+  template <typename Collective>
+  void call(const std::string& what, const Collective& collective) const;
 
   std::vector<at::Tensor> parameters;
   Group group;
@@ -116,6 +119,46 @@ ParticipantAttempt& TorchDdpAdapter::attempt() {
 
 std::vector<ControlRecord> TorchDdpAdapter::exchange(const ControlRecord& record) {
   return s_->exchange_all(record, "their first batches");
+}
+
+template <typename Collective>
+void TorchDdpAdapter::State::call(const std::string& what, const Collective& collective) const {
+  const memory::UnlimitedEverywhere unlimited;
+  try {
+    TORCH_CHECK(group, "the process groups have been released: the interpreter is ending");
+    collective()->wait();
+  } catch (...) {
+    detail::throw_rank_failed(
+        -1, step, Status::error,
+        "the ranks could not gather " + what + " (rank " + std::to_string(rank) +
+            "); a rank left its loop, died or hangs: look at the others' output, and start the "
+            "job again. The group said: " +
+            to_string(std::current_exception()));
+  }
+}
+
+std::vector<at::Tensor> TorchDdpAdapter::gather(const at::Tensor& own) {
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  s_->call("embeddings", [&] {
+    std::vector<at::Tensor> inputs{own.cpu().contiguous()};
+    for (int rank = 0; rank < s_->world_size; ++rank) {
+      outputs[0].push_back(at::empty_like(inputs[0]));
+    }
+    return s_->group->allgather(outputs, inputs);
+  });
+  for (auto& output : outputs[0]) {
+    output = output.to(own.device());
+  }
+  return std::move(outputs[0]);
+}
+
+void TorchDdpAdapter::sum(at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors(1);
+  s_->call("the gradients of embeddings", [&] {
+    tensors[0] = tensor.cpu().contiguous();
+    return s_->group->allreduce(tensors);
+  });
+  tensor.copy_(tensors[0]);
 }
 
 // A rank's record, and a byte for each parameter: has it a gradient?

@@ -8,6 +8,7 @@ brimful_sources(HEAVY
   failures.cpp
   kept_batch.cpp
   kept_gradients.cpp
+  meet.cpp
   no_capture.cpp
   oom.cpp
   remedy.cpp

@@ -17,6 +17,7 @@
 #include "step/engine_queue.h"
 #include "step/failure_board.h"
 #include "step/kept_gradients.h"
+#include "step/meet.h"
 
 namespace brimful {
 namespace {
@@ -86,10 +87,7 @@ std::vector<ControlRecord> StepGroup::exchange(const ControlRecord& record) {
 }
 
 void StepGroup::keep_gradients() {
-  std::vector<at::Tensor> all;
-  for_each_parameter(participants_, outside_,
-                     [&](const at::Tensor& parameter) { all.push_back(parameter); });
-  kept_->take(all);
+  kept_->take(parameters_of(*this));
 }
 
 void StepGroup::run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last) {
@@ -134,6 +132,10 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work, Announ
   const auto started = std::chrono::steady_clock::now();
   auto& record = said.record;
   record.ref = fingerprint(attempt.ref);
+  if (attempt.prologue != nullptr && !attempt.prologue->run()) {
+    complete(said);
+    return;
+  }
   int64_t begin = 0;
   for (size_t i = 0; i < attempt.split.size(); ++i) {
     const bool last = i + 1 == attempt.split.size();
@@ -151,8 +153,9 @@ void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work, Announ
       run_backward(piece, work, attempt.ref, last);
     }
   }
-  record.work_ms =
-      std::chrono::duration<float, std::milli>(std::chrono::steady_clock::now() - started).count();
+  auto worked = std::chrono::steady_clock::now() - started;
+  worked -= attempt.prologue != nullptr ? attempt.prologue->waited() : decltype(worked)::zero();
+  record.work_ms = std::chrono::duration<float, std::milli>(worked).count();
   record.ref = attempt.mark ? attempt.mark() : record.ref;
   complete(attempt, said);
 }
@@ -228,14 +231,15 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
       attempt.retries_left &&
       (result.own == Status::retry ||
        (result.own == Status::out_of_memory && (attempt.can_shrink || result.same_split)));
-  if (can_retry && result.own == Status::out_of_memory && result.buckets_launched == 0) {
+  const bool met = attempt.prologue != nullptr && attempt.prologue->has_met() && world_size() > 1;
+  if (can_retry && result.own == Status::out_of_memory && result.buckets_launched == 0 && !met) {
     result.retry_alone = true;
     return result;
   }
   const auto verdict = can_retry                             ? Status::retry
                        : result.own == Status::out_of_memory ? Status::out_of_memory
                                                              : Status::error;
-  end_failed(attempt.record, verdict, result);
+  end_failed(attempt, verdict, result);
   return result;
 }
 
@@ -270,16 +274,22 @@ bool StepGroup::complete_behind(const Attempt& attempt, const Announcement& said
   return false;
 }
 
-void StepGroup::end_failed(const ControlRecord& record, Status verdict, AttemptResult& result) {
+void StepGroup::end_failed(const Attempt& attempt, Status verdict, AttemptResult& result) {
   if (is_failure(verdict)) {
     publish_failure(verdict, result.text);
   }
+  const auto leave = [&] {
+    if (attempt.prologue != nullptr) {
+      attempt.prologue->leave(verdict);
+    }
+    drain(attempt.record, verdict);
+  };
   if (!result.error) {
-    drain(record, verdict);
+    leave();
     result.records = finish();
     return;
   }
-  const bool drained = behind_error([&] { drain(record, verdict); });
+  const bool drained = behind_error(leave);
   if (!drained) {  // the others wait for what this rank cannot send
     abandon(Status::error, result.text);
   }
@@ -307,9 +317,14 @@ void StepGroup::leave_lockstep(const AttemptResult& result) {
 }
 
 std::vector<ControlRecord> StepGroup::run_failed(FailureKind kind, const std::string& text,
-                                                 const ControlRecord& record) {
+                                                 const ControlRecord& record, bool meets) {
   publish_failure(kind, text);
   begin_attempt(0);
+  if (meets) {
+    ControlRecord failed;
+    failed.verdict = kind;
+    meet_ranks(*this, failed);
+  }
   drain(record, kind);
   return finish();
 }

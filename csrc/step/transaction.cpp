@@ -73,9 +73,7 @@ void Transaction::capture() {
   }
 }
 
-void Transaction::restore() {
-  const memory::Unlimited unlimited;
-  const at::NoGradGuard no_grad;
+void Transaction::restore_others() {
   for (size_t i = 0; i < devices_.size(); ++i) {
     set_generator_state(devices_[i], generator_states_[i]);
   }
@@ -85,6 +83,22 @@ void Transaction::restore() {
   if (current_) {
     restore_replaced();
   }
+}
+
+void Transaction::rewind() {
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  restore_others();
+  copy_each(buffers_, copies_);
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    versions_[i] = buffers_[i]._version();
+  }
+}
+
+void Transaction::restore() {
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  restore_others();
   for (size_t i = 0; i < buffers_.size(); ++i) {
     if (buffers_[i]._version() != versions_[i] || !at::equal(buffers_[i], copies_[i])) {
       buffers_[i].copy_(copies_[i]);

@@ -118,6 +118,8 @@ class BRIMFUL_API Reducer final : public Participant {
   const std::vector<at::Tensor>& parameters() const override;
   const FailureBoard& board() const override;
   std::vector<ControlRecord> exchange(const ControlRecord& record) override;
+  std::vector<at::Tensor> gather(const at::Tensor& own) override;
+  void sum(at::Tensor& tensor) override;
   ParticipantAttempt& attempt() override;
 
  private:

@@ -36,6 +36,8 @@ class BRIMFUL_API TorchDdpAdapter final : public Participant {
   int64_t step() const override;
   const std::vector<at::Tensor>& parameters() const override;
   std::vector<ControlRecord> exchange(const ControlRecord& record) override;
+  std::vector<at::Tensor> gather(const at::Tensor& own) override;
+  void sum(at::Tensor& tensor) override;
   const FailureBoard& board() const override;
   ParticipantAttempt& attempt() override;
 

@@ -81,6 +81,12 @@ class BRIMFUL_API Participant {
   virtual const FailureBoard& board() const = 0;
   /// A collective of its own: every rank's record. Used once per loop, never per step.
   virtual std::vector<ControlRecord> exchange(const ControlRecord& record) = 0;
+  /// A collective within an attempt, before any of its buckets: every rank's tensor, by rank, all of the same size and dtype, on
+  /// the device of this one. Allocates beyond the memory limit.
+  /// @throws RankFailed if the process group broke
+  virtual std::vector<at::Tensor> gather(const at::Tensor& own) = 0;
+  /// The same for the sum over the ranks, which takes the place of the tensor's values.
+  virtual void sum(at::Tensor& tensor) = 0;
   /// Lives as long as the participant, or until it regroups.
   virtual ParticipantAttempt& attempt() = 0;
 };

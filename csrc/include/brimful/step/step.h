@@ -5,6 +5,8 @@
 #include <brimful/step/failure.h>
 #include <brimful/step/kept_batch.h>
 #include <brimful/step/participant.h>
+#include <brimful/step/piece_work.h>
+#include <brimful/step/prologue.h>
 
 #include <exception>
 #include <functional>
@@ -14,26 +16,6 @@
 
 namespace brimful {
 class KeptGradients;
-
-/// The loss of one piece: its mean over `weight`.
-struct PieceLoss {
-  at::Tensor loss;
-  double weight = 0;
-};
-
-/// @throws c10::TypeError without a tensor; c10::ValueError unless it is a scalar that needs a gradient, and the weight is
-/// finite and not negative
-BRIMFUL_API void require_loss(const PieceLoss& piece);
-
-/// The user's work in a step, on rows [begin, end) of this rank's batch.
-struct PieceWork {
-  std::function<PieceLoss(int64_t begin, int64_t end)> forward;
-  /// Runs the backward of `loss` with `gradient` as its seed.
-  std::function<void(const at::Tensor& loss, const at::Tensor& gradient)> backward;
-  /// The batch's tensors in these rows, or views of them, which forward may change in place. Optional: without it such a
-  /// change is not undone when rows are run again.
-  std::function<std::vector<NamedTensor>(int64_t begin, int64_t end)> tensors = {};
-};
 
 /// How an attempt ended on this rank; how the step ends, all ranks' records show.
 struct AttemptResult {
@@ -83,6 +65,8 @@ class BRIMFUL_API StepGroup {
     std::function<bool()> start_over;
     /// For ControlRecord::ref, asked for when the pieces have run; nothing: fingerprint(ref).
     std::function<uint32_t()> mark;
+    /// What runs before the pieces. Optional; outlives the attempt.
+    Prologue* prologue = nullptr;
     /// Called when the pieces have run, before buffers leave for the other ranks; twice if memory runs out there. Optional.
     std::function<void()> finish_buffers;
   };
@@ -92,9 +76,9 @@ class BRIMFUL_API StepGroup {
   /// Runs rows [0, rows) twice, forward and backward, for what that does to memory: nothing leaves this rank, no gradient
   /// stays. `between` is called after the first time. Before run(), never instead of it.
   void rehearse(int64_t rows, const PieceWork& work, const std::function<void()>& between);
-  /// Takes part in a step that has failed here before it began.
+  /// Takes part in a step that has failed here before it began; `meets`: one whose prologue begins with meet().
   std::vector<ControlRecord> run_failed(FailureKind kind, const std::string& text,
-                                        const ControlRecord& record);
+                                        const ControlRecord& record, bool meets = false);
 
   /// Sets gradients of earlier steps aside, for accept() to add to the new ones.
   void keep_gradients();
@@ -117,6 +101,9 @@ class BRIMFUL_API StepGroup {
   /// Of the attempt that finish() ended, as Ending::divergence: of the first participant that returns a text.
   const std::string& divergence() const { return divergence_; }
   bool has_outside() const { return !outside_.empty(); }  ///< gradients stay on this rank
+  const std::vector<std::shared_ptr<Participant>>& participants() const { return participants_; }
+  /// Parameters that are trained, and whose gradients stay on this rank.
+  const std::vector<at::Tensor>& outside() const { return outside_; }
   void accept(double scale, bool keep_unused);
   void discard();
   /// What a rank whose record says that it failed has posted; waits a second at most.
@@ -135,7 +122,7 @@ class BRIMFUL_API StepGroup {
   void note_error(const Attempt& attempt, AttemptResult& result) const;
   /// Memory ran out behind the last gradient: nothing of the step is missing, so it stands, unless this fails.
   bool complete_behind(const Attempt& attempt, const Announcement& said, AttemptResult& result);
-  void end_failed(const ControlRecord& record, Status verdict, AttemptResult& result);
+  void end_failed(const Attempt& attempt, Status verdict, AttemptResult& result);
   void launch(Fill fill, const Announcement& said);
   int64_t launched() const;
   bool gradients_complete() const;

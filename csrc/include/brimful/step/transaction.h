@@ -28,9 +28,12 @@ class BRIMFUL_API Transaction {
   /// Writes buffers back in place, only those that changed; may be called several times after one capture().
   /// Compares their values, and so waits for the device: BatchNorm changes its statistics behind the version counter.
   void restore();
+  /// The same between two passes of work of which no graph is left: writes all buffers, and waits for no device.
+  void rewind();
 
  private:
   void hold(std::vector<at::Tensor> buffers);
+  void restore_others();
   void restore_replaced();
 
   std::function<std::vector<at::Tensor>()> current_;  ///< buffers, where a module may have others
