@@ -15,6 +15,7 @@
 #include "sizer/batch_sizer_state.h"
 #include "sizer/climb.h"
 #include "sizer/loss_scale.h"
+#include "sizer/pair_run.h"
 #include "step/remedy.h"
 
 namespace brimful {
@@ -27,13 +28,13 @@ const std::vector<int64_t>* split_told_by(const StepInput& input, const std::opt
 }
 }  // namespace
 
-std::optional<Plan> BatchSizer::State::choose_pieces(const StepInput& input, const PieceWork& work,
-                                                     Outcome& outcome) {
+std::optional<Plan> BatchSizer::State::choose_pieces(const StepInput& input,
+                                                     const PieceWork* rehearsed, Outcome& outcome) {
   outcome.pieces = in_lockstep() ? agreed_.pieces : wanted_pieces(input);
   std::optional<Plan> plan;
-  if (input.rows && !input.split && predicts()) {
+  if (input.rows && !input.split && rehearsed != nullptr && predicts()) {
     const memory::PeakScope peak(options_.device);
-    plan = plan_of(input, work, options_.device.is_cpu());
+    plan = plan_of(input, *rehearsed, options_.device.is_cpu());
     outcome.pieces = plan ? plan->pieces : wanted_pieces(input);
     outcome.peak_bytes = peak.peak_bytes();
   }
@@ -70,9 +71,9 @@ std::vector<int64_t> BatchSizer::State::split_by(const ExecutionPlan& plan, cons
   return split_of(input.rows.value_or(0), plan.pieces);
 }
 
-void BatchSizer::State::stand(const AttemptResult& result, double ref, Outcome& outcome) {
+void BatchSizer::State::stand(const AttemptResult& result, double scale, Outcome& outcome) {
   const double total = total_weight(result.records);
-  group_.accept(total > 0 ? ref / total : 1, total > 0);
+  group_.accept(scale, total > 0);
   agreed_.last_total = total > 0 ? total : agreed_.last_total;
   outcome.loss = mean_loss(result.records);
   outcome.weight = total;
@@ -88,17 +89,24 @@ void BatchSizer::State::stand(const AttemptResult& result, double ref, Outcome& 
 /// A step under way, attempt by attempt.
 class BatchSizer::State::Running {
  public:
-  Running(State& sizer, const StepInput& input, const PieceWork& work)
+  Running(State& sizer, const StepInput& input, const PieceWork& work, PairRun* pairs)
       : s_(sizer),
         input_(input),
         work_(work),
+        pairs_(pairs),
         climb_(sizer.ladder_.ladder, input, work,
                [&sizer, &input] { return sizer.policy_of(input).room(sizer.options_.device); }),
         clock_(sizer.options_.device) {
     announce();
-    s_.owed_ = true;  // the others wait in their step
-    plan_ = s_.choose_pieces(input_, work_, outcome_);
+    s_.agreed_.owed = true;  // the others wait in their step
+    plan_ = s_.choose_pieces(input_, pairs_ == nullptr ? &work_ : nullptr, outcome_);
+    attempt_.prologue = pairs_;
     attempt_.same_split = [this](const std::string& shortage) {
+      if (pairs_ != nullptr &&
+          pairs_->in_loss()) {  // once more: something else may have had the room
+        attempt_.can_shrink = false;
+        return !std::exchange(loss_ran_out_, true);
+      }
       release_ = release_helps(shortage, s_.options_.device);
       return release_ &&
              (!s_.released_step_ || s_.steps_ - *s_.released_step_ >= kStepsBetweenReleases);
@@ -153,16 +161,20 @@ class BatchSizer::State::Running {
     climb_.begin_attempt(retry.plan().rungs, finest, s_.options_.max_retries > 0);
     attempt_.retries_left = retry.may_repeat() || climb_.may_start_over();
     attempt_.can_shrink = !finest || climb_.may_go_on();
-    s_.owed_ = false;
+    s_.agreed_.owed = false;
     next_piece_ = 0;
     s_.recorder_.begin_attempt();
     clock_.begin_attempt();
+    auto backward = pairs_ != nullptr ? work_.backward  // it has scaled the loss itself
+                                      : scaled_backward(work_.backward, s_.options_.scaler);
     const PieceWork watched{[this](int64_t first, int64_t end) { return forward(first, end); },
-                            [this, backward = scaled_backward(work_.backward, s_.options_.scaler)](
-                                const at::Tensor& loss, const at::Tensor& gradient) {
+                            [this, backward](const at::Tensor& loss, const at::Tensor& gradient) {
                               backward(loss, gradient);
                               clock_.end_piece();
                             }};
+    if (pairs_ != nullptr) {
+      pairs_->begin_attempt(attempt_.split);
+    }
     auto result = [&] {
       const auto as_before = c10::make_scope_exit([&] { s_.norms_.after_step(); });
       return s_.group_.run(attempt_, watched);
@@ -188,9 +200,9 @@ class BatchSizer::State::Running {
     s_.recorder_.end_attempt(std::ssize(outcome_.split), largest_piece(outcome_.split),
                              attempt_peak, result.own == Status::out_of_memory);
     outcome_.rungs = climb_.named();
-    auto ended = s_.settle_attempt(result, input_, outcome_, attempt_peak);
+    auto ended = s_.settle_attempt(result, input_, outcome_, attempt_peak, pairs_);
     if (ended.how == Ended::How::stands) {
-      s_.stand(result, attempt_.ref, outcome_);
+      s_.stand(result, scale_of(result.records), outcome_);
       outcome_.order = input_.by_length ? input_.by_length->order : outcome_.order;
     } else {
       if (ended.how == Ended::How::ran_out) {
@@ -205,8 +217,13 @@ class BatchSizer::State::Running {
     return ended;
   }
 
+  double scale_of(const std::vector<ControlRecord>& records) const {
+    const double total = total_weight(records);
+    return pairs_ == nullptr && total > 0 ? attempt_.ref / total : 1;
+  }
+
   void undo() {
-    s_.owed_ = true;
+    s_.agreed_.owed = true;
     s_.group_.discard();
     s_.transaction_.restore();
     s_.batch_.restore();
@@ -222,23 +239,26 @@ class BatchSizer::State::Running {
   State& s_;
   const StepInput& input_;
   const PieceWork& work_;
+  PairRun* pairs_;
   Climb climb_;
   Outcome outcome_;
   StepGroup::Attempt attempt_;
   std::optional<ValueOnHost> scale_;
   std::optional<Plan> plan_;
   bool release_ = false;
+  bool loss_ran_out_ = false;
   int64_t next_piece_ = 0;
   PieceClock clock_;
 };
 
-Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work) {
+Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work, PairRun* pairs) {
   policy_of(input).measure();
-  return Running(*this, input, work).run();
+  return Running(*this, input, work, pairs).run();
 }
 
 Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepInput& input,
-                                        Outcome& outcome, int64_t peak_bytes) {
+                                        Outcome& outcome, int64_t peak_bytes,
+                                        const PairRun* pairs) {
   const Ended again{result.same_split ? Ended::How::as_it_was : Ended::How::ran_out,
                     options_.device};
   AttemptNote note;
@@ -260,7 +280,7 @@ Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepI
   const auto verdict = worst(result.records);
   if (result.records.empty() || is_failure(verdict)) {
     outcome.attempts.push_back(note);
-    throw_failure(result, input, outcome);
+    throw_failure(result, input, outcome, pairs);
   }
   if (verdict != Status::retry) {
     if (const auto words = group_.divergence(); !words.empty()) {
@@ -268,6 +288,9 @@ Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepI
     }
     require_same_mark(result.records);
     require_weight(result.records);
+    if (pairs != nullptr) {
+      pairs->require_alike(result.records);
+    }
     outcome.attempts.push_back(note);
     adopt(result.records);
     return {};

@@ -17,6 +17,9 @@ BatchSizer::BatchSizer(BatchSizer&&) noexcept = default;
 Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
   return state_->step(input, work);
 }
+Outcome BatchSizer::step_pairs(const StepInput& input, const PairWork& work) {
+  return state_->step_pairs(input, work);
+}
 std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& work) {
   return state_->plan(input, work);
 }

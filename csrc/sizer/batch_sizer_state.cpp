@@ -9,9 +9,11 @@
 #include <numeric>
 
 #include "base/format.h"
+#include "base/thrown_by.h"
 #include "sizer/batch_sizer_state.h"
 #include "sizer/loss_scale.h"
 #include "sizer/one_call.h"
+#include "sizer/pair_run.h"
 #include "step/behind_error.h"
 #include "step/kept_gradients.h"
 #include "step/no_capture.h"
@@ -55,7 +57,7 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
 
 void BatchSizer::State::require_all_reduced() const {
   TORCH_CHECK_VALUE(
-      options_.local || group_.world_size() == 1 || !group_.has_outside(),
+      options_.local || group_.world_size() == 1 || group_.outside().empty(),
       "some parameters are in no reducer, and their gradients would stay on this rank "
       "(ranks: ",
       group_.world_size(),
@@ -132,7 +134,7 @@ void BatchSizer::State::announce_failure(FailureKind kind, const std::string& te
     group_.exchange({});  // the others begin their step with one
   }
   agreed_.holds = false;
-  group_.run_failed(kind, text, {});
+  group_.run_failed(kind, text, {}, pairs_.expected);
   group_.discard();
 }
 
@@ -218,9 +220,33 @@ void BatchSizer::State::require_agreed_pieces(const StepInput& input) const {
 }
 
 Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
+  return step(input, work, nullptr);
+}
+
+Outcome BatchSizer::State::step_pairs(const StepInput& input, const PairWork& work) {
+  PairRun pairs(work, {group_, transaction_, batch_, options_.device, options_.scaler,
+                       /*checks=*/!pairs_.checked});
+  auto checked = input;
+  checked.accumulate = work.options.accumulate;
+  if (in_lockstep() && !checked.error) {
+    checked.error = thrown_by([] {
+      TORCH_CHECK_VALUE(
+          false,
+          "a step over pairs cannot run a model that has collectives of its own (lockstep: true); "
+          "take its SyncBatchNorm out, or train it with step");
+    });
+  }
+  auto outcome = step(checked, pairs.pieces(), &pairs);
+  outcome.losses = pairs.losses();
+  pairs_.checked = pairs_.checked || !outcome.losses.empty();
+  return outcome;
+}
+
+Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work, PairRun* pairs) {
   require_no_capture(options_.device, "a step");
   const OneCall::Entered entered(calls_under_way_, "step");
   ++calls_;
+  pairs_.expected = pairs != nullptr;
   const auto gradients_back = c10::make_scope_exit([&] { group_.kept().give_back(); });
   const auto lets_go = c10::make_scope_exit([&] { batch_.end(); });
   auto bad_input = prepare(input, work);
@@ -242,13 +268,14 @@ Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
   }
   if (bad_input) {
     const auto failure = failure_of(bad_input);
-    agreed_.at_end = nobody_steps(group_.run_failed(failure.kind, failure.text, agreed_.next));
+    agreed_.at_end =
+        nobody_steps(group_.run_failed(failure.kind, failure.text, agreed_.next, pairs != nullptr));
     agreed_.next = {};
     std::rethrow_exception(bad_input);
   }
-  owed_ = false;
+  agreed_.owed = false;
   try {
-    auto outcome = run(input, work);
+    auto outcome = run(input, work, pairs);
     agreed_.next = {};
     ++steps_;
     return outcome;
@@ -261,8 +288,8 @@ Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
 void BatchSizer::State::fail(const std::exception_ptr& error) {
   recorder_.end_step(false, checked_.limit);
   behind_error([&] {
-    if (std::exchange(owed_, false)) {
-      group_.run_failed(Status::error, to_string(error), agreed_.next);
+    if (std::exchange(agreed_.owed, false)) {
+      group_.run_failed(Status::error, to_string(error), agreed_.next, pairs_.expected);
     }
   });
   agreed_.next = {};

@@ -18,6 +18,7 @@
 namespace brimful {
 
 class Climb;
+class PairRun;
 struct Shortfall;
 
 /// What a BatchSizer is made of.
@@ -26,6 +27,7 @@ class BatchSizer::State {
   State(StepGroup group, Transaction transaction, BatchSizerOptions options);
 
   Outcome step(const StepInput& input, const PieceWork& work);
+  Outcome step_pairs(const StepInput& input, const PairWork& work);
   std::optional<Plan> plan(const StepInput& input, const PieceWork& work);
   bool predicts() const;
   bool begin_loop(Next next, const StepInput& first);
@@ -51,6 +53,7 @@ class BatchSizer::State {
     int64_t pieces = 1;  ///< the most that a rank wants
     int buffer_source = 0;
     bool at_end = false;
+    bool owed = false;   ///< the other ranks wait for a repetition that has not begun
     ControlRecord next;  ///< this rank's, of the step that comes
   };
   /// What the limit was compared with.
@@ -66,7 +69,12 @@ class BatchSizer::State {
     std::set<int64_t> equal_sizes;
     ByLength by_length;
   };
+  struct Pairs {
+    bool expected = false;  ///< the last step was one over pairs, and so is the next
+    bool checked = false;   ///< a step has checked what is given to it
+  };
   class Running;
+  Outcome step(const StepInput& input, const PieceWork& work, PairRun* pairs);
   ControlRecord record_for(Next next, const StepInput& input) const;
   void require_all_reduced() const;
   double own_weight(const StepInput& input) const;
@@ -80,8 +88,9 @@ class BatchSizer::State {
   std::exception_ptr prepare(const StepInput& input, const PieceWork& work);
   void require_agreed_pieces(const StepInput& input) const;
   [[noreturn]] void fail(const std::exception_ptr& error);
-  Outcome run(const StepInput& input, const PieceWork& work);
-  std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork& work,
+  Outcome run(const StepInput& input, const PieceWork& work, PairRun* pairs);
+  /// `rehearsed`: null where no forecast is made.
+  std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork* rehearsed,
                                     Outcome& outcome);
   /// `told`: by a forecast, or a step before; what memory does not have is split finer.
   std::vector<int64_t> split_by(const ExecutionPlan& plan, const StepInput& input,
@@ -102,13 +111,14 @@ class BatchSizer::State {
   bool is_finest(const StepInput& input, int64_t pieces) const;
   /// Where they are others than in the step before.
   void log_rungs(const Outcome& outcome, const Climb& climb);
-  void stand(const AttemptResult& result, double ref, Outcome& outcome);
+  /// `scale`: of the sums.
+  void stand(const AttemptResult& result, double scale, Outcome& outcome);
   Ended settle_attempt(const AttemptResult& result, const StepInput& input, Outcome& outcome,
-                       int64_t peak_bytes);
+                       int64_t peak_bytes, const PairRun* pairs);
   [[noreturn]] void throw_failure(const AttemptResult& result, const StepInput& input,
-                                  const Outcome& outcome);
+                                  const Outcome& outcome, const PairRun* pairs);
   [[noreturn]] void throw_too_large(const AttemptResult& result, const StepInput& input,
-                                    const Outcome& outcome);
+                                    const Outcome& outcome, bool of_pairs);
   Shortfall shortfall_of(const StepInput& input) const;
   void require_room_for_optimizer(const StepInput& input) const;
   void require_weight(const std::vector<ControlRecord>& records) const;
@@ -128,7 +138,6 @@ class BatchSizer::State {
   BatchSizerOptions options_;
   BatchNorms norms_;
   OneCall calls_under_way_;
-  bool owed_ = false;  ///< the other ranks wait for a repetition that has not begun
   int64_t steps_ = 0;
   int64_t calls_ = 0;
   Agreed agreed_;
@@ -142,6 +151,7 @@ class BatchSizer::State {
   double margin_ = 0;  ///< share of the peak that predictions were found to be short of
   StepRecorder recorder_;
   OnLadder ladder_;
+  Pairs pairs_;
 };
 
 }  // namespace brimful

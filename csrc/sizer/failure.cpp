@@ -5,6 +5,7 @@
 #include "memory/tensor_bytes.h"
 #include "sizer/batch_sizer_state.h"
 #include "sizer/climb.h"
+#include "sizer/pair_run.h"
 #include "sizer/too_large.h"
 #include "step/failures.h"
 #include "step/remedy.h"
@@ -47,10 +48,12 @@ Shortfall BatchSizer::State::shortfall_of(const StepInput& input) const {
 }
 
 void BatchSizer::State::throw_too_large(const AttemptResult& result, const StepInput& input,
-                                        const Outcome& outcome) {
+                                        const Outcome& outcome, bool of_pairs) {
   const memory::Unlimited unlimited;
   auto shortfall = shortfall_of(input);
-  shortfall.of = result.records.empty() ? Shortfall::Of::lockstep : Shortfall::Of::split;
+  shortfall.of = result.records.empty() ? Shortfall::Of::lockstep
+                 : of_pairs             ? Shortfall::Of::pairs
+                                        : Shortfall::Of::split;
   for (const auto& attempt : outcome.attempts) {
     shortfall.tried.push_back({attempt.pieces, attempt.piece_rows, attempt.peak_bytes});
     shortfall.rungs.push_back(attempt.rungs.empty() ? std::string() : to_string(attempt.rungs));
@@ -83,10 +86,10 @@ void BatchSizer::State::require_room_for_optimizer(const StepInput& input) const
 }
 
 void BatchSizer::State::throw_failure(const AttemptResult& result, const StepInput& input,
-                                      const Outcome& outcome) {
+                                      const Outcome& outcome, const PairRun* pairs) {
   if (result.own == Status::out_of_memory &&
       (result.records.empty() || result.records[group_.rank()].verdict == Status::out_of_memory)) {
-    throw_too_large(result, input, outcome);
+    throw_too_large(result, input, outcome, pairs != nullptr && pairs->in_loss());
   }
   const auto failures = group_.failures(result.records);
   if (failures.empty()) {  // left lockstep: no record came

@@ -24,6 +24,10 @@ brimful_sources(HEAVY
   map_batches.cpp
   norm_calls.cpp
   optimizer_bytes.cpp
+  pair_graph.cpp
+  pair_layout.cpp
+  pair_loss.cpp
+  pair_run.cpp
   peak_model.cpp
   piece_history.cpp
   piece_times.cpp

@@ -29,7 +29,8 @@ bool is_of(const Shortfall& shortfall, Shortfall::Of of) {
 }
 
 bool could_split(const Shortfall& shortfall) {
-  return !is_of(shortfall, Shortfall::Of::optimizer) && last(shortfall).pieces < shortfall.rows;
+  return !is_of(shortfall, Shortfall::Of::optimizer) && !is_of(shortfall, Shortfall::Of::pairs) &&
+         last(shortfall).pieces < shortfall.rows;
 }
 
 /// What did not fit beside what is in use: the work of the last try, or the optimizer's.
@@ -101,7 +102,8 @@ void advise_on_capacity(const Shortfall& shortfall, std::vector<std::string>& ad
 
 void advise_on_work(const Shortfall& shortfall, std::vector<std::string>& advice) {
   const auto bytes = work_bytes(shortfall);
-  if (is_of(shortfall, Shortfall::Of::optimizer) || !worth_it(bytes, shortfall)) {
+  if (is_of(shortfall, Shortfall::Of::optimizer) || is_of(shortfall, Shortfall::Of::pairs) ||
+      !worth_it(bytes, shortfall)) {
     return;
   }
   const bool mapping = is_of(shortfall, Shortfall::Of::mapping);
@@ -175,6 +177,8 @@ const char* headline(const Shortfall& shortfall) {
       return "in lockstep no rank may split further by itself: memory ran out";
     case Shortfall::Of::optimizer:
       return "the optimizer's step would run out of memory, whatever the split,";
+    case Shortfall::Of::pairs:
+      return "the loss over all pairs does not fit, whatever the split,";
     case Shortfall::Of::mapping:
       return could_split(shortfall) ? "no piece that was tried fits"
                                     : "a piece of one row does not fit";
@@ -191,6 +195,11 @@ std::vector<std::string> advice_for(const Shortfall& shortfall) {
   advise_on_state(shortfall, advice);
   if (is_of(shortfall, Shortfall::Of::optimizer)) {
     advice.emplace_back("take an optimizer with less state");
+  }
+  if (is_of(shortfall, Shortfall::Of::pairs)) {
+    advice.emplace_back(
+        "use a smaller batch, a loss that goes through the pairs in parts, or one over each rank's "
+        "own rows (own=True)");
   }
   const auto& standing = shortfall.standing;
   const auto stays =

@@ -20,7 +20,8 @@ struct Shortfall {
     split,
     lockstep,   ///< no rank may split further by itself
     optimizer,  ///< its step, after any split; nothing was tried
-    mapping     ///< inference, in pieces
+    mapping,    ///< inference, in pieces
+    pairs       ///< the loss over all pairs, which no split makes smaller
   };
   Of of = Of::split;
   int rank = 0;

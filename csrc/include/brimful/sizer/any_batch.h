@@ -94,6 +94,25 @@ Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn, StepOptions 
   }
 }
 
+template <typename Batch, typename EmbedFn, typename PairLoss>
+Outcome BatchSizer::step_pairs(const Batch& batch, const EmbedFn& embed_fn,
+                               const PairLoss& pair_loss, PairOptions options) {
+  if constexpr (brimful::detail::IsOptional<Batch>::value) {
+    if (batch) {
+      return step_pairs(*batch, embed_fn, pair_loss, options);
+    }
+    PairWork none;
+    none.options = options;
+    return step_pairs(StepInput{}, none);
+  } else {
+    auto input = input_of(batch);
+    input.ask_kind = [&batch] { return kind_of(batch); };
+    auto work = brimful::detail::pair_work_of(batch, embed_fn, pair_loss);
+    work.options = options;
+    return step_pairs(input, work);
+  }
+}
+
 template <typename Batch, typename LossFn>
 std::optional<Plan> BatchSizer::plan(const Batch& batch, const LossFn& loss_fn) {
   auto input = input_of(batch);

@@ -3,6 +3,7 @@
 #include <brimful/sizer/batch_norm.h>
 #include <brimful/sizer/batch_sizer_options.h>
 #include <brimful/sizer/outcome.h>
+#include <brimful/sizer/pairs.h>
 #include <brimful/sizer/plan.h>
 #include <brimful/sizer/report.h>
 #include <brimful/sizer/split.h>
@@ -50,6 +51,17 @@ class BRIMFUL_API BatchSizer {
   /// `loss_fn(piece)` returns the mean loss, or a PieceLoss.
   template <typename Batch, typename LossFn>
   Outcome step(const Batch& batch, const LossFn& loss_fn, StepOptions options = {});
+  /// A step whose loss is over pairs of rows of all ranks: embeddings of all pieces without a graph, gathered; the loss and
+  /// its gradients once; then the pieces again, with their random numbers, and backward from these gradients. The gradient is
+  /// that of the unsplit batch. Its collectives come before those of the buckets: all ranks call it in the same step. Not
+  /// in lockstep; `predict` chooses no pieces for it.
+  /// @throws as step(); c10::ValueError where `embed` or `loss` are not what PairWork says: the first step checks that
+  Outcome step_pairs(const StepInput& input, const PairWork& work);
+  /// `embed_fn(piece)` returns a tensor or a structure of tensors, rows first; `pair_loss(towers)`, or `pair_loss(towers,
+  /// own_rows)`, a scalar or a structure of them.
+  template <typename Batch, typename EmbedFn, typename PairLoss>
+  Outcome step_pairs(const Batch& batch, const EmbedFn& embed_fn, const PairLoss& pair_loss,
+                     PairOptions options = {});
   /// Pieces and peak that `predict` would choose; runs a few rows forward and backward twice where it has not seen a batch
   /// of this kind, and leaves buffers and RNG as they were. Concerns this rank only.
   /// @throws c10::ValueError for a bad batch; nothing where the memory follows no law that it knows

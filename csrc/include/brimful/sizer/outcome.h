@@ -35,9 +35,10 @@ struct AttemptNote {
 };
 
 struct Outcome {
-  double loss = 0;     ///< weighted mean over all samples of all ranks
-  double weight = 0;   ///< of all ranks
-  int64_t pieces = 0;  ///< on this rank
+  double loss = 0;             ///< weighted mean over all samples of all ranks
+  std::vector<double> losses;  ///< of a step over pairs: each, on this rank
+  double weight = 0;           ///< of all ranks
+  int64_t pieces = 0;          ///< on this rank
   std::vector<int64_t>
       split;  ///< rows per piece; a step given the same split repeats it bit by bit
   /// Of a step by length: the row of the batch at each place of the split. Empty: as in the batch.

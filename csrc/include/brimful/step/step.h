@@ -100,7 +100,6 @@ class BRIMFUL_API StepGroup {
 
   /// Of the attempt that finish() ended, as Ending::divergence: of the first participant that returns a text.
   const std::string& divergence() const { return divergence_; }
-  bool has_outside() const { return !outside_.empty(); }  ///< gradients stay on this rank
   const std::vector<std::shared_ptr<Participant>>& participants() const { return participants_; }
   /// Parameters that are trained, and whose gradients stay on this rank.
   const std::vector<at::Tensor>& outside() const { return outside_; }
