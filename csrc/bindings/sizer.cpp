@@ -43,15 +43,24 @@ Transaction::Keeper keeper_of(py::function capture, py::function restore) {
           [kept] { call_python([&] { kept->restore(kept->state); }); }};
 }
 
-void run_python_backward(const at::Tensor& loss, const at::Tensor& gradient) {
+namespace {
+/// What differentiates or runs backward may be Python's: a hook, or a function in the graph.
+template <typename Work>
+auto translated(const Work& work) -> decltype(work()) {
   try {
-    torch::autograd::backward({loss}, {gradient});
-  } catch (python_error& error) {  // from a Python hook or function in the graph
+    return work();
+  } catch (python_error& error) {
     call_python([&] {
       error.restore();
       throw py::error_already_set();
     });
+    throw;
   }
+}
+}  // namespace
+
+void run_python_backward(const at::Tensor& loss, const at::Tensor& gradient) {
+  translated([&] { torch::autograd::backward({loss}, {gradient}); });
 }
 
 namespace {
@@ -63,6 +72,14 @@ std::exception_ptr as_exception(const py::object& error) {
   } catch (...) {
     return std::current_exception();
   }
+}
+
+std::vector<at::Tensor> differentiate(const at::Tensor& loss, const at::Tensor& seed,
+                                      const std::vector<at::Tensor>& inputs) {
+  return translated([&] {
+    return torch::autograd::grad({loss}, inputs, {seed}, /*retain_graph=*/false,
+                                 /*create_graph=*/false, /*allow_unused=*/true);
+  });
 }
 
 std::vector<std::shared_ptr<Participant>> participants_of(
@@ -140,6 +157,37 @@ class PythonSizer {
                                                 : work_of(source, loss_fn, model);
     const py::gil_scoped_release no_gil;
     return sizer_.step(input, work);
+  }
+
+  /// `embed_fn(model, piece)` and `pair_loss(towers, begin, end)` return lists of tensors.
+  Outcome step_pairs(const std::optional<py::object>& batch, const py::object& embed_fn,
+                     const py::object& pair_loss, const py::object& model,
+                     std::optional<std::vector<int64_t>> split, std::optional<StepRungs> rungs,
+                     const std::optional<py::object>& error, bool accumulate, bool own,
+                     bool gathered_gradient) {
+    StepInput input = input_of(batch);
+    if (error) {
+      input.error = as_exception(*error);
+    }
+    input.split = std::move(split);
+    input.rungs = std::move(rungs);
+    const Source source{batch.value_or(py::none()), input.rows.value_or(0)};
+    PairWork work;
+    work.embed = [&](int64_t begin, int64_t end) {
+      return call_python([&] {
+        return embed_fn(model, splitter_->slice(source.batch, source.rows, begin, end))
+            .cast<Towers>();
+      });
+    };
+    work.loss = [&](const Towers& all, OwnRows own) {
+      return call_python([&] { return pair_loss(all, own.begin, own.end).cast<Towers>(); });
+    };
+    work.backward = run_python_backward;
+    work.differentiate = differentiate;
+    work.tensors = work_of(source, embed_fn, model).tensors;
+    work.options = {accumulate, own, gathered_gradient};
+    const py::gil_scoped_release no_gil;
+    return sizer_.step_pairs(input, work);
   }
 
   std::optional<Plan> plan(const py::object& batch, const py::object& loss_fn,
@@ -276,6 +324,9 @@ void bind_sizer(py::module_& m) {
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("split"), py::arg("rungs"), py::arg("error"), py::arg("accumulate"),
            py::arg("by_length"))
+      .def("step_pairs", &PythonSizer::step_pairs, py::arg("batch"), py::arg("embed_fn"),
+           py::arg("pair_loss"), py::arg("model"), py::arg("split"), py::arg("rungs"),
+           py::arg("error"), py::arg("accumulate"), py::arg("own"), py::arg("gathered_gradient"))
       .def("begin_loop", &PythonSizer::begin_loop, py::arg("first"))
       .def("announce_next", &PythonSizer::announce_next, py::arg("next"))
       .def(

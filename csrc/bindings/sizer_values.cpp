@@ -83,8 +83,8 @@ void bind_outcome(py::module_& m) {
       .def("__str__", [](const StepRungs& self) { return to_string(self); })
       .def("__repr__", [](const StepRungs& self) { return "StepRungs(" + to_string(self) + ")"; });
   py::class_<Outcome>(m, "Outcome", "How a step ended; see BatchSizer.step.")
-      .BRIMFUL_FIELDS(def_readonly, Outcome, loss, weight, pieces, split, order, rungs, retries,
-                      peak_bytes, work_ms, last, stop, regroup, attempts)
+      .BRIMFUL_FIELDS(def_readonly, Outcome, loss, losses, weight, pieces, split, order, rungs,
+                      retries, peak_bytes, work_ms, last, stop, regroup, attempts)
       .def("__repr__", &outcome_repr);
 }
 

@@ -736,6 +736,8 @@ class Outcome:
     @property
     def loss(self) -> float: ...
     @property
+    def losses(self) -> list[float]: ...
+    @property
     def weight(self) -> float: ...
     @property
     def pieces(self) -> int: ...
@@ -892,6 +894,19 @@ class BatchSizer:
         error: Exception | None,
         accumulate: bool,
         by_length: object | None,
+    ) -> Outcome: ...
+    def step_pairs(
+        self,
+        batch: object | None,
+        embed_fn: Callable[[Any, Any], list[torch.Tensor]],
+        pair_loss: Callable[[list[torch.Tensor], int, int], list[torch.Tensor]],
+        model: object,
+        split: Sequence[int] | None,
+        rungs: StepRungs | None,
+        error: Exception | None,
+        accumulate: bool,
+        own: bool,
+        gathered_gradient: bool,
     ) -> Outcome: ...
     def begin_loop(self, first: object | None) -> bool: ...
     def announce_next(self, next: object | None) -> None: ...

@@ -18,7 +18,7 @@ from brimful._modules import batch_norms
 from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
 from brimful.sampler import global_sampler_of
-from brimful.sizer import _trial
+from brimful.sizer import _pairs, _trial
 from brimful.sizer._by_length import NO_LABELS, ByLength, LengthFn, RowsByLength, TrimFn
 from brimful.sizer._host_state import HostState, can_leave
 from brimful.sizer._ladder import LadderModules, has_state, rungs_of
@@ -391,10 +391,81 @@ class BatchSizer:
                 trial.before_step(self, plan, accumulate)
         except Exception as caught:  # must fail the step, not this call: the other ranks wait
             error = caught
-        outcome = self._run(data, loss_fn, sizes, rungs, error, bool(accumulate), rows)
+        local = self._local(loss_fn)
+        outcome = self._run(
+            lambda: self._core.step(
+                data, local, self._model, sizes, rungs, error, bool(accumulate), rows
+            ),
+            data is not None,
+            trial,
+        )
         if rows is not None and not rows.order and outcome.weight == 0:
             raise ValueError(NO_LABELS.format(rows=rows.rows))
-        self._consumed += data is not None
+        return outcome
+
+    def pair_step(
+        self,
+        batch: Any,
+        embed_fn: Callable[[Any, Any], Any],
+        pair_loss: Callable[..., Any],
+        *,
+        split: Sequence[int] | None = None,
+        rungs: _C.StepRungs | None = None,
+        accumulate: bool = False,
+        own: bool = False,
+        gathered_gradient: bool = True,
+    ) -> _C.Outcome:
+        """Fill the gradients of one step whose loss is over pairs of rows, such as a contrastive one.
+
+        ``embed_fn(model, piece)`` returns the embeddings of a piece: a tensor, or a tuple or dict of tensors (towers),
+        with a row for each row of the piece; one that has no floating values, such as labels, is gathered too.
+        ``pair_loss(embeddings)`` gets the same structure with the rows of all ranks, in the order of the ranks, and
+        returns a scalar, or several, which are added (``Outcome.losses`` has each). The pieces are embedded without a
+        graph, the embeddings gathered, the loss and its gradients computed once, and the pieces run again with the
+        random numbers of the first time. So the batch is as large as you like in the memory of a piece, the
+        embeddings and the loss, and the gradient is that of the batch in one piece. It takes the time of one forward
+        more.
+
+        ``pair_loss`` is the same function of all rows on every rank, which differentiates it for its own rows. With
+        ``own`` it is ``pair_loss(embeddings, rows)``, the mean over this rank's own rows, which the slice ``rows``
+        says, and the step's loss is the mean over all ranks' rows; what one rank's loss says of the rows of another
+        is added, unless ``gathered_gradient`` is False: then the rows of others are constants, and the gradient is
+        that of no loss. Parameters of the model that ``pair_loss`` uses by itself, such as a temperature, get
+        their gradient once.
+
+        The first step checks that ``embed_fn`` gives the same embeddings in its second run, and ``pair_loss`` the same
+        loss: ``ValueError``. It is raised as well for other rows than the piece has, embeddings without a graph, values
+        that are not finite (without a ``scaler``), and a loss that is not the same on all ranks. A shortage in either
+        pass repeats both, on all ranks if embeddings were gathered; one in the loss is repeated once, and then
+        ``BatchTooLarge``. Not in ``lockstep``; ``predict`` and ``weight_fn`` have no part in it. All ranks call it in
+        the same step. For all else see ``step``.
+        """
+        data = None if batch is NO_DATA else batch
+        sizes, error = None, None
+        pairs = _pairs.Pairs(embed_fn, pair_loss, own)
+        try:
+            _pairs.check(embed_fn, pair_loss, own, gathered_gradient)
+            sizes = _checked(batch, embed_fn, split)
+            self._place_state()
+            self._room.keep()
+        except Exception as caught:  # must fail the step, not this call: the other ranks wait
+            error = caught
+        local = self._local(pairs.embed)
+        options = (bool(accumulate), bool(own), bool(gathered_gradient))
+        return self._run(
+            lambda: self._core.step_pairs(
+                data, local, pairs.loss, self._model, sizes, rungs, error, *options
+            ),
+            data is not None,
+            None,
+        )
+
+    def _run(
+        self, step: Callable[[], _C.Outcome], has_data: bool, trial: _trial.Trial | None
+    ) -> _C.Outcome:
+        """A step, and what follows one that stands."""
+        outcome = self._with_room(step)
+        self._consumed += has_data
         if self._sampler is not None:
             self._sampler.note(outcome)
             self._sampler = None
@@ -404,11 +475,11 @@ class BatchSizer:
             observe(outcome)
         return outcome
 
-    def _run(self, data: Any, loss_fn: Callable[[Any, Any], Any], *rest: Any) -> _C.Outcome:
+    def _with_room(self, step: Callable[[], _C.Outcome]) -> _C.Outcome:
         """A step, and once more where the optimizer's state is what a row's room is taken by."""
         while True:
             try:
-                return self._core.step(data, self._local(loss_fn), self._model, *rest)
+                return step()
             except BaseException as reported:
                 mark_reported(reported)
                 alone = self._core.world_size == 1  # else the others were informed of a failure
