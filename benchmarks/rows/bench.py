@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks import common
-from benchmarks.rows import lengths, trainers
+from benchmarks.rows import lengths, pairs, trainers
 
-MODULES = (lengths, trainers)
+MODULES = (lengths, pairs, trainers)
 
 
 def figures(quick: bool, only: Sequence[str] = (), **_: object) -> Iterator[common.Figure]:
