@@ -93,6 +93,41 @@ def masked_stages():
     }
 
 
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(32, 16), nn.Linear(24, 16)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+
+def embed(model, piece):
+    return F.normalize(model.image(piece[0]), dim=-1), F.normalize(model.text(piece[1]), dim=-1)
+
+
+def contrastive():
+    """What blocks of several ranks have from those before them."""
+    if dist.get_world_size() == 1:
+        return {}
+    model = Towers()
+    wrapped = brimful.DistributedDataParallel(model)
+
+    def pair_loss(embeddings):
+        scores = model.scale.exp() * embeddings[0] @ embeddings[1].T
+        return F.cross_entropy(scores, torch.arange(len(scores)))
+
+    return {
+        "Towers": Towers,
+        "embed": embed,
+        "embed_wrapped": lambda wrapped, piece: embed(wrapped.module, piece),
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "pair_loss": pair_loss,
+        "rows": 8 + 4 * dist.get_rank(),
+        "sizer": brimful.BatchSizer(wrapped),
+        "wrapped": wrapped,
+    }
+
+
 OF_PAGE = {
     "docs/memory.md": inputs_alone,
     "docs/monitor.md": inputs_alone,
@@ -100,4 +135,5 @@ OF_PAGE = {
     "docs/summary.md": lambda: {"batch": torch.randn(12, 8)},
     "docs/pipeline-processes.md": two_stages,
     "docs/pipeline.md": masked_stages,
+    "docs/tutorials/contrastive-batches.md": contrastive,
 }
