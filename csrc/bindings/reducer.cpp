@@ -95,7 +95,7 @@ void bind_regroup(py::module_& m, ReducerClass& reducer) {
             std::vector<std::vector<uint8_t>> all;
             {
               const py::gil_scoped_release no_gil;
-              all = reducer.gather({text.begin(), text.end()});
+              all = gather_bytes(reducer, {text.begin(), text.end()});
             }
             py::list result;
             for (const auto& bytes : all) {

@@ -15,6 +15,7 @@
 #include "base/fnv.h"
 #include "pipeline/pipeline_state.h"
 #include "sizer/loss_scale.h"
+#include "step/failures.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -341,7 +342,7 @@ void Pipeline::State::hear_replicas(Call& call, StepResult& result,
         record.verdict > verdict.kind) {
       verdict.kind = record.verdict;
       verdict.replica = replica;
-      verdict.text = verdict.kind == Status::retry ? "" : call.group.failure_text(replica);
+      verdict.text = verdict.kind == Status::retry ? "" : failure_text(call.group, replica);
     }
   }
 }

@@ -55,9 +55,8 @@ class Engine final : public ParticipantAttempt {
   void accept(double scale, bool keep_unused) override;
   void discard() override;
 
-  std::vector<ControlRecord> exchange(const ControlRecord& record);
   /// Every rank's bytes, for `what`. @throws RankFailed
-  std::vector<std::vector<uint8_t>> gather(const std::vector<uint8_t>& own, const char* what);
+  std::vector<std::vector<uint8_t>> gather_bytes(const std::vector<uint8_t>& own, const char* what);
   /// As Participant's, of the attempt under way.
   std::vector<at::Tensor> gather(const at::Tensor& own);
   void sum(at::Tensor& tensor);
@@ -106,5 +105,9 @@ class Engine final : public ParticipantAttempt {
   std::weak_ptr<Engine> self_;
   std::vector<uintptr_t> hook_keys_;
 };
+
+/// Every rank's record, between steps. A collective.
+/// @throws RankFailed if the process group broke
+std::vector<ControlRecord> exchange_records(Engine& engine, const ControlRecord& record);
 
 }  // namespace brimful

@@ -103,7 +103,8 @@ Ending Engine::finish() {
   s_.watch.end_step(s_.attempt.step - 1, ms_by_rank, s_.turns.agreeing_ms());
   const auto records = s_.layout.tail->records();
   if (s_.updates && !s_.attempt.uneven && worst(records) < Status::retry) {
-    s_.updates->settle(records, [&](const ControlRecord& own) { return exchange(own); });
+    s_.updates->settle(records,
+                       [&](const ControlRecord& own) { return exchange_records(*this, own); });
   }
   return {records, s_.updates && !s_.attempt.uneven ? s_.updates->divergence() : std::string()};
 }
@@ -195,8 +196,8 @@ void Engine::forget_attempt() {
   std::fill(s_.attempt.used.begin(), s_.attempt.used.end(), uint8_t{0});
 }
 
-std::vector<std::vector<uint8_t>> Engine::gather(const std::vector<uint8_t>& own,
-                                                 const char* what) {
+std::vector<std::vector<uint8_t>> Engine::gather_bytes(const std::vector<uint8_t>& own,
+                                                       const char* what) {
   driver_->give_way(/*to_step=*/false);
   exchange_in_turn();
   const memory::Unlimited unlimited;
@@ -214,10 +215,11 @@ std::vector<std::vector<uint8_t>> Engine::gather(const std::vector<uint8_t>& own
   }
 }
 
-std::vector<ControlRecord> Engine::exchange(const ControlRecord& record) {
+std::vector<ControlRecord> exchange_records(Engine& engine, const ControlRecord& record) {
   const auto own = encode(record);
   std::vector<ControlRecord> records;
-  for (const auto& bytes : gather({own.begin(), own.end()}, "the exchange before a loop")) {
+  for (const auto& bytes :
+       engine.gather_bytes({own.begin(), own.end()}, "the exchange before a loop")) {
     RecordBytes theirs{};
     std::memcpy(theirs.data(), bytes.data(), theirs.size());
     records.push_back(decode(theirs));

@@ -15,7 +15,7 @@ ParticipantAttempt& Reducer::attempt() {
   return s_->engine;
 }
 std::vector<ControlRecord> Reducer::exchange(const ControlRecord& record) {
-  return s_->engine.exchange(record);
+  return exchange_records(s_->engine, record);
 }
 std::vector<at::Tensor> Reducer::gather(const at::Tensor& own) {
   return s_->engine.gather(own);
@@ -86,8 +86,8 @@ void Reducer::broadcast(const std::vector<at::Tensor>& tensors, int source) {
     s.link.throw_broken(s.attempt.step, "a broadcast", e.what());
   }
 }
-std::vector<std::vector<uint8_t>> Reducer::gather(const std::vector<uint8_t>& own) {
-  return s_->engine.gather(own, "an exchange");
+std::vector<std::vector<uint8_t>> gather_bytes(Reducer& reducer, const std::vector<uint8_t>& own) {
+  return reducer.s_->engine.gather_bytes(own, "an exchange");
 }
 
 void Reducer::register_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook,

@@ -84,6 +84,23 @@ void require_between_steps(EngineState& s) {
       "old group (communication hook: set); wrap the module again, or pass wire_dtype "
       "in place of the hook");
 }
+
+/// What is being handled, as all ranks raise it.
+[[noreturn]] void throw_failed(const Group& group, int64_t step) {
+  try {
+    throw;
+  } catch (const c10::ValueError&) {
+    throw;  // PlanMismatch, on all ranks
+  } catch (const std::exception& e) {
+    try {
+      group->abort();                  // the others wait for this rank
+    } catch (const std::exception&) {  // it is broken
+    }
+    throw RankFailed(
+        -1, step, Status::error,
+        "a rank failed while the ranks formed a new group (cause: " + std::string(e.what()) + ")");
+  }
+}
 }  // namespace
 
 Regrouped Reducer::regroup(const Group& group, const RegroupOptions& given) {
@@ -124,19 +141,7 @@ Regrouped Reducer::regroup(const Group& group, const RegroupOptions& given) {
     move_gradients(s.layout.parameters);
   } catch (...) {
     State::own_parameters(s_);
-    try {
-      throw;
-    } catch (const c10::ValueError&) {
-      throw;  // PlanMismatch, on all ranks
-    } catch (const std::exception& e) {
-      try {
-        group->abort();                  // the others wait for this rank
-      } catch (const std::exception&) {  // it is broken
-      }
-      throw RankFailed(-1, s.attempt.step, Status::error,
-                       "a rank failed while the ranks formed a new group (cause: " +
-                           std::string(e.what()) + ")");
-    }
+    throw_failed(group, s.attempt.step);
   }
   next->options.plan = s_->options.plan;
   next->engine.state().counters = s.counters;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ladder/ladder.h"
+#include "sizer/agreed.h"
 #include "sizer/by_length.h"
 #include "sizer/forecasts.h"
 #include "sizer/found_pieces.h"
@@ -45,17 +46,6 @@ class BatchSizer::State {
   int world_size() const { return group_.world_size(); }
 
  private:
-  /// By the records of an exchange, or of the last step.
-  struct Agreed {
-    bool holds = false;  ///< for the next step
-    double total = 0;    ///< weight of the next step
-    double last_total = 0;
-    int64_t pieces = 1;  ///< the most that a rank wants
-    int buffer_source = 0;
-    bool at_end = false;
-    bool owed = false;   ///< the other ranks wait for a repetition that has not begun
-    ControlRecord next;  ///< this rank's, of the step that comes
-  };
   /// What the limit was compared with.
   struct Checked {
     std::optional<int64_t> limit;

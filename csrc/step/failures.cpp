@@ -43,11 +43,11 @@ void throw_step_failed(int64_t step, const std::vector<Failure>& failures) {
                             "step " + std::to_string(step) + " failed on " + to_string(failures));
 }
 
-std::string StepGroup::failure_text(int rank) {
-  if (participants_.empty()) {
+std::string failure_text(const StepGroup& group, int rank) {
+  if (group.participants().empty()) {
     return {};
   }
-  const auto& first = *participants_[0];
+  const auto& first = *group.participants()[0];
   const auto place = FailureBoard::place_of(first.step() - 1, rank);
   return to_string(posted_failure(first.board(), place, rank, Status::error));
 }

@@ -13,6 +13,11 @@ namespace brimful {
 Failure posted_failure(const FailureBoard& board, const std::string& place, int rank,
                        Status verdict);
 
+class StepGroup;
+
+/// What a rank of the group has posted whose record says that it failed.
+std::string failure_text(const StepGroup& group, int rank);
+
 /// The first that ran out of memory, since a program can act on that; else the first. There is at least one.
 const Failure& severest(const std::vector<Failure>& failures);
 

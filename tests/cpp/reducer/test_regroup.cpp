@@ -121,7 +121,7 @@ TEST_CASE("One rank goes on alone, and is joined", "[reducer][regroup]") {
     checks.expect(agreed.source == 0, "the source");
     const auto outcome = trainer.fill(batch_of(rank, 1, 4));
     checks.expect(outcome.weight == 8, "both are in the mean");
-    const auto all = trainer.model.reducer()->gather({static_cast<uint8_t>(7 + rank)});
+    const auto all = gather_bytes(*trainer.model.reducer(), {static_cast<uint8_t>(7 + rank)});
     checks.expect(all == std::vector<std::vector<uint8_t>>{{7}, {8}}, "gathered");
   });
   CHECK(checks.failures() == std::vector<std::string>{});

@@ -60,7 +60,8 @@ class BRIMFUL_API Reducer final : public Participant {
   bool is_broken() const;
   /// Every rank's bytes, by rank; all ranks give the same number. A collective.
   /// @throws RankFailed if the group broke
-  std::vector<std::vector<uint8_t>> gather(const std::vector<uint8_t>& own);
+  friend BRIMFUL_API std::vector<std::vector<uint8_t>> gather_bytes(
+      Reducer& reducer, const std::vector<uint8_t>& own);
   ~Reducer() override;
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;

@@ -105,9 +105,7 @@ class BRIMFUL_API StepGroup {
   const std::vector<at::Tensor>& outside() const { return outside_; }
   void accept(double scale, bool keep_unused);
   void discard();
-  /// What a rank whose record says that it failed has posted; waits a second at most.
-  std::string failure_text(int rank);
-  /// The same for all ranks whose record says that they failed.
+  /// What the ranks whose records say that they failed have posted; waits a second for each at most.
   std::vector<Failure> failures(const std::vector<ControlRecord>& records);
   void publish_failure(FailureKind kind, const std::string& text);
 
