@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -324,7 +325,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         agreed = self.reducer.regroup(
             group, progress=progress, whole=whole, synchronise=synchronise
         )
-        self.process_group = group
+        before, self.process_group = [self.process_group], group
+        threading.Thread(target=before.clear, daemon=True).start()  # it may join works that hang
         return agreed
 
     def register_comm_hook(
