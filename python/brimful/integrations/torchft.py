@@ -72,7 +72,7 @@ class Fleet(brimful.Fleet):
                     return
                 result = self._call(step)
             except _C.RankFailed as error:
-                if not self.model.reducer.is_broken:
+                if self._is_in and not self.model.reducer.is_broken:
                     raise  # a replica failed in its own step, and lives
                 self._manager.report_error(error)
                 self._manager.should_commit()
@@ -85,6 +85,11 @@ class Fleet(brimful.Fleet):
             self.model.zero_grad()
             if committed:
                 yield result
+
+    @property
+    def _is_in(self) -> bool:
+        """All of the quorum went on with its group."""
+        return self._group is not None and self._group is self._pg._pg
 
     def _may_step(self) -> bool:
         manager = self._manager
