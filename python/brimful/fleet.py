@@ -142,8 +142,10 @@ class Fleet:
             min_rows=min_rows,
             collate_fn=collate_fn,
         )
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        self._stateful = [*optimizers, *state]
+        self._optimizers = (
+            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        )
+        self._stateful = [*self._optimizers, *state]
         self._program = _program_of(model, version, len(data), batch_size, seed, shuffle)
         self._progress = _FRESH
         self._whole = True

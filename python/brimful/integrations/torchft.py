@@ -49,8 +49,6 @@ class Fleet(brimful.Fleet):
     ) -> None:
         _require(manager, pg)
         super().__init__(None, model, optimizer, data, **options)  # type: ignore[arg-type]
-        one = isinstance(optimizer, torch.optim.Optimizer)
-        self._optimizers = [optimizer] if one else list(optimizer)
         self._manager, self._pg = manager, pg
         manager.register_state_dict_fn("brimful", self._load, self._save)
 
