@@ -128,7 +128,16 @@ def contrastive():
     }
 
 
+def fleet():
+    """A store beside the ranks, as long as the names live."""
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    data = torch.utils.data.TensorDataset(torch.randn(192, 8), torch.randint(4, (192,)))
+    place = {"store_host": "127.0.0.1", "store_port": served.port}
+    return {"served": served, "ranks": 1, "data": data, **place}
+
+
 OF_PAGE = {
+    "docs/data-parallel.md": fleet,
     "docs/memory.md": inputs_alone,
     "docs/monitor.md": inputs_alone,
     "docs/leaks.md": growing_sum,
