@@ -1,4 +1,4 @@
-"""Kills one of three ranks at a point of a step: how long the others need, and what becomes of rows and parameters."""
+"""Kills a rank at a point of a step: how long the others need, and what becomes of rows and parameters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks import common
+from benchmarks.fleet import storm
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "python"))
 
@@ -27,6 +28,8 @@ IDS = (
 POINTS = ("before", "piece0", "piece1", "exchange", "accepted", "stepped", "between")
 WORLD_SIZE, STEPS = 3, 8
 KILLS, QUICK_KILLS = 100, 7
+STORM_STEPS = 1000
+DTYPES = (torch.float64, torch.float32)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 SEED = 11
 
@@ -48,19 +51,30 @@ def measure(quick: bool) -> Iterator[common.Figure]:
     kills = QUICK_KILLS if quick else KILLS
     seen, draw = Seen(), random.Random(SEED)
     for kill in range(kills):
-        dtype = (torch.float64, torch.float32)[kill % 2]
         dies = (POINTS[kill % len(POINTS)], draw.randrange(1, STEPS - 1))
-        _kill(draw.randrange(WORLD_SIZE), dies, dtype, seen)
+        _kill(WORLD_SIZE, draw.randrange(WORLD_SIZE), dies, DTYPES[kill % 2], seen)
+    of_three = len(seen.own_s)
+    for size in () if quick else (2, 4):
+        for victim in range(size):
+            for point in POINTS:
+                _kill(size, victim, (point, draw.randrange(1, STEPS - 1)), DTYPES[0], seen)
+    through = storm.run(STORM_STEPS // 20 if quick else STORM_STEPS, SEED)
+    seen.rows_bad += through.rows_bad
+    seen.exact_bad += through.exact_bad
+    seen.hangs += through.hangs
     conditions: dict[str, Any] = {
         **common.machine_conditions(),
         "backend": "gloo",
         "ranks": WORLD_SIZE,
         "kills": kills,
+        "kills of one of two and of four": 0 if quick else (2 + 4) * len(POINTS),
+        "one long run": through.conditions(),
         "heartbeat_ms": 50,
         "dead_after_ms": 400,
         "kills after which a rank got the state": seen.healed,
     }
-    for name, values in ((IDS[0], seen.own_s), (IDS[1], seen.total_s)):
+    times_of = ((IDS[0], seen.own_s[:of_three]), (IDS[1], seen.total_s[:of_three]))
+    for name, values in times_of:
         if not values:
             yield common.unmeasured(name, "no kill was survived", conditions=conditions)
             continue
@@ -74,12 +88,12 @@ def measure(quick: bool) -> Iterator[common.Figure]:
         yield common.Figure(name, "count", bad, bad, bad, rounds=kills, conditions=conditions)
 
 
-def _kill(victim: int, dies: tuple[str, int], dtype: torch.dtype, seen: Seen) -> None:
-    plan = fleet_ranks.Plan(world_size=WORLD_SIZE, dtype=dtype)
+def _kill(size: int, victim: int, dies: tuple[str, int], dtype: torch.dtype, seen: Seen) -> None:
+    plan = fleet_ranks.Plan(world_size=size, dtype=dtype)
     with fleet_ranks.Ranks() as ranks:
-        for index in range(WORLD_SIZE):
+        for index in range(size):
             own = dies if index == victim else None
-            ranks.start(fleet_ranks.Plan(world_size=WORLD_SIZE, dtype=dtype, dies=own))
+            ranks.start(fleet_ranks.Plan(world_size=size, dtype=dtype, dies=own))
         try:
             answers = ranks.answers()
         except AssertionError as hang:
@@ -89,7 +103,7 @@ def _kill(victim: int, dies: tuple[str, int], dtype: torch.dtype, seen: Seen) ->
         ended = [result for how, result in answers if how == "ended"]
         killed = [line for line in ranks.lines(victim) if line[0] == "k"]
         seen.rows_bad += ranks.rows_bad(plan)
-        if len(ended) != WORLD_SIZE - 1 or not killed:
+        if len(ended) != size - 1 or not killed:
             print(f"{dies}, rank {victim}: {answers}", file=sys.stderr)
             seen.exact_bad += 1
             return

@@ -280,27 +280,33 @@ class Ranks:
     def rows_bad(self, plan):
         """Rows that were lost or doubled in the steps that stand, by what every process wrote down."""
         steps, _ = expected(plan)
-        given, stood = {}, {}
+        given, stood, survived = {}, {}, {}
         for index in range(len(self.processes)):
             alive = not any(line[0] == "k" for line in self.lines(index))
             for kind, step, epoch, *rows in self.lines(index):
                 if kind == "h":
                     given.setdefault((int(step), int(epoch)), []).extend(map(int, rows))
-                elif kind == "s" and alive:
+                elif kind == "s":
                     stood.setdefault(int(step), set()).add(int(epoch))
+                    if alive:
+                        survived.setdefault(int(step), set()).add(int(epoch))
         bad = 0
         for step, rows in enumerate(steps):
+            # What one rank alone finished before it died was made again by the others.
             epochs = stood.get(step, set())
-            found = sorted(given.get((step, min(epochs)), [])) if epochs else []
+            found = sorted(given.get((step, max(epochs)), [])) if epochs else []
             lost, doubled = set(rows) - set(found), len(found) - len(set(found))
-            bad += len(lost) + doubled + len(set(found) - set(rows)) + (len(epochs) > 1) * len(rows)
+            twice = len(survived.get(step, set())) > 1
+            bad += len(lost) + doubled + len(set(found) - set(rows)) + twice * len(rows)
         return bad
 
 
-def exact_bad(plan, results, tolerance):
+def exact_bad(plan, results, tolerance, seed=None):
     """Ranks whose parameters are not those of the first, or not those of one process."""
-    begun = next(r["regroups"][0] for r in results if r["regroups"][0]["epoch"] == 1)
-    _, values = expected(plan, seed=int(begun["names"][0][1:]))  # all begin as rank 0
+    if seed is None:  # all begin as rank 0
+        begun = next(r["regroups"][0] for r in results if r["regroups"][0]["epoch"] == 1)
+        seed = int(begun["names"][0][1:])
+    _, values = expected(plan, seed=seed)
     first = results[0]["values"]
     return sum(
         not torch.equal(result["values"], first)
