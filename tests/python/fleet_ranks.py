@@ -37,6 +37,7 @@ class Plan:
     width: int = 16
     version: str = "one"
     pause_s: float = 0.0  # after each step
+    device: str = "cpu"
     options: dict = field(default_factory=dict)
 
 
@@ -61,7 +62,8 @@ def net(plan, seed):
 
 
 def loss_of(model, batch):
-    _, x, y = batch
+    device = next(model.parameters()).device
+    x, y = (tensor.to(device) for tensor in batch[1:])
     return torch.nn.functional.mse_loss(model(x), y)
 
 
@@ -104,10 +106,14 @@ class Rank:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        device = torch.device(plan.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            plan.options["device"] = device
         members = brimful.Members(
             store, f"r{index}", world_size=plan.world_size, **{"patience_ms": 20000, **plan.options}
         )
-        self.model = net(plan, seed=index)
+        self.model = net(plan, seed=index).to(device)
         self.optimizer, self.scheduler = make_optimizer(self.model, plan)
         self.fleet = brimful.Fleet(
             members,
@@ -193,12 +199,12 @@ class Rank:
             if self.plan.pause_s:
                 time.sleep(self.plan.pause_s)
         return {
-            "values": values_of(self.model),
+            "values": values_of(self.model).cpu(),
             "progress": fleet.progress,
             "epoch": int(fleet.last_regroup["epoch"]),
             "rate": self.scheduler.get_last_lr(),
             "optimizer": [
-                value.clone()
+                value.detach().cpu().clone()
                 for value in self.optimizer.state_dict()["state"][0].values()
                 if isinstance(value, torch.Tensor)
             ],
