@@ -75,7 +75,7 @@ def _in_pieces(
 
     brimful.map_batches(
         fn,
-        ((args, kwargs), torch.arange(rows)),
+        ((args, kwargs), torch.arange(rows, device="cpu")),
         pieces=2,
         size_fn=lambda batch: len(batch[1]),
         split_fn=split,

@@ -68,7 +68,7 @@ class LossInPieces:
         return self._metrics.of_step() if self._metrics is not None else nullcontext()
 
     def _numbered(self, inputs: Mapping[str, Any]) -> tuple[Mapping[str, Any], torch.Tensor]:
-        return inputs, torch.arange(self._size_fn(inputs))
+        return inputs, torch.arange(self._size_fn(inputs), device="cpu")
 
     def _of_piece(
         self,

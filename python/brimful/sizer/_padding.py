@@ -99,10 +99,10 @@ class Padding:
                 "labels that are -100 on padding, " + OWN
             )
         # On the host: a device's memory may be full.
-        values = labels.cpu() if tokens else torch.full((rows, width), IGNORED)
+        values = labels.cpu() if tokens else torch.full((rows, width), IGNORED, device="cpu")
         counted = values.ne(IGNORED)
         filled = counted if mask is None else mask.cpu().ne(0)
-        columns = torch.arange(width, dtype=torch.int32)
+        columns = torch.arange(width, dtype=torch.int32, device="cpu")
         first = torch.where(filled, columns, width).amin(1).long()
         last = torch.where(filled, columns, -1).amax(1).long()
         at_first = counted.gather(1, first.clamp(max=width - 1).unsqueeze(1)).squeeze(1)

@@ -433,3 +433,18 @@ def test_options_that_do_not_go_together_are_refused():
         brimful.BatchSizer(model, trim_fn=lambda *a: a)
     with pytest.raises(ValueError, match="batch_dim"):
         brimful.BatchSizer(model, by_length=True, batch_dim=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("predict", [False, True])
+def test_on_cuda_pieces_fit_and_the_gradient_is_that_of_the_padded_batch(predict):
+    model = Tokens(torch.float64).cuda()
+    sizer = brimful.BatchSizer(model, by_length=True, pieces=3, predict=predict)
+    batches = [{k: entry.cuda() for k, entry in tokens(seed=seed).items()} for seed in range(3)]
+    with torch.device("cuda"):  # that of the masks which the model makes
+        for batch in batches:
+            expected = padded_gradients(model, batch)
+            outcome = sizer.step(batch, loss_fn)
+            assert outcome.pieces >= 3 or predict
+            assert off(gradients_of(model), expected) < 1e-12
+            model.zero_grad()
