@@ -107,7 +107,7 @@ def test_a_few_lengths_predict_the_peaks_of_all_others(name, threads):
     torch.set_num_threads(threads)
     make, batch_of = MODELS[name]
     seed(0)
-    found = peaks_told(make(), batch_of, shuffled(range(16, 129), 30))
+    found = peaks_told(make(), batch_of, shuffled(range(16, 129), 20))
     for length, (told, real, rehearsed) in found.items():
         # 16 KiB go to what a step takes beside its pieces. oneDNN pads an LSTM's workspace by shape.
         least = 0.98 if rehearsed and name == "recurrent" else 0.995
@@ -129,7 +129,7 @@ def test_shuffled_lengths_fill_the_room_and_never_run_out_of_it(name):
     sizer = brimful.BatchSizer(model, optimizer, predict=True)
     refused = brimful.memory.stats("cpu").ooms
     fills, pieces, rehearsed = [], 0, 0
-    lengths = shuffled(range(16, longest + 1), 110)
+    lengths = shuffled(range(16, longest + 1), 60)
     for length in lengths:
         batch = batch_of(160, length)
         loss = Counted()
