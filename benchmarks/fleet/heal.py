@@ -29,6 +29,7 @@ POINTS = ("before", "piece0", "piece1", "exchange", "accepted", "stepped", "betw
 WORLD_SIZE, STEPS = 3, 8
 KILLS, QUICK_KILLS = 100, 7
 STORM_STEPS = 1000
+DEAD_AFTER = {"dead_after_ms": 400}  # the default
 DTYPES = (torch.float64, torch.float32)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 SEED = 11
@@ -93,7 +94,9 @@ def _kill(size: int, victim: int, dies: tuple[str, int], dtype: torch.dtype, see
     with fleet_ranks.Ranks() as ranks:
         for index in range(size):
             own = dies if index == victim else None
-            ranks.start(fleet_ranks.Plan(world_size=size, dtype=dtype, dies=own))
+            ranks.start(
+                fleet_ranks.Plan(world_size=size, dtype=dtype, dies=own, options=dict(DEAD_AFTER))
+            )
         try:
             answers = ranks.answers()
         except AssertionError as hang:

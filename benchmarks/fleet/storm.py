@@ -50,7 +50,13 @@ def run(steps: int, seed: int) -> Through:
     draw, through, begun = random.Random(seed), Through(steps=steps), time.monotonic()
     rows = STEPS_AN_EPOCH * fleet_ranks.BATCH
     epochs = steps // STEPS_AN_EPOCH
-    plan = fleet_ranks.Plan(world_size=WORLD_SIZE, rows=rows, epochs=epochs, pause_s=0.05)
+    plan = fleet_ranks.Plan(
+        world_size=WORLD_SIZE,
+        rows=rows,
+        epochs=epochs,
+        pause_s=0.05,
+        options={"dead_after_ms": 400},
+    )
     with fleet_ranks.Ranks() as ranks:
         alive = [ranks.start(plan) for _ in range(WORLD_SIZE)]
         done = 0

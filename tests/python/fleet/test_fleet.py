@@ -43,7 +43,7 @@ def test_the_others_go_on_from_the_step_in_which_a_rank_died(point, victim):
         for plan in plans:
             ranks.start(plan)
         ended = require_healed(ranks, plans[0])
-        assert all(result["epoch"] == 2 for result in ended)
+        assert all(result["epoch"] >= 2 for result in ended)
 
 
 def test_ranks_that_nothing_happens_to_stay_in_one_group():
