@@ -29,6 +29,14 @@ StorePtr own_connection(const StorePtr& store) {
   return c10::make_intrusive<c10d::PrefixStore>("brimful/members", store->clone());
 }
 
+/// One may take seconds where a host's name is looked up: it is made while nobody waits for it.
+std::future<StorePtr> connect_ahead(const StorePtr& store) {
+  std::packaged_task<StorePtr()> connect([store] { return own_connection(store); });
+  auto connection = connect.get_future();
+  std::thread(std::move(connect)).detach();
+  return connection;
+}
+
 std::string key_of(const char* what, int64_t epoch) {
   return std::string(what) + "/" + std::to_string(epoch);
 }
@@ -77,6 +85,7 @@ class Members::State {
       pulse_ = std::make_shared<launch::Pulse>(own_connection(store), self_.id, options_.heartbeat,
                                                options_.dead_after);
     });
+    next_connection_ = connect_ahead(store);
   }
 
   Membership enter(const std::string& model);
@@ -91,13 +100,14 @@ class Members::State {
   MemberList await_list(int64_t epoch, const std::vector<Member>& before, bool member);
   std::vector<Member> come(const std::vector<Member>& before, const std::vector<Member>& entered);
   [[noreturn]] void throw_not_let_in(int64_t epoch, size_t entered) const;
-  std::optional<Membership> form(const MemberList& list, int64_t epoch);
+  std::optional<Membership> form(const MemberList& list, int64_t epoch, const StorePtr& connection);
   Group await_group(std::future<Group> connecting, const MemberList& list, int64_t epoch);
   std::optional<Member> dead_of(const MemberList& list) const;
 
   MembersOptions options_;
   StorePtr store_;
-  StorePtr shared_;  ///< the program's, of which connections are made
+  StorePtr shared_;                        ///< the program's, of which connections are made
+  std::future<StorePtr> next_connection_;  ///< for the next group
   Member self_;
   std::string model_;
   std::shared_ptr<launch::Pulse> pulse_;
@@ -261,7 +271,8 @@ Group Members::State::await_group(std::future<Group> connecting, const MemberLis
   return nullptr;
 }
 
-std::optional<Membership> Members::State::form(const MemberList& list, int64_t epoch) {
+std::optional<Membership> Members::State::form(const MemberList& list, int64_t epoch,
+                                               const StorePtr& connection) {
   const int rank = launch::rank_of(list, self_.id);
   const auto size = static_cast<int>(list.members.size());
   pulse_->watch(launch::ids_of(list.members));
@@ -269,7 +280,7 @@ std::optional<Membership> Members::State::form(const MemberList& list, int64_t e
   std::packaged_task<Group()> connect(
       [rank, size, options = options_,
        store = c10::make_intrusive<c10d::PrefixStore>("group/" + std::to_string(epoch),
-                                                      own_connection(shared_))]() -> Group {
+                                                      connection)]() -> Group {
         store->setTimeout(options.connect);
         auto group = launch::make_gloo_group(store, rank, size, launch::GlooDevice::of_host,
                                              options.connect);
@@ -308,6 +319,9 @@ Membership Members::State::enter(const std::string& model) {
       require_model(before->model, "the members of the group");
       asked([&] { store_->add(launch::Pulse::joins_key(epoch - 1), 1); });
     }
+    // Who has announced itself is expected to connect at once.
+    const auto connection = asked([&] { return next_connection_.get(); });
+    next_connection_ = connect_ahead(shared_);
     announce(epoch);
     const auto begun = Clock::now();
     const auto list = await_list(epoch, before ? before->members : std::vector<Member>{}, member);
@@ -325,7 +339,7 @@ Membership Members::State::enter(const std::string& model) {
     asked([&] { store_->set("epoch", std::to_string(epoch)); });
     epoch_ = epoch;
     current_ = list;
-    if (auto made = form(list, epoch)) {
+    if (auto made = form(list, epoch, connection)) {
       pulse_->watch_joins(epoch);
       return std::move(*made);
     }

@@ -1,5 +1,6 @@
 // Processes that find each other through a store (here: threads), come and go.
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include "support/catch.h"
 #include "support/checks.h"
@@ -22,17 +23,30 @@ using namespace brimful::test;
 using std::chrono::milliseconds;
 
 namespace {
+/// A connection to it takes a while, as where the host's name is looked up.
+struct SlowToConnect : c10d::PrefixStore {
+  using PrefixStore::PrefixStore;
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    std::this_thread::sleep_for(milliseconds(800));
+    return PrefixStore::clone();
+  }
+};
+
 struct Store {
   c10::intrusive_ptr<c10d::HashStore> store = c10::make_intrusive<c10d::HashStore>();
   int world_size = 2;
 
-  std::unique_ptr<Members> make(const std::string& name) const {
+  std::unique_ptr<Members> make(const std::string& name) const { return make(name, store); }
+  std::unique_ptr<Members> make(const std::string& name,
+                                const c10::intrusive_ptr<c10d::Store>& seen,
+                                milliseconds connect = milliseconds(10000)) const {
     MembersOptions options;
     options.world_size = world_size;
     options.heartbeat = milliseconds(20);
     options.dead_after = milliseconds(200);
-    options.patience = options.connect = options.timeout = milliseconds(10000);
-    return std::make_unique<Members>(store, name, options);
+    options.patience = options.timeout = milliseconds(10000);
+    options.connect = connect;
+    return std::make_unique<Members>(seen, name, options);
   }
 };
 
@@ -58,6 +72,22 @@ TEST_CASE("A list of members survives its text", "[launch][members]") {
   CHECK(launch::rank_of(back, 3) == 2);
   CHECK(launch::rank_of(back, 4) == -1);
   CHECK(launch::one_line("a\nb\tc") == "a b c");
+}
+
+TEST_CASE("A process that is slow to connect to the store holds up no group", "[launch][members]") {
+  const Watchdog watchdog("a slow connection", std::chrono::seconds(60));
+  Checks checks;
+  const Store store;
+  const milliseconds soon(400);  // less than a connection takes
+  auto fast = store.make("fast", c10::make_intrusive<c10d::PrefixStore>("", store.store), soon);
+  auto slow = store.make("slow", c10::make_intrusive<SlowToConnect>("", store.store), soon);
+  const auto enter = [&](Members& members) {
+    for (int64_t epoch = 1; epoch <= 2; ++epoch) {
+      checks.expect(members.enter("model").epoch == epoch, "the group is formed at once");
+    }
+  };
+  at_once({[&] { enter(*fast); }, [&] { enter(*slow); }});
+  CHECK(checks.failures() == std::vector<std::string>{});
 }
 
 TEST_CASE("Members form a group, then one without who has left, then one with who joins",
