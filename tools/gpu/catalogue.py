@@ -37,6 +37,7 @@ TESTS = "GPU_CHECK_TESTS"  # the variable that names a folder of tests/python
 # project, whose tests marked gpu are of this command, and of pages about the simulated device.
 FOLDERS = {
     "faults": 240,
+    "fleet": 120,
     "launch": 120,
     "memory": 240,
     "pipeline": 240,

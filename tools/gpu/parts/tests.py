@@ -16,6 +16,7 @@ from tools.gpu.runner import ROOT
 
 SMALL = {  # some of each
     "faults": "test_cuda_lost.py::test_a_step_on_a_lost_device_raises_its_error",
+    "fleet": "test_fleet_nccl.py::test_a_fleet_of_one_trains",
     "launch": "test_checkpoint.py::test_tensors_of_any_gpu_go_to_the_ranks_own",
     "memory": "test_live_categories.py::test_cuda_adds_up_to_torchs_peak",
     "pipeline": "test_pipeline_cuda.py::test_a_step_runs_on_the_callers_stream",
