@@ -23,8 +23,15 @@ constexpr size_t kBroadcastBytes = size_t{25} << 20;
 constexpr std::chrono::milliseconds kLookForDead{200};
 
 /// Ends when a rank is known to be dead, where that is watched: one that was stopped closes no connection.
-void wait_among_living(const Group& group, c10d::Work& work) {
+void wait_among_living(const Group& group, c10::Device device, c10d::Work& work) {
   const auto traffic = traffic_of(group.get());
+  const auto require_living = [&] {
+    TORCH_CHECK(!traffic->knows_dead(group->getSize()), "a rank of the process group is dead");
+  };
+  if (!device.is_cpu()) {
+    wait_on_device(group, device, work, std::chrono::steady_clock::now(), require_living);
+    return;
+  }
   while (traffic->is_dead) {
     try {
       work.wait(kLookForDead);
@@ -34,9 +41,33 @@ void wait_among_living(const Group& group, c10d::Work& work) {
         break;  // its own error
       }
     }
-    TORCH_CHECK(!traffic->knows_dead(group->getSize()), "a rank of the process group is dead");
+    require_living();
   }
   work.wait();
+}
+
+/// As c10d::broadcast_coalesced, which waits for each rank without looking whether it lives. What is given up may still
+/// write into its buffers, and not into the tensors.
+void broadcast_among_living(int source, const Group& group,
+                            const std::vector<at::Tensor>& tensors) {
+  for (size_t begin = 0, end = 0; begin < tensors.size(); begin = end) {
+    std::vector<at::Tensor> bytes;
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    for (size_t under_way = 0; end < tensors.size() && under_way < kBroadcastBytes; ++end) {
+      const auto own = tensors[end].contiguous().view(-1).view(at::kByte);
+      bytes.push_back(group->getRank() == source ? own : at::empty_like(own));
+      std::vector<at::Tensor> one{bytes.back()};
+      works.push_back(group->broadcast(one, {source}));
+      under_way += own.numel();
+    }
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      const auto& tensor = tensors[begin + i];
+      wait_among_living(group, tensor.device(), *works[i]);
+      if (group->getRank() != source) {
+        tensor.copy_(bytes[i].view(tensor.scalar_type()).view(tensor.sizes()));
+      }
+    }
+  }
 }
 
 std::vector<std::string> describe_model(const Model& model) {
@@ -126,10 +157,8 @@ std::vector<std::vector<uint8_t>> exchange_bytes(const Group& group, c10::Device
   const auto exchange = begin_exchange(group, device, own);
   if (wait) {
     wait(*exchange.work);
-  } else if (device.is_cpu()) {
-    wait_among_living(group, *exchange.work);
   } else {
-    wait_on_device(group, device, *exchange.work, std::chrono::steady_clock::now(), [] {});
+    wait_among_living(group, device, *exchange.work);
   }
   return exchange.read();
 }
@@ -194,9 +223,15 @@ void broadcast_from(int source, const Group& group, const std::vector<at::Tensor
   const WithoutPythonObjects without;
   std::vector<at::Tensor> detached;
   for (const auto& tensor : tensors) {
-    detached.push_back(tensor.detach());
+    if (tensor.numel() > 0) {
+      detached.push_back(tensor.detach());
+    }
   }
-  c10d::broadcast_coalesced(group, detached, kBroadcastBytes, source);
+  if (traffic_of(group.get())->is_dead) {
+    broadcast_among_living(source, group, detached);
+  } else {
+    c10d::broadcast_coalesced(group, detached, kBroadcastBytes, source);
+  }
 }
 
 }  // namespace brimful

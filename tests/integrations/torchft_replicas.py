@@ -3,11 +3,10 @@
 import os
 import time
 from datetime import timedelta
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from fleet_ranks import BATCH, Data, Rank, make_optimizer, net
+from fleet_ranks import Rank, make_optimizer, net
 from torchft import Manager
 from torchft.coordination import LighthouseServer
 from torchft.process_group import ProcessGroupGloo
@@ -39,9 +38,6 @@ def manager_of(store, name, lighthouse, **options):
 class Replica(Rank):
     """A rank in a replica group of its own, whose members torchft chooses."""
 
-    sizes: ClassVar = {"pieces": 2}
-    wrap: ClassVar = {"bucket_cap_mb": 1e-4}
-
     def __init__(self, index, plan, port, log):
         self.plan, self.log, self.timed, self.pieces = plan, log, [], 0
         os.environ.update(GLOO_SOCKET_IFNAME="lo")
@@ -51,21 +47,9 @@ class Replica(Rank):
         pg, self.manager = manager_of(self.own, f"r{index}", lighthouse)
         self.model = net(plan, seed=0)
         self.optimizer, self.scheduler = make_optimizer(self.model, plan)
-        self.fleet = Fleet(
-            self.manager,
-            pg,
-            self.model,
-            self.optimizer,
-            Data(plan.rows, plan.dtype),
-            batch_size=BATCH,
-            seed=5,
-            state=[self.scheduler],
-            version=plan.version,
-            sizes=self.sizes,
-            wrap=self.wrap,
-        )
+        self.fleet = self.make_fleet(Fleet, self.manager, pg)
         self.model[0].weight.register_hook(self.last_gradient)
-        self.watch("regroup", self.fleet.model, "regroup", after_first=True)
+        self.watch("regroup", self.fleet.model, "regroup", calls_before=1)
         self.optimizer.register_step_pre_hook(lambda *_: self.at("accepted", self.fleet.progress))
         self.optimizer.register_step_post_hook(lambda *_: self.at("stepped", self.fleet.progress))
 

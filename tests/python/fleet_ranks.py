@@ -9,6 +9,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,12 @@ class Plan:
     #: point and step at which the process is killed: see `Rank.at`.
     dies: tuple[str, int] | None = None
     torn_in: int | None = None  # a collective of its own fails behind this step's sizer.step
-    stops_in: int | None = None  # it sends itself a SIGSTOP in this step
+    stops: tuple[str, int] | None = None  # the same, for a SIGSTOP
     width: int = 16
     version: str = "one"
     pause_s: float = 0.0  # after each step
     device: str = "cpu"
+    metrics: str | None = None  # a folder
     options: dict = field(default_factory=dict)
 
 
@@ -103,6 +105,9 @@ def expected(plan, seed=0):
 class Rank:
     """One process's program; it writes down what it was given, and what stood."""
 
+    sizes: ClassVar = {"pieces": 2}
+    wrap: ClassVar = {"bucket_cap_mb": 1e-4}
+
     def __init__(self, index, plan, port, log):
         self.plan, self.log, self.timed = plan, log, []
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -117,41 +122,57 @@ class Rank:
         )
         self.model = net(plan, seed=index).to(device)
         self.optimizer, self.scheduler = make_optimizer(self.model, plan)
-        self.fleet = brimful.Fleet(
-            members,
+        self.fleet = self.make_fleet(brimful.Fleet, members)
+        self.metrics = contextlib.nullcontext()
+        if plan.metrics is not None:
+            lines = brimful.metrics.JsonLines(plan.metrics)
+            self.metrics = brimful.metrics.Metrics(
+                sizer=self.fleet.sizer, to=[lines], interval_s=0
+            )
+        self.model[0].weight.register_hook(self.last_gradient)
+        self.pieces = 0
+        self.watch("regroup", members, "enter", calls_before=1)
+        self.watch("first_heal", self.fleet, "_transfer", calls_before=0)
+        self.watch("heal", self.fleet, "_transfer", calls_before=1)
+        self.watch("compare", self.fleet, "_compare", calls_before=1)
+        # One in the first transfer, and one in the comparison behind it.
+        self.watch("broadcast", self.fleet, "_tensors", calls_before=2)
+
+    def make_fleet(self, kind, *engine):
+        return kind(
+            *engine,
             self.model,
             self.optimizer,
-            Data(plan.rows, plan.dtype),
+            Data(self.plan.rows, self.plan.dtype),
             batch_size=BATCH,
             seed=5,
             state=[self.scheduler],
-            version=plan.version,
-            sizes={"pieces": 2},
-            wrap={"bucket_cap_mb": 1e-4},
+            version=self.plan.version,
+            sizes=self.sizes,
+            wrap=self.wrap,
         )
-        self.model[0].weight.register_hook(self.last_gradient)
-        self.pieces = 0
-        self.watch("regroup", members, "enter", after_first=True)
-        self.watch("first_heal", self.fleet, "_transfer", after_first=False)
-        self.watch("heal", self.fleet, "_transfer", after_first=True)
-        self.watch("compare", self.fleet, "_compare", after_first=True)
 
-    def watch(self, point, owner, name, after_first):
+    def watch(self, point, owner, name, calls_before):
         inner, calls = getattr(owner, name), []
 
         def call(*args, **kwargs):
             calls.append(1)
-            if len(calls) > after_first:
+            if len(calls) > calls_before:
                 self.at(point, None)
             return inner(*args, **kwargs)
 
         setattr(owner, name, call)
 
     def at(self, point, step):
-        dies = self.plan.dies
-        if dies is not None and dies[0] == point and step in (None, dies[1]):
+        def is_here(place):
+            return place is not None and place[0] == point and step in (None, place[1])
+
+        if is_here(self.plan.dies):
             self.write(f"k {step} {time.time()}")
             os.kill(os.getpid(), signal.SIGKILL)
+        if is_here(self.plan.stops):
+            self.plan.stops = None
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def write(self, line):
         os.write(self.log, f"{line}\n".encode())
@@ -169,9 +190,6 @@ class Rank:
         rows = [] if batch is brimful.NO_DATA else batch[0].tolist()
         self.write(f"h {step} {fleet.epoch} {' '.join(map(str, rows))}")
         self.at("before", step)
-        if self.plan.stops_in == step:
-            self.plan.stops_in = None
-            os.kill(os.getpid(), signal.SIGSTOP)
         self.pieces = 0
         outcome = fleet.sizer.step(batch, self.loss)
         self.at("accepted", step)
@@ -190,6 +208,11 @@ class Rank:
             self.at("exchange", self.fleet.progress)
 
     def run(self):
+        with self.metrics:
+            self.train()
+        return self.result()
+
+    def train(self):
         fleet = self.fleet
         for _ in fleet.steps(self.step, epochs=self.plan.epochs):
             done = fleet.progress - 1
@@ -200,6 +223,9 @@ class Rank:
                 self.timed.append({**fleet.last_regroup, "at": time.time()})
             if self.plan.pause_s:
                 time.sleep(self.plan.pause_s)
+
+    def result(self):
+        fleet = self.fleet
         return {
             "values": values_of(self.model).cpu(),
             "progress": fleet.progress,

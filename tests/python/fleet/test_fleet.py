@@ -2,10 +2,13 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from fleet_ranks import Plan, Ranks, exact_bad
+
+from brimful.cli._job import job_table, read_job
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 POINTS = ["before", "piece0", "piece1", "exchange", "accepted", "stepped", "between"]
@@ -44,6 +47,18 @@ def test_the_others_go_on_from_the_step_in_which_a_rank_died(point, victim):
             ranks.start(plan)
         ended = require_healed(ranks, plans[0])
         assert all(result["epoch"] >= 2 for result in ended)
+
+
+def test_metrics_have_the_rank_in_the_group_that_is_there(tmp_path):
+    with Ranks() as ranks:
+        for index in range(3):
+            dies = ("between", 3) if index == 1 else None
+            ranks.start(Plan(metrics=str(tmp_path), dies=dies, pause_s=0.05))
+        require_healed(ranks, Plan())
+    lines = read_job(tmp_path)
+    assert [line["rank"] for line in lines] == [0, 1, 2]
+    assert [(line["step"], line["world_size"]) for line in lines[:2]] == [(8, 2)] * 2
+    assert "2 of 2 ranks" in job_table(lines, lines[0]["time"])
 
 
 def test_ranks_that_nothing_happens_to_stay_in_one_group():
@@ -149,7 +164,7 @@ def test_a_process_with_another_model_or_version_is_refused_before_it_is_in(othe
 def test_a_rank_that_was_cut_off_does_not_go_on_by_itself():
     with Ranks() as ranks:
         for index in range(3):
-            ranks.start(Plan(stops_in=3 if index == 1 else None))
+            ranks.start(Plan(stops=("before", 3) if index == 1 else None))
         ranks.wait_for(0, "s 7")
         os.kill(ranks.processes[1].pid, signal.SIGCONT)
         answers = ranks.answers()
@@ -157,6 +172,24 @@ def test_a_rank_that_was_cut_off_does_not_go_on_by_itself():
         ended = [result for how, result in answers if how == "ended"]
         assert len(ended) == 2 and exact_bad(Plan(), ended, 1e-12) == 0
         assert ranks.rows_bad(Plan()) == 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_cut_off_while_state_is_given_is_not_waited_for(victim):
+    """One of the two is the source of the state."""
+    plan = Plan(world_size=2, pause_s=0.3)
+    with Ranks() as ranks:
+        for index in range(2):
+            ranks.start(replace(plan, stops=("broadcast", 0) if index == victim else None))
+        ranks.wait_for(0, "s 2")
+        ranks.start(plan)
+        ranks.wait_for(1 - victim, "s 7")
+        os.kill(ranks.processes[victim].pid, signal.SIGCONT)
+        answers = ranks.answers()
+        assert answers[victim][0] == "raised" and answers[victim][1][0] == "LeftOut", answers
+        ended = [result for how, result in answers if how == "ended"]
+        assert len(ended) == 2 and exact_bad(plan, ended, 1e-12) == 0
+        assert ranks.rows_bad(plan) == 0
 
 
 def test_without_a_store_a_job_ends_when_a_rank_dies_and_says_so():
