@@ -151,6 +151,8 @@ class Metrics:
             if os.getpid() != self._pid:  # a fork of the program, that makes steps
                 return
             values = dict(self._last) if ended else {}  # what was looked at may be gone
+            if (ddp := self._ddp()) is not None:  # it may have another group than before
+                self._rank, self._world_size = _place(ddp)
             for name, value in self._figures():
                 if (number := finite(value)) is not None:
                     values[name] = number
