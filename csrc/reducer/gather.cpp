@@ -39,7 +39,7 @@ void Engine::call_in_attempt(const std::function<c10::intrusive_ptr<c10d::Work>(
     });
   }
   if (s_.link.broken) {
-    s_.link.throw_broken(s_.attempt.step, "a gather of embeddings", to_string(s_.link.broken));
+    s_.link.throw_broken(s_.attempt.step, "an exchange of embeddings", to_string(s_.link.broken));
   }
 }
 

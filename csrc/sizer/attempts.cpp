@@ -23,7 +23,7 @@ namespace {
 // A release waits for the device; finer pieces do not.
 constexpr int64_t kStepsBetweenReleases = 16;
 
-const std::vector<int64_t>* split_told_by(const StepInput& input, const std::optional<Plan>& plan) {
+const std::vector<int64_t>* given_split(const StepInput& input, const std::optional<Plan>& plan) {
   return input.split ? &*input.split : plan && !plan->split.empty() ? &plan->split : nullptr;
 }
 }  // namespace
@@ -41,9 +41,9 @@ std::optional<Plan> BatchSizer::State::choose_pieces(const StepInput& input,
   if (!plan && !in_lockstep() && !input.split && input.rows && !input.by_length) {
     outcome.pieces = policy_.first(*input.rows, outcome.pieces).pieces;
   }
-  const auto* told = split_told_by(input, plan);
+  const auto* given = given_split(input, plan);
   outcome.pieces =
-      input.by_length ? first_plan(input, outcome.pieces, told).pieces : outcome.pieces;
+      input.by_length ? first_plan(input, outcome.pieces, given).pieces : outcome.pieces;
   norms_.require_whole(outcome.pieces);
   return plan;
 }
@@ -55,11 +55,11 @@ std::vector<int64_t> BatchSizer::State::split_of(int64_t rows, int64_t pieces) {
 }
 
 std::vector<int64_t> BatchSizer::State::split_by(const ExecutionPlan& plan, const StepInput& input,
-                                                 const std::vector<int64_t>* told) {
+                                                 const std::vector<int64_t>* given) {
   if (input.by_length) {
     const auto& lengths = input.by_length->lengths;
-    return told != nullptr && largest_tokens(lengths, *told) <= plan.piece_rows
-               ? *told
+    return given != nullptr && largest_tokens(lengths, *given) <= plan.piece_rows
+               ? *given
                : split_by_length(input, within_tokens(lengths, plan.piece_rows));
   }
   if (input.split && plan.pieces == std::ssize(*input.split)) {
@@ -116,7 +116,7 @@ class BatchSizer::State::Running {
   }
 
   Outcome run() {
-    auto first = s_.first_plan(input_, outcome_.pieces, split_told_by(input_, plan_));
+    auto first = s_.first_plan(input_, outcome_.pieces, given_split(input_, plan_));
     first.rungs = climb_.first(s_.is_finest(input_, first.pieces));
     Retry retry(s_.policy_of(input_), units_of(input_), s_.options_.max_retries, std::move(first));
     retry.run([&] { return run_once(retry); });
@@ -156,7 +156,7 @@ class BatchSizer::State::Running {
 
   AttemptResult run_pieces(const Retry& retry) {
     outcome_.split = attempt_.split =
-        s_.split_by(retry.plan(), input_, split_told_by(input_, plan_));
+        s_.split_by(retry.plan(), input_, given_split(input_, plan_));
     const bool finest = s_.is_finest(input_, std::ssize(attempt_.split));
     climb_.begin_attempt(retry.plan().rungs, finest, s_.options_.max_retries > 0);
     attempt_.retries_left = retry.may_repeat() || climb_.may_start_over();

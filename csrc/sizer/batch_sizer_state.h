@@ -82,9 +82,9 @@ class BatchSizer::State {
   /// `rehearsed`: null where no forecast is made.
   std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork* rehearsed,
                                     Outcome& outcome);
-  /// `told`: by a forecast, or a step before; what memory does not have is split finer.
+  /// `given`: by a forecast, or a step before; what memory does not have is split finer.
   std::vector<int64_t> split_by(const ExecutionPlan& plan, const StepInput& input,
-                                const std::vector<int64_t>* told);
+                                const std::vector<int64_t>* given);
   std::optional<Plan> plan_by_length(const StepInput& input);
   std::vector<int64_t> split_by_length(const StepInput& input, const MostRows& most_rows) const;
   /// Of rows, or of tokens where a step goes by length.
@@ -95,7 +95,7 @@ class BatchSizer::State {
   static ExecutionPlan plan_as_run(const StepInput& input, const std::vector<int64_t>& split,
                                    ladder::Rungs rungs = {});
   ExecutionPlan first_plan(const StepInput& input, int64_t pieces,
-                           const std::vector<int64_t>* told);
+                           const std::vector<int64_t>* given);
   std::vector<int64_t> split_of(int64_t rows, int64_t pieces);
   /// Whether a step with these pieces cannot be split further.
   bool is_finest(const StepInput& input, int64_t pieces) const;

@@ -35,12 +35,12 @@ std::vector<int64_t> BatchSizer::State::split_by_length(const StepInput& input,
 }
 
 ExecutionPlan BatchSizer::State::first_plan(const StepInput& input, int64_t pieces,
-                                            const std::vector<int64_t>* told) {
+                                            const std::vector<int64_t>* given) {
   if (!input.by_length || !input.rows) {
     return ExecutionPlan::in_pieces(input.rows.value_or(0), pieces);
   }
-  if (told != nullptr) {
-    return plan_as_run(input, *told);
+  if (given != nullptr) {
+    return plan_as_run(input, *given);
   }
   if (policy_of(input).piece_rows() == 0 && options_.piece_rows) {
     policy_of(input).set_piece_rows(*options_.piece_rows * input.by_length->lengths.front());

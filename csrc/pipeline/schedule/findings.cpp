@@ -141,7 +141,7 @@ void find_out_of_range(const Schedule& schedule, Findings& findings) {
 
 void find_doubled(const Places& places, Findings& findings) {
   const auto ranks = first_rank_of_stages(places);
-  std::vector<bool> told(ranks.size());
+  std::vector<bool> named(ranks.size());
   for (int place = 0; place < places.size(); ++place) {
     const auto& action = places.action(place);
     const int first = places.find(action);
@@ -149,8 +149,8 @@ void find_doubled(const Places& places, Findings& findings) {
       findings.add(places.full_text(place) + " is there already (rank " +
                    std::to_string(places.rank(first)) + ", " + places.number(first) + ")");
     }
-    if (ranks[action.stage] != places.rank(place) && !told[action.stage]) {
-      told[action.stage] = true;
+    if (ranks[action.stage] != places.rank(place) && !named[action.stage]) {
+      named[action.stage] = true;
       findings.add("stage " + std::to_string(action.stage) + " is on ranks " +
                    std::to_string(ranks[action.stage]) + " and " +
                    std::to_string(places.rank(place)));
