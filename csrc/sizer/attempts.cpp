@@ -155,8 +155,7 @@ class BatchSizer::State::Running {
   }
 
   AttemptResult run_pieces(const Retry& retry) {
-    outcome_.split = attempt_.split =
-        s_.split_by(retry.plan(), input_, given_split(input_, plan_));
+    outcome_.split = attempt_.split = s_.split_by(retry.plan(), input_, given_split(input_, plan_));
     const bool finest = s_.is_finest(input_, std::ssize(attempt_.split));
     climb_.begin_attempt(retry.plan().rungs, finest, s_.options_.max_retries > 0);
     attempt_.retries_left = retry.may_repeat() || climb_.may_start_over();

@@ -126,9 +126,7 @@ class Rank:
         self.metrics = contextlib.nullcontext()
         if plan.metrics is not None:
             lines = brimful.metrics.JsonLines(plan.metrics)
-            self.metrics = brimful.metrics.Metrics(
-                sizer=self.fleet.sizer, to=[lines], interval_s=0
-            )
+            self.metrics = brimful.metrics.Metrics(sizer=self.fleet.sizer, to=[lines], interval_s=0)
         self.model[0].weight.register_hook(self.last_gradient)
         self.pieces = 0
         self.watch("regroup", members, "enter", calls_before=1)
