@@ -17,7 +17,8 @@ from torch import nn
 
 import brimful
 
-ROWS, BATCH, WATCHDOG_S = 96, 24, 40
+ROWS, BATCH, WATCHDOG_S = 96, 24, 100
+HELD = 2
 # A busy machine may keep a rank's thread from its heartbeat for longer than the default of 400 ms.
 PATIENT = {"patience_ms": 20000, "dead_after_ms": 1500}
 
@@ -37,6 +38,7 @@ class Plan:
     dies: tuple[str, int] | None = None
     torn_in: int | None = None  # a collective of its own fails behind this step's sizer.step
     stops: tuple[str, int] | None = None  # the same, for a SIGSTOP
+    holds: bool = False  # it waits before the step HELD until Ranks.go_on_with_one_more
     width: int = 16
     version: str = "one"
     pause_s: float = 0.0  # after each step
@@ -112,7 +114,7 @@ class Rank:
         self.plan, self.log, self.timed = plan, log, []
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        self.store = store = dist.TCPStore("127.0.0.1", port, is_master=False)
         device = torch.device(plan.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -186,6 +188,8 @@ class Rank:
     def step(self, batch):
         fleet, step = self.fleet, self.fleet.progress
         rows = [] if batch is brimful.NO_DATA else batch[0].tolist()
+        if self.plan.holds and step == HELD:
+            self.store.wait(["go on"])
         self.write(f"h {step} {fleet.epoch} {' '.join(map(str, rows))}")
         self.at("before", step)
         self.pieces = 0
@@ -294,6 +298,16 @@ class Ranks:
         while not any(" ".join(found).startswith(line) for found in self.lines(index)):
             assert time.monotonic() < until, (line, self.lines(index))
             time.sleep(0.01)
+
+    def go_on_with_one_more(self, plan):
+        """A process is started that joins those who hold, and they go on when it has asked for it, or has ended."""
+        self.wait_for(0, f"s {HELD - 1}")
+        index = self.start(plan)
+        until = time.monotonic() + WATCHDOG_S
+        while not (self.store.check(["brimful/members/joins/1"]) or self.pipes[index].poll()):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        self.store.set("go on", "")
 
     def answers(self, within_s=WATCHDOG_S):
         """By process: ("ended", its result), ("raised", (type, message)) or ("killed", None)."""

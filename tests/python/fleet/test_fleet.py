@@ -119,12 +119,11 @@ def test_one_more_dies_while_the_others_form_a_group(point):
 def test_one_dies_while_a_rank_that_joined_is_given_the_state(victim, point):
     """The source of the state, and the one that gets it."""
     with Ranks() as ranks:
-        slow = {"world_size": 2, "pause_s": 0.1, "epochs": 4}
+        slow = {"world_size": 2, "pause_s": 0.1, "epochs": 4, "holds": True}
         for index in range(2):
             ranks.start(Plan(dies=(point, 0) if index == victim else None, **slow))
-        ranks.wait_for(0, "s 2")
         joins = Plan(**slow)
-        ranks.start(joins) if victim != 2 else ranks.start(Plan(dies=("first_heal", 0), **slow))
+        ranks.go_on_with_one_more(replace(joins, dies=("first_heal", 0)) if victim == 2 else joins)
         answers = ranks.answers()
         ended = [result for how, result in answers if how == "ended"]
         assert len(ended) == 2 and {result["progress"] for result in ended} == {16}, answers
@@ -134,11 +133,10 @@ def test_one_dies_while_a_rank_that_joined_is_given_the_state(victim, point):
 
 def test_a_process_joins_after_a_step_and_has_the_state_of_the_others():
     with Ranks() as ranks:
-        plan = Plan(world_size=2, pause_s=0.1, epochs=4)
+        plan = Plan(world_size=2, pause_s=0.1, epochs=4, holds=True)
         for _ in range(2):
             ranks.start(plan)
-        ranks.wait_for(0, "s 2")
-        ranks.start(plan)
+        ranks.go_on_with_one_more(plan)
         ended = [result for _, result in ranks.answers()]
         assert {result["progress"] for result in ended} == {16}
         assert ranks.rows_bad(plan) == 0 and exact_bad(plan, ended, 1e-12) == 0
@@ -151,11 +149,10 @@ def test_a_process_joins_after_a_step_and_has_the_state_of_the_others():
 )
 def test_a_process_with_another_model_or_version_is_refused_before_it_is_in(other, says):
     with Ranks() as ranks:
-        plan = Plan(world_size=2, pause_s=0.1, epochs=3)
+        plan = Plan(world_size=2, holds=True)
         for _ in range(2):
             ranks.start(plan)
-        ranks.wait_for(0, "s 2")
-        ranks.start(Plan(world_size=2, **other))
+        ranks.go_on_with_one_more(Plan(world_size=2, **other))
         *ended, (how, error) = ranks.answers()
         assert how == "raised" and error[0] == "PlanMismatch" and says in error[1], error
         assert all(how == "ended" and result["epoch"] == 1 for how, result in ended)
@@ -177,13 +174,12 @@ def test_a_rank_that_was_cut_off_does_not_go_on_by_itself():
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_cut_off_while_state_is_given_is_not_waited_for(victim):
     """One of the two is the source of the state."""
-    plan = Plan(world_size=2, pause_s=0.3)
+    plan = Plan(world_size=2, pause_s=0.1, epochs=4, holds=True)
     with Ranks() as ranks:
         for index in range(2):
             ranks.start(replace(plan, stops=("broadcast", 0) if index == victim else None))
-        ranks.wait_for(0, "s 2")
-        ranks.start(plan)
-        ranks.wait_for(1 - victim, "s 7")
+        ranks.go_on_with_one_more(plan)
+        ranks.wait_for(1 - victim, "s 15")
         os.kill(ranks.processes[victim].pid, signal.SIGCONT)
         answers = ranks.answers()
         assert answers[victim][0] == "raised" and answers[victim][1][0] == "LeftOut", answers
