@@ -190,7 +190,7 @@ def _describe(answers, outputs, watchdog_s):
     return "\n".join(lines)
 
 
-def run_script(source, *arguments, size=2, watchdog_s=WATCHDOG_S):
+def run_script(source, *arguments, size=2, watchdog_s=3 * WATCHDOG_S):  # each imports torch first
     """Run Python source as `size` programs with the arguments rank, port of the store, *arguments.
 
     Returns exit status and output by rank; fails if one is not done within `watchdog_s`.
