@@ -1,4 +1,4 @@
-"""sentence-transformers' trainer: losses of rows in pieces, and losses over a batch refused."""
+"""sentence-transformers' trainer: losses that are a mean over rows, in pieces; and other trainers."""
 
 import pytest
 from models import values_of
@@ -59,11 +59,15 @@ def test_a_loss_of_rows_trains_the_same_in_pieces(tmp_path):
     assert found == pytest.approx(expected)
 
 
-def test_a_loss_over_the_batch_is_refused_with_a_remedy(tmp_path):
-    ours = trainer(str(tmp_path), losses.MultipleNegativesRankingLoss)
-    with pytest.raises(ValueError, match=r"MultipleNegativesRankingLoss.*take its Cached"):
+def test_another_trainer_of_the_library_is_refused_with_a_remedy(tmp_path):
+    tiny.save_bert(f"{tmp_path}/model")
+    library = sentence_transformers.cross_encoder
+    model = library.CrossEncoder(f"{tmp_path}/model", num_labels=1, device="cpu")
+    arguments = library.CrossEncoderTrainingArguments(f"{tmp_path}/out", use_cpu=True, report_to=[])
+    data = {"one": tiny.texts(8), "two": tiny.texts(8)[::-1], "label": [1.0, 0.0] * 4}
+    ours = library.CrossEncoderTrainer(
+        model=model, args=arguments, train_dataset=datasets.Dataset.from_dict(data)
+    )
+    with pytest.raises(ValueError, match=r"BinaryCrossEntropyLoss.*rows_are_independent=True"):
         adapter.BrimfulCallback(ours)
-    sums = trainer(str(tmp_path), losses.ContrastiveLoss, size_average=False)
-    with pytest.raises(ValueError, match="ContrastiveLoss"):
-        adapter.BrimfulCallback(sums)
     adapter.BrimfulCallback(ours, rows_are_independent=True)

@@ -57,12 +57,16 @@ class LossInPieces:
         factor = self._ends.factor()
         batch = brimful.NO_DATA if isinstance(inputs, NoBatch) else self._numbered(inputs)
 
+        sizer = self.sizer
+        assert sizer is not None
+        if (pairs := self._rules.over_pairs(inputs)) is not None:
+            return step_as_loss(sizer, lambda: pairs.step(sizer, batch, factor))
+
         def loss_fn(model: torch.nn.Module, piece: Any) -> tuple[torch.Tensor, float]:
             return self._of_piece(model, inputs, piece, num_items_in_batch, False, factor)
 
-        assert self.sizer is not None
         with self._logged_once():
-            return step_as_loss(self.sizer, batch, loss_fn)
+            return step_as_loss(sizer, lambda: sizer.step(batch, loss_fn))
 
     def _logged_once(self) -> AbstractContextManager[None]:
         return self._metrics.of_step() if self._metrics is not None else nullcontext()
@@ -111,16 +115,16 @@ class LossInPieces:
                 return self._compute_loss(model, dict(inputs), return_outputs, items)
             return self._of_piece(model, inputs, self._numbered(inputs), items, return_outputs)[0]
 
+        def in_pieces() -> Any:
+            if (pairs := self._rules.over_pairs(inputs)) is not None:
+                return pairs.evaluate(model, self._numbered(inputs), self._cuts), {}
+            return self._in_pieces(inputs, compute)
+
         with self._logged_once():
-            result = self._whole_or_in_pieces(inputs, whole, compute)
+            result = self._whole_or_in_pieces(whole, in_pieces)
         return result if return_outputs or not isinstance(result, tuple) else result[0]
 
-    def _whole_or_in_pieces(
-        self,
-        inputs: Mapping[str, Any],
-        whole: Callable[[], Any],
-        compute: Callable[[Any], Result],
-    ) -> Any:
+    def _whole_or_in_pieces(self, whole: Callable[[], Any], in_pieces: Callable[[], Any]) -> Any:
         """What ``whole`` returns, or loss and outputs of all pieces where memory runs out or ran out before."""
         if not self._evaluates_in_pieces or torch.is_grad_enabled():
             try:
@@ -129,7 +133,7 @@ class LossInPieces:
                 if not is_out_of_memory(error) or torch.is_grad_enabled():
                     raise
                 self._evaluates_in_pieces = True
-        return self._in_pieces(inputs, compute)
+        return in_pieces()
 
     def _in_pieces(
         self, inputs: Mapping[str, Any], compute: Callable[[Any], Result]
@@ -189,7 +193,7 @@ class LossInPieces:
             )
 
         with torch.no_grad():
-            result = self._whole_or_in_pieces(inputs, whole, compute)
+            result = self._whole_or_in_pieces(whole, lambda: self._in_pieces(inputs, compute))
         return result if len(result) == 3 else (*result, None)
 
 

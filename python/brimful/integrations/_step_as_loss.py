@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from brimful import _C
 from brimful.sizer import BatchSizer
 
 
-def step_as_loss(sizer: BatchSizer, batch: Any, loss_fn: Callable[[Any, Any], Any]) -> torch.Tensor:
-    """``sizer.step(batch, loss_fn)``, and its loss over all ranks as a tensor.
+def step_as_loss(sizer: BatchSizer, step: Callable[[], _C.Outcome]) -> torch.Tensor:
+    """A step of the sizer, and its loss over all ranks as a tensor.
 
     ``backward()`` of it adds the step's gradients, times the gradient that comes in, to those that there are.
     """
@@ -22,7 +23,7 @@ def step_as_loss(sizer: BatchSizer, batch: Any, loss_fn: Callable[[Any, Any], An
     before = [p.grad for p in parameters]
     _put(parameters, [None] * len(parameters))
     try:
-        outcome = sizer.step(batch, loss_fn)
+        outcome = step()
         made = [p.grad for p in parameters]
     finally:
         _put(parameters, before)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from brimful.integrations._loss_over_pairs import LossOverPairs
+
 _OF_ROWS = {"SFTTrainer", "GRPOTrainer"}  # of TRL
 _LOSSES_OF_ROWS = {  # of sentence-transformers: a mean over rows
     "ContrastiveLoss",
@@ -29,6 +31,7 @@ class Rules:
         self.of_trl = _class_of(trainer, "trl")
         self._is_grpo = self.of_trl == "GRPOTrainer"
         self._loss_type = trainer.args.loss_type if self._is_grpo else None
+        self._over_pairs: dict[str | None, LossOverPairs] = {}
         if self.of_trl in _OF_ROWS:
             self._refuse_arguments()
         elif not rows_are_independent:
@@ -38,7 +41,14 @@ class Rules:
                     f"(trainer: {type(trainer).__name__}); {_SMALLER}; or pass rows_are_independent=True "
                     "if its loss is a mean over the rows of its tensors"
                 )
-            self._refuse_losses()
+            self._sort_losses()
+
+    def over_pairs(self, inputs: Mapping[str, Any]) -> LossOverPairs | None:
+        """The loss of this batch, if it compares rows."""
+        if not self._over_pairs:
+            return None
+        by_name = isinstance(self._trainer.loss, dict)
+        return self._over_pairs.get(inputs.get("dataset_name") if by_name else None)
 
     def piece(
         self, piece: Mapping[str, Any], whole: Mapping[str, Any], share: float, factor: float
@@ -84,17 +94,29 @@ class Rules:
                     + (" and take packing_strategy='wrapped'" if name == "padding_free" else "")
                 )
 
-    def _refuse_losses(self) -> None:
-        if _class_of(self._trainer, "sentence_transformers") is None:
+    def _sort_losses(self) -> None:
+        kind = _class_of(self._trainer, "sentence_transformers")
+        if kind is None:
             return
         losses = self._trainer.loss
-        for loss in losses.values() if isinstance(losses, dict) else [losses]:
-            if type(loss).__name__ not in _LOSSES_OF_ROWS or not _is_mean(loss):
+        for name, loss in (losses if isinstance(losses, dict) else {None: losses}).items():
+            if type(loss).__name__ in _LOSSES_OF_ROWS and _is_mean(loss):
+                continue
+            if kind != "SentenceTransformerTrainer" or not isinstance(loss, torch.nn.Module):
                 raise ValueError(
                     "this loss is not known to be a mean over rows, as one that compares the rows of a batch is not "
                     f"(loss: {type(loss).__name__}); take its Cached... form with mini_batch_size where there is one; "
                     "or pass rows_are_independent=True if no row's loss depends on the others"
                 )
+            self._over_pairs[name] = LossOverPairs(self._trainer, loss)
+        if isinstance(losses, dict) and self._over_pairs and self._processes() > 1:
+            raise ValueError(
+                "ranks whose batches are of different datasets cannot compare their rows (losses: "
+                f"{', '.join(losses)}); pass one loss for all datasets, or train with one process"
+            )
+
+    def _processes(self) -> int:
+        return int(self._trainer.accelerator.num_processes)
 
 
 def _is_mean(loss: Any) -> bool:

@@ -81,7 +81,8 @@ class BrimfulStrategy(DDPStrategy):
             output = one_piece(piece, *args)
             return output["loss"] if isinstance(output, Mapping) else output
 
-        return step_as_loss(self.sizer, batch, loss_fn)
+        sizer = self.sizer
+        return step_as_loss(sizer, lambda: sizer.step(batch, loss_fn))
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         super().pre_backward(closure_loss)

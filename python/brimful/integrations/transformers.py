@@ -32,8 +32,9 @@ class BrimfulCallback(TrainerCallback):
     training step that generates.
 
     Of TRL's trainers ``SFTTrainer`` and ``GRPOTrainer`` are known, with what they log, and of sentence-transformers'
-    losses those that are a mean over rows. Others raise ``ValueError`` unless ``rows_are_independent`` says that theirs
-    is one too.
+    losses those that are a mean over rows, or a function of the embeddings of all rows, such as a contrastive one:
+    these are steps over pairs (``BatchSizer.pair_step``). Others raise ``ValueError`` unless ``rows_are_independent``
+    says that theirs is a mean over rows too.
 
     Logs get ``peak_bytes`` (of this process, since the last log), ``used_bytes``, and ``pieces`` and ``retries`` of the
     last step. Without a trainer only the first two, and batches run as ever.
