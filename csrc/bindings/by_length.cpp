@@ -33,6 +33,7 @@ void put_rows(StepInput& input, const Called& called) {
   auto lengths = std::make_shared<RowLengths>();
   lengths->lengths = rows.attr("lengths").cast<std::vector<int64_t>>();
   lengths->order = rows.attr("order").cast<std::vector<int64_t>>();
+  lengths->packed = rows.attr("packed").cast<bool>();
   if (lengths->lengths.empty()) {
     input.rows.reset();  // none of this rank's rows counts
     return;

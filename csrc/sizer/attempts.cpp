@@ -57,10 +57,7 @@ std::vector<int64_t> BatchSizer::State::split_of(int64_t rows, int64_t pieces) {
 std::vector<int64_t> BatchSizer::State::split_by(const ExecutionPlan& plan, const StepInput& input,
                                                  const std::vector<int64_t>* given) {
   if (input.by_length) {
-    const auto& lengths = input.by_length->lengths;
-    return given != nullptr && largest_tokens(lengths, *given) <= plan.piece_rows
-               ? *given
-               : split_by_length(input, within_tokens(lengths, plan.piece_rows));
+    return split_within(input, plan.piece_rows, given);
   }
   if (input.split && plan.pieces == std::ssize(*input.split)) {
     return *input.split;
@@ -179,7 +176,8 @@ class BatchSizer::State::Running {
       return s_.group_.run(attempt_, watched);
     }();
     climb_.end_attempt(result.own == Status::ok);
-    if (result.own == Status::ok && input_.by_length && outcome_.rungs.empty()) {
+    if (result.own == Status::ok && input_.by_length && !input_.by_length->packed &&
+        outcome_.rungs.empty()) {
       note_times();
     }
     return result;

@@ -87,6 +87,9 @@ class BatchSizer::State {
                                 const std::vector<int64_t>* given);
   std::optional<Plan> plan_by_length(const StepInput& input);
   std::vector<int64_t> split_by_length(const StepInput& input, const MostRows& most_rows) const;
+  /// `given`, if its pieces have so many tokens at most.
+  std::vector<int64_t> split_within(const StepInput& input, int64_t tokens,
+                                    const std::vector<int64_t>* given) const;
   /// Of rows, or of tokens where a step goes by length.
   RetryPolicy& policy_of(const StepInput& input) {
     return input.by_length ? splitting_.by_length.policy : policy_;

@@ -12,22 +12,42 @@
 #include "step/kept_gradients.h"
 
 namespace brimful {
+namespace {
+/// Of a piece that has these, with its padding if it has any.
+int64_t most_tokens_of(const RowLengths& rows, const std::vector<int64_t>& split) {
+  return rows.packed ? largest_packed_tokens(rows.lengths, split)
+                     : largest_tokens(rows.lengths, split);
+}
+}  // namespace
 
 int64_t BatchSizer::State::units_of(const StepInput& input) {
   const auto rows = input.rows.value_or(0);
-  return input.by_length && rows > 0 ? rows * input.by_length->lengths.front() : rows;
+  return input.by_length && rows > 0 ? most_tokens_of(*input.by_length, {rows}) : rows;
 }
 
 ExecutionPlan BatchSizer::State::plan_as_run(const StepInput& input,
                                              const std::vector<int64_t>& split,
                                              ladder::Rungs rungs) {
   const auto most =
-      input.by_length ? largest_tokens(input.by_length->lengths, split) : largest_piece(split);
+      input.by_length ? most_tokens_of(*input.by_length, split) : largest_piece(split);
   return {std::ssize(split), most, std::move(rungs)};
+}
+
+std::vector<int64_t> BatchSizer::State::split_within(const StepInput& input, int64_t tokens,
+                                                     const std::vector<int64_t>* given) const {
+  const auto& rows = *input.by_length;
+  if (given != nullptr && most_tokens_of(rows, *given) <= tokens) {
+    return *given;
+  }
+  return split_by_length(input, rows.packed ? within_packed_tokens(rows.lengths, tokens)
+                                            : within_tokens(rows.lengths, tokens));
 }
 
 std::vector<int64_t> BatchSizer::State::split_by_length(const StepInput& input,
                                                         const MostRows& most_rows) const {
+  if (input.by_length->packed) {
+    return largest_pieces(input.by_length->lengths, most_rows);
+  }
   const auto cost = splitting_.by_length.times.cost();
   const auto& lengths = input.by_length->lengths;
   return options_.equal_pieces ? split_of_few_shapes(lengths, most_rows, cost)

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
+#include <utility>
 
 namespace brimful {
 namespace {
@@ -71,6 +73,36 @@ int64_t largest_tokens(const Lengths& lengths, const std::vector<int64_t>& split
   for (const auto rows : split) {
     most = std::max(most, rows * lengths.at(place));
     place += rows;
+  }
+  return most;
+}
+
+MostRows within_packed_tokens(const Lengths& lengths, int64_t tokens) {
+  std::vector<int64_t> ends(lengths.size());
+  std::partial_sum(lengths.begin(), lengths.end(), ends.begin());
+  return [ends = std::move(ends), tokens](int64_t place) {
+    const auto before = place == 0 ? 0 : ends[place - 1];
+    return std::upper_bound(ends.begin() + place, ends.end(), before + tokens) -
+           (ends.begin() + place);
+  };
+}
+
+std::vector<int64_t> largest_pieces(const Lengths& lengths, const MostRows& most_rows) {
+  require_falling(lengths);
+  const auto count = std::ssize(lengths);
+  std::vector<int64_t> split;
+  for (int64_t place = 0; place < count; place += split.back()) {
+    split.push_back(rows_at(most_rows, place, count));
+  }
+  return split;
+}
+
+int64_t largest_packed_tokens(const Lengths& lengths, const std::vector<int64_t>& split) {
+  auto row = lengths.begin();
+  int64_t most = 0;
+  for (const auto rows : split) {
+    most = std::max(most, std::accumulate(row, row + rows, int64_t{0}));
+    row += rows;
   }
   return most;
 }

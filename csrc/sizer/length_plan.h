@@ -43,6 +43,16 @@ BRIMFUL_API std::vector<int64_t> split_of_few_shapes(const Lengths& lengths,
 /// With the padding, of the piece that has most. Pure.
 BRIMFUL_API int64_t largest_tokens(const Lengths& lengths, const std::vector<int64_t>& split);
 
+/// The most rows from a place on that have so many tokens together. Pure.
+BRIMFUL_API MostRows within_packed_tokens(const Lengths& lengths, int64_t tokens);
+
+/// Pieces as large as they may be: rows without padding cost the same wherever they are cut. Pure.
+BRIMFUL_API std::vector<int64_t> largest_pieces(const Lengths& lengths, const MostRows& most_rows);
+
+/// Of the piece whose rows have most together. Pure.
+BRIMFUL_API int64_t largest_packed_tokens(const Lengths& lengths,
+                                          const std::vector<int64_t>& split);
+
 /// A length that is at least this one, by a sixteenth at most more, of few. Pure.
 BRIMFUL_API int64_t rounded_length(int64_t length);
 

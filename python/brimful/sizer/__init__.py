@@ -23,6 +23,7 @@ from brimful.sizer._by_length import NO_LABELS, ByLength, LengthFn, RowsByLength
 from brimful.sizer._host_state import HostState, can_leave
 from brimful.sizer._ladder import LadderModules, has_state, rungs_of
 from brimful.sizer._optimizer_room import OptimizerRoom
+from brimful.sizer._packed import counted, whole_of
 from brimful.sizer._parts import Parts
 
 __all__ = ["NO_DATA", "BatchSizer"]
@@ -174,7 +175,8 @@ class BatchSizer:
     ``attention_mask``, ``labels``, ...; padded right or left), ``"auto"`` leaves other batches as they are, and a
     function that gives the lengths of a batch's rows goes with ``trim_fn(batch, begin, end)``, which returns these rows
     trimmed. A mean loss then weighs as much as it has labels (``token_weight``; ``weight_fn`` is called with pieces,
-    too), and rows without any are not run. The first step that trims runs two rows in evaluation mode, whole and
+    too), and rows without any are not run. A packed batch, one row that holds its sequences one after another, is cut
+    between sequences. The first step that trims runs two rows in evaluation mode, whole and
     trimmed, and raises ``ValueError`` where their losses differ. Pieces are copies. ``Outcome.order`` has the rows.
 
     A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on the split, and is
@@ -287,7 +289,7 @@ class BatchSizer:
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
             standing_tensors=lambda: this()._standing_tensors(),  # type: ignore[union-attr]
             optimizer_bytes=lambda: this()._optimizer_bytes(),  # type: ignore[union-attr]
-            weight_fn=self._weight_fn and (lambda batch: this()._weight_fn(batch)),  # type: ignore[union-attr,misc]
+            weight_fn=self._weight_fn and (lambda batch: this()._weight_fn(whole_of(batch))),  # type: ignore[union-attr,misc]
             splitter=_C.Splitter(
                 batch_dim=batch_dim,
                 size_fn=self._size_fn and (lambda batch: this()._size_fn(batch)),  # type: ignore[union-attr,misc]
@@ -394,7 +396,7 @@ class BatchSizer:
         local = self._local(loss_fn)
         outcome = self._run(
             lambda: self._core.step(
-                data, local, self._model, sizes, rungs, error, bool(accumulate), rows
+                self._counted(data), local, self._model, sizes, rungs, error, bool(accumulate), rows
             ),
             data is not None,
             trial,
@@ -488,6 +490,9 @@ class BatchSizer:
                     raise
             self._room.keep()
 
+    def _counted(self, batch: Any) -> Any:
+        return batch if self._by_length is None else counted(batch)
+
     def _rows_by_length(
         self, batch: Any, loss_fn: Callable[[Any, Any], Any], *, check: bool = False
     ) -> RowsByLength | None:
@@ -557,7 +562,9 @@ class BatchSizer:
         self._place_state()
         self._room.keep()
         rows = self._rows_by_length(batch, loss_fn)
-        return self._core.plan(batch, self._local(loss_fn), self._model, bool(accumulate), rows)
+        return self._core.plan(
+            self._counted(batch), self._local(loss_fn), self._model, bool(accumulate), rows
+        )
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch | _NoData]:
         """Yield the loader's batches, then ``NO_DATA`` while other ranks have some.
@@ -580,7 +587,7 @@ class BatchSizer:
             following = next(source, NO_DATA)
         except BaseException as caught:
             error = caught
-        any_rank = core.begin_loop(_announced(following))
+        any_rank = core.begin_loop(self._counted(_announced(following)))
         if error is not None:
             self._fail(error)
         self._loops += any_rank
@@ -590,7 +597,7 @@ class BatchSizer:
                 following = next(source, NO_DATA) if current is not NO_DATA else NO_DATA
             except BaseException as caught:
                 self._fail(caught)
-            core.announce_next(_announced(following))
+            core.announce_next(self._counted(_announced(following)))
             calls = core.calls
             self._sampler = sampler
             try:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
 from brimful import _C
 from brimful._process_end import is_out_of_memory
+from brimful.sizer._packed import Packed
 from brimful.sizer._padding import (
     IGNORED,
     OWN,
     Padding,
     is_cut,
-    refuse_packed,
     require_usual,
     row_weights,
 )
@@ -27,6 +27,7 @@ __all__ = ["ByLength", "RowsByLength", "in_batch_order", "token_weight"]
 _MOST_CHECKS = 4
 NO_LABELS = "no label of the batch counts (rows: {rows}); leave the batch out"
 LengthFn = Callable[[Any], Sequence[int]]
+Made = TypeVar("Made")
 TrimFn = Callable[[Any, int, int], Any]
 
 
@@ -41,18 +42,28 @@ def token_weight(piece: Mapping[str, Any], *, shift: bool = True) -> int:
     return int((labels[:, 1 if shift else 0 :] != IGNORED).sum())
 
 
-def in_batch_order(outputs: Sequence[torch.Tensor], outcome: Any) -> list[torch.Tensor | None]:
+def in_batch_order(
+    outputs: Sequence[torch.Tensor], outcome: Any, *, packed: Mapping[str, Any] | None = None
+) -> list[torch.Tensor | None]:
     """The rows of ``outputs``, which ``loss_fn`` gathered piece by piece, in the order of the batch.
 
     An entry for each row of the batch: None for rows that were not run, as no label of theirs counts. ``outcome`` is
-    the step's; outputs of attempts before the one that stood are left out. Rows of unequal length stay so.
+    the step's; outputs of attempts before the one that stood are left out. Rows of unequal length stay so. ``packed``
+    is the batch, if its sequences lie in one row: there is an entry for each, with its tokens in dimension 0.
     """
     pieces = outputs[len(outputs) - outcome.pieces :]
-    rows = list(itertools.chain.from_iterable(piece.unbind(0) for piece in pieces))
-    if len(rows) != sum(outcome.split):
+    if packed is None:
+        rows = list(itertools.chain.from_iterable(piece.unbind(0) for piece in pieces))
+        has, whole, part = len(rows), sum(outcome.split), "rows"
+    else:
+        lengths = [_lengths_of(packed)[sequence] for sequence in outcome.order]
+        tokens = [piece.squeeze(0) if piece.size(0) == 1 else piece for piece in pieces]
+        has, whole, part = sum(len(piece) for piece in tokens), sum(lengths), "tokens"
+        rows = list(torch.split(torch.cat(tokens), lengths)) if has == whole else []
+    if has != whole:
         raise ValueError(
-            f"outputs do not have the rows of the step (rows: {len(rows)}, of the step: {sum(outcome.split)}); "
-            "gather one tensor for each piece, with its rows in dimension 0"
+            f"outputs do not have the {part} of the step ({part}: {has}, of the step: {whole}); "
+            f"gather one tensor for each piece, with its {part} in dimension 0"
         )
     if not outcome.order:
         return list(rows)
@@ -60,6 +71,26 @@ def in_batch_order(outputs: Sequence[torch.Tensor], outcome: Any) -> list[torch.
     for place, row in zip(outcome.order, rows, strict=True):
         ordered[place] = row
     return ordered
+
+
+def _lengths_of(batch: Mapping[str, Any]) -> list[int]:
+    found = Packed.of(batch)
+    if found is None:
+        raise ValueError(
+            f"the batch is not packed (entries: {', '.join(map(str, batch))}); leave packed out"
+        )
+    return found.lengths
+
+
+def _beyond_the_limit(make: Callable[[], Made]) -> Made:
+    """What is small, and not held to the limit."""
+    with _C._Unlimited():
+        try:
+            return make()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        return make()  # once more, without the error's frames
 
 
 def _bucket(length: int, width: int) -> int:
@@ -70,6 +101,9 @@ def _bucket(length: int, width: int) -> int:
 
 class RowsByLength:
     """The rows of one batch that count, the longest first, and the pieces that are made of them."""
+
+    packed = False  #: A piece has its rows one after another, and no padding.
+    together = ""  #: The remedy where rows that are run together have another loss.
 
     def __init__(
         self,
@@ -135,6 +169,38 @@ class RowsByLength:
         return float(self._weight_fn(self._batch))
 
 
+class PackedRows(RowsByLength):
+    """The sequences of a packed row, the longest first; a piece is a row that has some of them."""
+
+    packed = True
+    together = (
+        "pass the model cu_seq_lens_q and the like, or position_ids, by which its attention keeps to a sequence, and "
+        "give each sequence's first label the value -100; or "
+    )
+
+    def __init__(
+        self,
+        batch: Any,
+        packed: Packed,
+        weights: Sequence[float | None] | None,
+        weight_fn: Callable[[Any], float] | None,
+    ) -> None:
+        def row(sequences: Sequence[int], length: int, copied: bool) -> Any:
+            if copied:
+                return packed.row(sequences)
+            return _beyond_the_limit(lambda: packed.row(sequences, copied=False))
+
+        super().__init__(batch, packed.lengths, weights, row, weight_fn)
+        self._packed = packed
+
+    def whole(self, places: Sequence[int]) -> Any:
+        return self._packed.row([self.order[place] for place in places])
+
+    def is_trimmed(self) -> bool:
+        """Whether anything is split."""
+        return len(self.order) > 1
+
+
 def _selected(batch: Any, count: int, rows: Sequence[int], copied: bool = True) -> Any:
     """Rows of a batch that has so many: a copy of its tensors', and of the lists' with an entry for each."""
     if isinstance(batch, Mapping):
@@ -188,14 +254,8 @@ class ByLength:
         self._checks_left = _MOST_CHECKS
 
     def rows_of(self, batch: Any) -> RowsByLength | None:
-        """None for a batch that is not trimmed, with "auto". What it counts is small, and not held to the limit."""
-        with _C._Unlimited():
-            try:
-                return self._rows_of(batch)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-            return self._rows_of(batch)  # once more, without the error's frames
+        """None for a batch that is not trimmed, with "auto"."""
+        return _beyond_the_limit(lambda: self._rows_of(batch))
 
     def _rows_of(self, batch: Any) -> RowsByLength | None:
         if not isinstance(batch, Mapping) or (
@@ -208,10 +268,20 @@ class ByLength:
                     f"by_length trims a dict with input_ids (type: {type(batch).__name__}); pass one, {OWN}"
                 )
             return self._of_functions(batch)
-        refuse_packed(batch)
+        if (packed := Packed.of(batch)) is not None:
+            return self._of_packed(batch, packed)
         if self._trim_fn is not None:
             return self._of_functions(batch)
         return self._of_dict(batch)
+
+    def _of_packed(self, batch: Mapping[str, Any], packed: Packed) -> PackedRows:
+        if callable(self._how):
+            raise ValueError(
+                "length_fn is for rows with padding, and packed sequences have none "
+                f"(sequences: {len(packed.lengths)}); pass by_length=True"
+            )
+        weights = packed.weights() if self._weight_fn is None else None
+        return PackedRows(batch, packed, weights, self._weight_fn)
 
     def check(self, rows: RowsByLength, loss_fn: Callable[[Any, Any], Any], model: Any) -> None:
         """At the first step with a row that is trimmed. Raises ValueError where that changes the loss."""

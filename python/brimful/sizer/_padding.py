@@ -9,7 +9,7 @@ import torch
 
 IGNORED = -100
 #: Entries with a column for each token.
-_SEQUENCES = (
+SEQUENCES = (
     "input_ids",
     "attention_mask",
     "labels",
@@ -18,27 +18,17 @@ _SEQUENCES = (
     "inputs_embeds",
     "special_tokens_mask",
 )
-_PACKED = ("cu_seq_lens", "cu_seqlens", "seq_idx")
 OWN = "or pass by_length=length_fn, which gives the rows' lengths, with trim_fn"
 
 
 def is_cut(name: str, value: Any, width: int) -> bool:
     return (
-        name in _SEQUENCES
+        name in SEQUENCES
         and isinstance(value, torch.Tensor)
         and value.dim() > 1
         and value.size(1) == width
         and not (name == "labels" and value.is_floating_point())
     )
-
-
-def refuse_packed(batch: Mapping[str, Any]) -> None:
-    for name in batch:
-        if isinstance(name, str) and name.startswith(_PACKED):
-            raise ValueError(
-                f"packed sequences are one row without padding, which by_length cannot put in order (entry: {name}); "
-                "drop by_length, or pass padded rows"
-            )
 
 
 def require_usual(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -55,7 +45,7 @@ def require_usual(batch: Mapping[str, Any]) -> tuple[int, int]:
         shape = tuple(value.shape)
         if name == "labels" and (value.dim() == 1 or value.is_floating_point()):
             continue  # one for each row
-        if name in _SEQUENCES:
+        if name in SEQUENCES:
             if shape[:2] != (rows, width) or (name != "inputs_embeds" and len(shape) != 2):
                 raise ValueError(
                     f"{name} has another shape than the tokens ({name}: {shape}, tokens: {(rows, width)}); pass one "

@@ -15,12 +15,15 @@
 namespace test_length_plan {
 
 using brimful::fastest_split;
+using brimful::largest_packed_tokens;
+using brimful::largest_pieces;
 using brimful::largest_tokens;
 using brimful::Lengths;
 using brimful::PieceCost;
 using brimful::PieceTimes;
 using brimful::rounded_length;
 using brimful::split_of_few_shapes;
+using brimful::within_packed_tokens;
 using brimful::within_tokens;
 
 namespace {
@@ -157,6 +160,19 @@ TEST_CASE("no part of a piece's cost is negative", "[length_plan]") {
   CHECK(cost.piece >= 0);
   CHECK(cost.token >= 0);
   CHECK(cost.square >= 0);
+}
+
+TEST_CASE("rows without padding fill pieces by what they have together", "[length_plan]") {
+  const Lengths lengths = {9, 5, 4, 4, 2, 1};
+  CHECK(largest_pieces(lengths, within_packed_tokens(lengths, 25)) == Split{6});
+  CHECK(largest_pieces(lengths, within_packed_tokens(lengths, 24)) == Split{5, 1});
+  CHECK(largest_pieces(lengths, within_packed_tokens(lengths, 14)) == Split{2, 4});
+  CHECK(largest_pieces(lengths, within_packed_tokens(lengths, 9)) == Split{1, 2, 3});
+  CHECK(largest_pieces(lengths, within_packed_tokens(lengths, 1)) == Split{1, 1, 1, 1, 1, 1});
+  CHECK(largest_packed_tokens(lengths, {1, 2, 3}) == 9);
+  CHECK(largest_packed_tokens(lengths, {2, 4}) == 14);
+  const Lengths rising = {1, 2};
+  CHECK_THROWS_AS(largest_pieces(rising, within_packed_tokens(rising, 9)), c10::ValueError);
 }
 
 }  // namespace test_length_plan

@@ -346,7 +346,6 @@ BAD = {
         ),
         "left as well as right",
     ),
-    "packed": (lambda b: b.update(cu_seq_lens_q=torch.tensor([0, 4])), "packed sequences"),
     "an entry of its own": (lambda b: b.update(scores=torch.zeros(ROWS, WIDTH)), r"entry: scores"),
 }
 

@@ -14,6 +14,8 @@ namespace brimful {
 struct RowLengths {
   std::vector<int64_t> lengths;  ///< of the row at each place; none is longer than the one before
   std::vector<int64_t> order;    ///< the row of the batch at each place; goes into Outcome
+  /// A piece has its rows one after another, and no padding: it has as many tokens as they have together.
+  bool packed = false;
   /// Of the row at this place, trimmed to its length.
   std::function<RowKind(int64_t place)> kind_at;
   /// For forecasts: work on as many rows as are asked for, of the length of the one at this place.
