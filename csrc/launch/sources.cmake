@@ -1,7 +1,10 @@
 brimful_sources(LIGHT
+  cost_rule.cpp
+  cost_sharing.cpp
   distributed_sampler.cpp
   global_sampler.cpp
   permutation.cpp
+  row_sharing.cpp
   share_rule.cpp)
 brimful_sources(HEAVY
   checkpoint.cpp

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler, default_collate
 
@@ -36,7 +37,18 @@ class GlobalSampler(Sampler[list[int]]):
 
     ``BatchSizer.batches(loader)`` notes each step's outcome by itself; in another loop call ``note(outcome)`` on all
     ranks once for each step, also those in which this rank had no batch: where an epoch's last step has fewer rows than
-    there are ranks, the last ranks have one batch less (``drop_last=True`` leaves out rows that are no whole batch).
+    there are ranks, the last ranks have one batch less (``drop_last=True`` leaves out rows that are no whole batch; with ``cost`` a whole one costs ``batch_cost``, or a row more
+    would cost too much).
+
+    ``cost`` has a whole number for each row, such as its tokens: a sequence, an array or a tensor. With it a step is the
+    next rows that cost at most ``batch_cost`` together, and shares cost what their ranks are fast::
+
+        sampler = brimful.GlobalSampler(data, cost=tokens, batch_cost=65536)
+
+    A rank's time is its speed times the sum of ``cost + cost**2 / crossover`` over its rows, and the crossover follows
+    from measured times. A step's rows are in order of cost, the most costly first, and each rank has some that are next
+    to each other: alike in length, so that padding is small. A step has ``min_rows`` rows for each rank even where they
+    cost more than ``batch_cost``, such as a row that does by itself, and no more rows than ``max_rows`` allows.
 
     ``min_rows`` is each rank's least share of a whole batch, ``max_rows`` its largest: a number for each rank, where
     the memory of one allows no more. Ranks whose time is not known keep their share.
@@ -50,7 +62,9 @@ class GlobalSampler(Sampler[list[int]]):
         self,
         data: Sized | int,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
+        cost: Any = None,
+        batch_cost: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         shuffle: bool = True,
@@ -63,15 +77,19 @@ class GlobalSampler(Sampler[list[int]]):
     ) -> None:
         grouped = dist.is_available() and dist.is_initialized()
         size = data if isinstance(data, int) else len(data)
-        if size < 0 or batch_size < 1:
+        if size < 0:
+            raise ValueError(f"a data set has no negative number of rows (rows: {size})")
+        if (cost is None) != (batch_cost is None) or (cost is None) == (batch_size is None):
             raise ValueError(
-                f"a sampler needs rows and a batch (rows: {size}, batch_size: {batch_size})"
+                "a sampler needs batch_size, or cost and batch_cost, and not both (batch_size: "
+                f"{batch_size}, cost: {'None' if cost is None else 'given'}, batch_cost: {batch_cost})"
             )
         self._data = None if isinstance(data, int) else data
         self._collate = collate_fn
         self._core = _C._GlobalSampler(
             size=size,
-            batch_size=operator.index(batch_size),
+            batch_size=operator.index(batch_cost if batch_size is None else batch_size),
+            cost=None if cost is None else _tensor_of(cost),
             rank=rank if rank is not None else dist.get_rank() if grouped else 0,
             world_size=(
                 world_size if world_size is not None else dist.get_world_size() if grouped else 1
@@ -110,7 +128,7 @@ class GlobalSampler(Sampler[list[int]]):
         self._core.regroup(rank, world_size, list(max_rows or ()))
 
     def __len__(self) -> int:
-        """This rank's batches in a whole epoch."""
+        """This rank's batches in a whole epoch; with ``cost`` in that of the next step."""
         return self._core.batches()
 
     def note(self, outcome: _C.Outcome | None) -> None:
@@ -133,7 +151,7 @@ class GlobalSampler(Sampler[list[int]]):
 
     @property
     def shares(self) -> list[int]:
-        """Rows of each rank in the first step that was not noted, if it is a whole batch."""
+        """Rows of each rank in the first step that was not noted, if it is a whole batch (with ``cost`` whatever it is)."""
         return self._core.shares()
 
     def state_dict(self) -> dict[str, list[float]]:
@@ -144,11 +162,22 @@ class GlobalSampler(Sampler[list[int]]):
         return self._core.state()
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Go on there: with the same shares, or from even ones with other ranks, batch size or lag.
+        """Go on there: with the same shares, or from even ones with other ranks, batch or lag.
 
-        Raises ``ValueError`` where the state is of other data, another seed or order.
+        Raises ``ValueError`` where the state is of other data, other costs, another seed or order.
         """
         self._core.load_state(state)
+
+
+def _tensor_of(cost: Any) -> torch.Tensor:
+    if isinstance(cost, torch.Tensor):
+        return cost
+    try:
+        return torch.tensor(cost)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(
+            f"cost needs a whole number for each row (type: {type(cost).__name__}): {error}"
+        ) from error
 
 
 def global_sampler_of(loader: object) -> GlobalSampler | None:

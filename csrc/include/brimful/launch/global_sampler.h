@@ -26,6 +26,13 @@ struct GlobalSamplerOptions {
   std::vector<int64_t> max_rows = {};  ///< of each rank, by rank, where its memory allows no more
 };
 
+/// What each row costs, such as its tokens, and the most that the rows of a batch of all ranks cost together. A rank's time is
+/// taken to be its speed times the sum of `cost + cost * cost / crossover`; the crossover follows from measured times.
+struct RowCosts {
+  std::vector<int64_t> of_row;  ///< at least 1 and at most 2^26
+  int64_t of_batch = 0;
+};
+
 /// Plain numbers, the same on all ranks.
 using GlobalSamplerState = std::map<std::string, std::vector<double>>;
 
@@ -38,6 +45,10 @@ using GlobalSamplerState = std::map<std::string, std::vector<double>>;
 /// next() until there is nothing. Give it each step's outcome by note(). Copies share their state: the
 /// program keeps one where a data loader has another. From one thread at a time.
 ///
+/// With `RowCosts` a step is the next rows of the permutation that cost no more than a batch may, the most costly first, and a
+/// rank's share those next to each other that cost as much as it is fast. It has at least `min_rows` for each rank even where they
+/// cost more, such as a row that costs more than a batch by itself, and no more rows than the ranks' `max_rows`.
+///
 /// Where an epoch's last step has fewer rows than there are ranks the last ranks have no batch in it.
 class BRIMFUL_API GlobalSampler {
  public:
@@ -46,6 +57,8 @@ class BRIMFUL_API GlobalSampler {
   /// @throws c10::ValueError for a rank outside its world, or where options and batch size contradict each other
   GlobalSampler(size_t size, size_t batch_size, int rank, int world_size,
                 GlobalSamplerOptions options = {});
+  /// @throws c10::ValueError also for a row that costs nothing, or too much to be squared
+  GlobalSampler(RowCosts costs, int rank, int world_size, GlobalSamplerOptions options = {});
 
   /// The next pass is of this epoch. Of the epoch that is under way it goes on where it was.
   void set_epoch(uint64_t epoch);
@@ -73,9 +86,9 @@ class BRIMFUL_API GlobalSampler {
   /// The same, of each rank's time (NaN: unknown); none where the step failed on all ranks and its rows are skipped.
   void note(const std::vector<double>& work_ms);
 
-  /// This rank's batches in a whole epoch.
+  /// This rank's batches in a whole epoch; with costs in that of the next step.
   size_t batches() const;
-  /// Rows of each rank in the first step that is not noted, if it is a whole batch.
+  /// Rows of each rank in the first step that is not noted, if it is a whole batch (with costs whatever it is).
   std::vector<int64_t> shares() const;
   /// Of the next step that is noted.
   uint64_t epoch() const;
@@ -84,7 +97,7 @@ class BRIMFUL_API GlobalSampler {
   /// Of the steps that were noted, whatever was handed out ahead.
   GlobalSamplerState state() const;
   /// Goes on there, with the same shares; even ones where ranks, batch size or lag are others.
-  /// @throws c10::ValueError where the state is of other data, another seed or order, or none
+  /// @throws c10::ValueError where the state is of other data, other costs, another seed or order, or none
   void load_state(const GlobalSamplerState& state);
 
  private:
