@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks import common
-from benchmarks.fleet import heal, idle, metrics, record, settle, slow_rank, torchft
+from benchmarks.fleet import by_cost, heal, idle, metrics, record, settle, slow_rank, torchft
 
-MODULES = (slow_rank, settle, heal, idle, metrics, record, torchft)
+MODULES = (slow_rank, settle, by_cost, heal, idle, metrics, record, torchft)
 
 
 def figures(quick: bool, only: Sequence[str] = (), **_: object) -> Iterator[common.Figure]:

@@ -1,13 +1,18 @@
-// What a step of many ranks costs each of them beside its work, in seconds: `program record|rule RANKS ROUNDS`. One line a round:
-// "record": writing the last bucket's tail, reading it, and what is asked of the records; "rule": shares after a step, with the speeds of simulate.py.
+// What a step of many ranks costs each of them beside its work, in seconds: `program record|rule|cost RANKS ROUNDS`. One line a round:
+// "record": writing the last bucket's tail, reading it, and what is asked of the records; "rule": shares after a step, with the speeds of simulate.py;
+// "cost": the rows of a step by cost, and shares after it, with about 340 tokens a rank.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <brimful/launch/global_sampler.h>
 #include <brimful/step/control_record.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "launch/share_rule.h"
@@ -78,15 +83,42 @@ void time_rule(int ranks, int rounds) {
   }
 }
 
+void time_cost(int ranks, int rounds) {
+  constexpr int64_t kTokens = 340;      // of a rank's rows
+  constexpr int64_t kTokensOfRow = 80;  // less than the mean, so that there are enough rows
+  std::mt19937_64 random(0);            // NOLINT(cert-msc32-c,cert-msc51-cpp): alike each time
+  std::lognormal_distribution<double> length(std::log(64), 0.8);
+  std::lognormal_distribution<double> jitter(0, 0.02);
+  brimful::RowCosts costs{{}, kTokens * ranks};
+  costs.of_row.resize((rounds + 1) * costs.of_batch / kTokensOfRow);
+  for (auto& cost : costs.of_row) {
+    cost = std::clamp<int64_t>(static_cast<int64_t>(length(random)), 1, 2048);
+  }
+  brimful::GlobalSampler sampler(std::move(costs), 0, ranks);
+  sampler.reset();
+  sampler.shares();  // makes the epoch's order
+  for (int round = 0; round < rounds; ++round) {
+    std::vector<double> work_ms(ranks);
+    std::generate(work_ms.begin(), work_ms.end(), [&] { return jitter(random); });
+    const double taken = seconds_of([&] {
+      sampler.next();
+      sampler.note(work_ms);
+    });
+    std::printf("%.9f\n", taken);
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 4) {
-    std::fprintf(stderr, "usage: %s record|rule RANKS ROUNDS\n", argv[0]);
+    std::fprintf(stderr, "usage: %s record|rule|cost RANKS ROUNDS\n", argv[0]);
     return 2;
   }
   at::set_num_threads(1);
-  const bool record = std::string(argv[1]) == "record";
-  (record ? time_record : time_rule)(std::stoi(argv[2]), std::stoi(argv[3]));
+  const std::string mode = argv[1];
+  (mode == "record" ? time_record
+   : mode == "cost" ? time_cost
+                    : time_rule)(std::stoi(argv[2]), std::stoi(argv[3]));
   return 0;
 }

@@ -7,7 +7,8 @@ from typing import Any
 
 from benchmarks import callgrind, common, intervals
 
-IDS = ("fleet.record", "fleet.rule")
+IDS = ("fleet.record", "fleet.rule", "fleet.cost_rule")
+MODES = {"fleet.record": "record", "fleet.rule": "rule", "fleet.cost_rule": "cost"}
 PROGRAM = "brimful_bench_fleet"
 RANKS = (8, 512, 4096)
 STEP_S = 0.25
@@ -17,15 +18,14 @@ GBIT_S = (10, 200)  # of a rank's link
 
 
 def measure(quick: bool) -> Iterator[common.Figure]:
-    """Yields both fractions for the most ranks; parts, bytes and fewer ranks are conditions."""
+    """Yields the fractions for the most ranks; parts, bytes and fewer ranks are conditions."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
     for figure_id in IDS:
         conditions = {**common.machine_conditions(), "step_s": STEP_S}
         try:
             program = callgrind.find_program(PROGRAM)
             by_ranks = {
-                ranks: _columns(str(program), figure_id.split(".")[1], ranks, rounds)
-                for ranks in RANKS
+                ranks: _columns(str(program), MODES[figure_id], ranks, rounds) for ranks in RANKS
             }
         except callgrind.Unavailable as error:
             yield common.unmeasured(figure_id, str(error), conditions=conditions)
@@ -49,7 +49,7 @@ def _columns(program: str, mode: str, ranks: int, rounds: int) -> dict[str, list
     )
     lines = [[float(word) for word in line.split()] for line in printed.splitlines()][WARM_UP:]
     columns = [list(column) for column in zip(*lines, strict=True)]
-    if mode == "rule":
+    if mode != "record":
         return {"all": columns[0]}
     bytes, write, read, ask = columns
     every = [sum(parts) for parts in zip(write, read, ask, strict=True)]

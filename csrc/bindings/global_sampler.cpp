@@ -41,8 +41,7 @@ void bind_global_sampler(py::module_& m) {
            }),
            py::kw_only(), py::arg("size"), py::arg("batch_size"), py::arg("rank"),
            py::arg("world_size"), py::arg("shuffle"), py::arg("seed"), py::arg("drop_last"),
-           py::arg("lag"), py::arg("min_rows"), py::arg("max_rows"),
-           py::arg("cost") = py::none())
+           py::arg("lag"), py::arg("min_rows"), py::arg("max_rows"), py::arg("cost") = py::none())
       .def("set_epoch", &GlobalSampler::set_epoch, py::arg("epoch"))
       .def("reset", [](GlobalSampler& self) { self.reset(); })
       .def("next", [](GlobalSampler& self) { return self.next(); })

@@ -13,10 +13,11 @@
 namespace brimful::launch {
 namespace {
 
-constexpr size_t kSeen = 5;      // the median of so many steps is a rank's slowness,
-constexpr size_t kFewest = 3;    // or of so many at first
-constexpr int64_t kFarthest = 64;  // the crossover is at most so many times the most that a row costs,
-constexpr int64_t kOctaves = 12;   // and at least so many octaves less
+constexpr size_t kSeen = 5;    // the median of so many steps is a rank's slowness,
+constexpr size_t kFewest = 3;  // or of so many at first
+constexpr int64_t kFarthest =
+    64;  // the crossover is at most so many times the most that a row costs,
+constexpr int64_t kOctaves = 12;  // and at least so many octaves less
 constexpr int64_t kLongestStride = 4;
 constexpr double kUnlike = 1.25;  // times as long are rows whose times are compared
 
@@ -133,7 +134,8 @@ void move_crossover(CostHistory& history, int64_t linear) {
 double crossover_at(int64_t place) {
   constexpr std::array<double, 4> kQuarters{1.0, 1.189207115002721, 1.4142135623730951,
                                             1.681792830507429};
-  return std::ldexp(kQuarters[static_cast<size_t>(place % 4)], static_cast<int>(place / 4));  // exact
+  return std::ldexp(kQuarters[static_cast<size_t>(place % 4)],
+                    static_cast<int>(place / 4));  // exact
 }
 
 int64_t linear_place(int64_t most) {
@@ -141,7 +143,8 @@ int64_t linear_place(int64_t most) {
 }
 
 double cost_of(const Load& load, double crossover) {
-  return load.linear + load.quadratic / crossover;  // a quotient, which no compiler fuses with a sum
+  return load.linear +
+         load.quadratic / crossover;  // a quotient, which no compiler fuses with a sum
 }
 
 std::vector<size_t> by_falling_cost(std::span<const int64_t> costs, int64_t most) {

@@ -39,11 +39,11 @@ std::vector<size_t> cut_by_cost(std::span<const double> before, const Takers& ta
 
 /// What was seen of steps, and what follows from it.
 struct CostHistory {
-  std::vector<double> slowness;            ///< by rank; 0: not known
-  int64_t place = 0;                       ///< of the crossover
-  int64_t stride = 0;                      ///< of its last move, with its sign
-  std::deque<std::vector<Load>> loads;     ///< of the last steps, by rank
-  std::deque<std::vector<double>> ms;      ///< of the same steps, by rank; 0: not known
+  std::vector<double> slowness;         ///< by rank; 0: not known
+  int64_t place = 0;                    ///< of the crossover
+  int64_t stride = 0;                   ///< of its last move, with its sign
+  std::deque<std::vector<Load>> loads;  ///< of the last steps, by rank
+  std::deque<std::vector<double>> ms;   ///< of the same steps, by rank; 0: not known
 };
 
 /// Notes a step and decides anew. `most`: no row costs more.

@@ -286,11 +286,14 @@ void CostSharing::load(const GlobalSamplerState& saved) {
   const auto& seen = saved.at("seen");
   const auto fine = [](double number) { return std::isfinite(number) && number >= 0; };
   const int64_t linear = linear_place(costs_->most);
-  const auto place = [linear](double number) { return number >= 0 && number <= static_cast<double>(linear); };
+  const auto place = [linear](double number) {
+    return number >= 0 && number <= static_cast<double>(linear);
+  };
   TORCH_CHECK_VALUE(
-      crossover.size() == 2 && place(crossover[0]) && std::isfinite(crossover[1]) && slowness.size() == ranks_ &&
-          places.size() == upcoming_.size() && upcoming.size() == ranks_ * places.size() &&
-          seen.size() % (3 * ranks_) == 0 && std::all_of(slowness.begin(), slowness.end(), fine) &&
+      crossover.size() == 2 && place(crossover[0]) && std::isfinite(crossover[1]) &&
+          slowness.size() == ranks_ && places.size() == upcoming_.size() &&
+          upcoming.size() == ranks_ * places.size() && seen.size() % (3 * ranks_) == 0 &&
+          std::all_of(slowness.begin(), slowness.end(), fine) &&
           std::all_of(upcoming.begin(), upcoming.end(),
                       [](double number) { return std::isfinite(number) && number > 0; }) &&
           std::all_of(places.begin(), places.end(), place) &&

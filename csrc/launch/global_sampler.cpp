@@ -189,8 +189,7 @@ GlobalSampler::GlobalSampler(size_t size, size_t batch_size, int rank, int world
 }
 
 GlobalSampler::GlobalSampler(RowCosts costs, int rank, int world_size, GlobalSamplerOptions options)
-    : state_(
-          std::make_shared<State>(costs.of_row.size(), rank, world_size, std::move(options))) {
+    : state_(std::make_shared<State>(costs.of_row.size(), rank, world_size, std::move(options))) {
   state_->sharing = launch::share_costs(std::move(costs), world_size, state_->options);
 }
 

@@ -37,18 +37,18 @@ class GlobalSampler(Sampler[list[int]]):
 
     ``BatchSizer.batches(loader)`` notes each step's outcome by itself; in another loop call ``note(outcome)`` on all
     ranks once for each step, also those in which this rank had no batch: where an epoch's last step has fewer rows than
-    there are ranks, the last ranks have one batch less (``drop_last=True`` leaves out rows that are no whole batch; with ``cost`` a whole one costs ``batch_cost``, or a row more
-    would cost too much).
+    there are ranks, the last ranks have one batch less (``drop_last=True`` leaves out rows that are no whole batch).
 
-    ``cost`` has a whole number for each row, such as its tokens: a sequence, an array or a tensor. With it a step is the
-    next rows that cost at most ``batch_cost`` together, and shares cost what their ranks are fast::
+    ``cost`` has a whole number for each row, such as its tokens: a sequence, an array or a tensor. With it a step is
+    the next rows that cost at most ``batch_cost`` together, and shares follow from costs in the place of rows::
 
         sampler = brimful.GlobalSampler(data, cost=tokens, batch_cost=65536)
 
     A rank's time is its speed times the sum of ``cost + cost**2 / crossover`` over its rows, and the crossover follows
     from measured times. A step's rows are in order of cost, the most costly first, and each rank has some that are next
     to each other: alike in length, so that padding is small. A step has ``min_rows`` rows for each rank even where they
-    cost more than ``batch_cost``, such as a row that does by itself, and no more rows than ``max_rows`` allows.
+    cost more than ``batch_cost``, such as a row that does by itself, and no more rows than ``max_rows`` allows. An
+    epoch's last step is a whole batch where it costs ``batch_cost``.
 
     ``min_rows`` is each rank's least share of a whole batch, ``max_rows`` its largest: a number for each rank, where
     the memory of one allows no more. Ranks whose time is not known keep their share.
@@ -79,7 +79,9 @@ class GlobalSampler(Sampler[list[int]]):
         size = data if isinstance(data, int) else len(data)
         if size < 0:
             raise ValueError(f"a data set has no negative number of rows (rows: {size})")
-        if (cost is None) != (batch_cost is None) or (cost is None) == (batch_size is None):
+        batch = batch_size if batch_cost is None else batch_cost
+        one = (cost is None) == (batch_cost is None) and (cost is None) != (batch_size is None)
+        if batch is None or not one:
             raise ValueError(
                 "a sampler needs batch_size, or cost and batch_cost, and not both (batch_size: "
                 f"{batch_size}, cost: {'None' if cost is None else 'given'}, batch_cost: {batch_cost})"
@@ -88,7 +90,7 @@ class GlobalSampler(Sampler[list[int]]):
         self._collate = collate_fn
         self._core = _C._GlobalSampler(
             size=size,
-            batch_size=operator.index(batch_cost if batch_size is None else batch_size),
+            batch_size=operator.index(batch),
             cost=None if cost is None else _tensor_of(cost),
             rank=rank if rank is not None else dist.get_rank() if grouped else 0,
             world_size=(
@@ -151,7 +153,10 @@ class GlobalSampler(Sampler[list[int]]):
 
     @property
     def shares(self) -> list[int]:
-        """Rows of each rank in the first step that was not noted, if it is a whole batch (with ``cost`` whatever it is)."""
+        """Rows of each rank in the first step that was not noted, if it is a whole batch.
+
+        With ``cost`` also if it is not.
+        """
         return self._core.shares()
 
     def state_dict(self) -> dict[str, list[float]]:

@@ -145,8 +145,8 @@ TEST_CASE("the crossover and the ranks' speeds are found from times", "[launch]"
     CHECK(crossover_at(place) > crossover / 2);
     CHECK(crossover_at(place) < crossover * 2);
     for (size_t rank = 0; late == 0 && rank < 4; ++rank) {
-      CHECK(std::abs(history.slowness[rank] / history.slowness[0] /
-                         static_cast<double>(1 + rank) - 1) < 0.25);
+      CHECK(std::abs(history.slowness[rank] / history.slowness[0] / static_cast<double>(1 + rank) -
+                     1) < 0.25);
     }
   }
 }

@@ -257,7 +257,8 @@ TEST_CASE("ranks come to take as long, whatever squares cost", "[launch]") {
       Step shared;
       for (size_t begin = 0; begin < rows.size(); begin += rows.size() * 2 / 7) {
         const auto first = rows.begin() + static_cast<std::ptrdiff_t>(begin);
-        const auto left = static_cast<std::ptrdiff_t>(std::min(rows.size() - begin, rows.size() * 2 / 7));
+        const auto left =
+            static_cast<std::ptrdiff_t>(std::min(rows.size() - begin, rows.size() * 2 / 7));
         shared.push_back(Indices(first, first + left));
       }
       shared.resize(4);
@@ -291,8 +292,9 @@ TEST_CASE("with costs a job that is interrupted goes on as if it had not been", 
     after.pass();
     auto steps = before.steps;
     steps.insert(steps.end(), after.steps.begin(), after.steps.end());
-    CHECK(steps == std::vector<Step>(whole.steps.begin(),
-                                     whole.steps.begin() + static_cast<std::ptrdiff_t>(steps.size())));
+    CHECK(steps ==
+          std::vector<Step>(whole.steps.begin(),
+                            whole.steps.begin() + static_cast<std::ptrdiff_t>(steps.size())));
     CHECK(steps.size() == (at == of_epoch ? whole.steps.size() : of_epoch));
   }
 }

@@ -45,9 +45,9 @@ using GlobalSamplerState = std::map<std::string, std::vector<double>>;
 /// next() until there is nothing. Give it each step's outcome by note(). Copies share their state: the
 /// program keeps one where a data loader has another. From one thread at a time.
 ///
-/// With `RowCosts` a step is the next rows of the permutation that cost no more than a batch may, the most costly first, and a
-/// rank's share those next to each other that cost as much as it is fast. It has at least `min_rows` for each rank even where they
-/// cost more, such as a row that costs more than a batch by itself, and no more rows than the ranks' `max_rows`.
+/// With `RowCosts` a step is the next rows of the permutation that cost no more than a batch may. They are in order of cost, the
+/// most costly first, and a rank's share is a range of them that is predicted to take as long as those of the others. A step has
+/// `min_rows` for each rank even where they cost more than a batch, and no more rows than the ranks' `max_rows`.
 ///
 /// Where an epoch's last step has fewer rows than there are ranks the last ranks have no batch in it.
 class BRIMFUL_API GlobalSampler {
