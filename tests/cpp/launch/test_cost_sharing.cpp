@@ -296,6 +296,9 @@ TEST_CASE("with costs a job that is interrupted goes on as if it had not been", 
           std::vector<Step>(whole.steps.begin(),
                             whole.steps.begin() + static_cast<std::ptrdiff_t>(steps.size())));
     CHECK(steps.size() == (at == of_epoch ? whole.steps.size() : of_epoch));
+    before.pass();  // the same without a state: what was fetched and not noted comes again
+    CHECK(before.steps == steps);
+    CHECK(before.samplers[0].state() == after.samplers[0].state());
   }
 }
 
