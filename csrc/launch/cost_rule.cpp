@@ -10,22 +10,16 @@
 #include <numeric>
 #include <optional>
 
+#include "launch/recent.h"
+
 namespace brimful::launch {
 namespace {
 
-constexpr size_t kSeen = 5;    // the median of so many steps is a rank's slowness,
-constexpr size_t kFewest = 3;  // or of so many at first
 constexpr int64_t kFarthest =
     64;  // the crossover is at most so many times the most that a row costs,
 constexpr int64_t kOctaves = 12;  // and at least so many octaves less
 constexpr int64_t kLongestStride = 4;
 constexpr double kUnlike = 1.25;  // times as long are rows whose times are compared
-
-double median(std::span<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
 
 /// The ends of ranges none of which takes longer; nothing where that is not possible. Who comes first takes as many rows as
 /// it may: what is left for the others are fewer and cheaper rows.
@@ -53,19 +47,12 @@ std::optional<std::vector<size_t>> cut_within(std::span<const double> before, co
   return begin == rows ? std::optional(std::move(ends)) : std::nullopt;
 }
 
-/// Of the last steps the median of an odd number; 0: not known.
+/// 0: not known.
 double slowness_of(const CostHistory& history, size_t rank, double crossover) {
-  std::array<double, kSeen> known{};
-  size_t count = 0;
-  for (size_t i = history.ms.size(); i-- > 0 && count < kSeen;) {  // the last one first
-    if (const double ms = history.ms[i][rank]; ms > 0) {
-      known[count++] = ms / cost_of(history.loads[i][rank], crossover);
-    }
-  }
-  if (count < kFewest) {
-    return 0;
-  }
-  return median(std::span(known).first(count < kSeen ? kFewest : kSeen));
+  return recent_median(history.ms.size(), [&](size_t step) {
+    const double ms = history.ms[step][rank];
+    return ms > 0 ? ms / cost_of(history.loads[step][rank], crossover) : 0;
+  });
 }
 
 /// Two loads of a rank, the first of which took `times` as long: 1 where longer rows cost more than this crossover says, -1
@@ -95,7 +82,7 @@ struct Votes {
 Votes votes_of(const CostHistory& history, double crossover, size_t late) {
   Votes votes;
   const size_t last = history.ms.size() - 1;
-  const size_t first = std::max(last >= kSeen ? last - kSeen + 1 : 0, late);
+  const size_t first = std::max(last >= kRecent ? last - kRecent + 1 : 0, late);
   for (size_t i = first; i < last; ++i) {
     for (size_t rank = 0; rank < history.slowness.size(); ++rank) {
       const double times = history.ms[last][rank] / history.ms[i][rank];
@@ -202,7 +189,7 @@ void note_costs(CostHistory& history, std::vector<Load> loads, const std::vector
   }
   history.loads.push_back(std::move(loads));
   history.ms.push_back(std::move(ms));
-  if (history.ms.size() > kSeen + 1) {
+  if (history.ms.size() > kRecent + 1) {
     history.loads.pop_front();
     history.ms.pop_front();
   }

@@ -51,11 +51,11 @@ struct Cut {
 };
 
 /// What shares follow from.
-struct Known {
+struct Measured {
   std::vector<double> slowness;  ///< by rank
   int64_t place = 0;             ///< of the crossover
 
-  bool operator==(const Known&) const = default;
+  bool operator==(const Measured&) const = default;
 };
 
 struct Handed {
@@ -94,7 +94,7 @@ class CostSharing final : public Sharing {
     most_ = most_rows(options, world_size, std::max(size, least_));
     history_.slowness.assign(ranks_, 0);
     history_.place = linear_place(costs_->most);
-    upcoming_.assign(lag_, known());
+    upcoming_.assign(lag_, measured());
   }
 
   std::unique_ptr<Sharing> among(int world_size,
@@ -134,7 +134,7 @@ class CostSharing final : public Sharing {
     }
     handed_.pop_front();
     upcoming_.pop_front();
-    upcoming_.push_back(known());
+    upcoming_.push_back(measured());
   }
 
   void save(GlobalSamplerState& saved) const override;
@@ -146,10 +146,10 @@ class CostSharing final : public Sharing {
     bool whole = false;  ///< one row more would be too many, or cost too much
   };
 
-  Known known() const { return {known_slowness(history_), history_.place}; }
+  Measured measured() const { return {known_slowness(history_), history_.place}; }
   Batch batch_from(const Order& order, size_t begin) const;
-  Cut cut(const Order& order, size_t begin, const Known& known) const;
-  void cut_among_ranks(Cut& step, const Known& known) const;
+  Cut cut(const Order& order, size_t begin, const Measured& measured) const;
+  void cut_among_ranks(Cut& step, const Measured& measured) const;
   std::vector<double> split() const {
     return {static_cast<double>(ranks_), static_cast<double>(costs_->of_batch),
             static_cast<double>(lag_)};
@@ -162,8 +162,8 @@ class CostSharing final : public Sharing {
   const int64_t least_;        ///< rows of a rank
   std::vector<int64_t> most_;  ///< by rank
   CostHistory history_;
-  std::deque<Handed> handed_;   ///< steps that were not noted
-  std::deque<Known> upcoming_;  ///< of the steps behind the last one noted, `lag_` of them
+  std::deque<Handed> handed_;      ///< steps that were not noted
+  std::deque<Measured> upcoming_;  ///< of the steps behind the last one noted, `lag_` of them
 };
 
 CostSharing::Batch CostSharing::batch_from(const Order& order, size_t begin) const {
@@ -183,7 +183,7 @@ CostSharing::Batch CostSharing::batch_from(const Order& order, size_t begin) con
   return {end - begin, end < order.size() || full};
 }
 
-Cut CostSharing::cut(const Order& order, size_t begin, const Known& known) const {
+Cut CostSharing::cut(const Order& order, size_t begin, const Measured& measured) const {
   Cut step;
   const auto [rows, whole] = batch_from(order, begin);
   step.whole = whole;
@@ -202,13 +202,13 @@ Cut CostSharing::cut(const Order& order, size_t begin, const Known& known) const
     load.quadratic += static_cast<double>(costs[place] * costs[place]);
   }
   step.before.push_back(load);
-  cut_among_ranks(step, known);
+  cut_among_ranks(step, measured);
   return step;
 }
 
 /// Which rank begins differs from step to step, so that each has long and short rows: else a rank's speed and what squares
 /// cost would be one unknown. Of a step with fewer rows than ranks the first ranks have one each.
-void CostSharing::cut_among_ranks(Cut& step, const Known& known) const {
+void CostSharing::cut_among_ranks(Cut& step, const Measured& measured) const {
   const size_t rows = step.rows.size();
   step.of_rank.assign(ranks_, {rows, rows});
   if (rows < ranks_) {
@@ -222,12 +222,12 @@ void CostSharing::cut_among_ranks(Cut& step, const Known& known) const {
   Takers takers;
   takers.least = std::min(least_, static_cast<int64_t>(rows / ranks_));
   for (size_t i = 0; i < ranks_; ++i) {
-    takers.slowness.push_back(known.slowness[taker(i)]);
+    takers.slowness.push_back(measured.slowness[taker(i)]);
     takers.most.push_back(most_[taker(i)]);
   }
   std::vector<double> before;
   before.reserve(rows + 1);
-  const double crossover = crossover_at(known.place);
+  const double crossover = crossover_at(measured.place);
   for (const auto& load : step.before) {
     before.push_back(cost_of(load, crossover));
   }

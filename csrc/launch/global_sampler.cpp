@@ -10,8 +10,6 @@
 namespace brimful {
 namespace {
 
-enum class Pass { none, open, ended };
-
 double low_half(uint64_t value) {
   return static_cast<double>(value & 0xffffffffU);
 }
@@ -29,6 +27,8 @@ void check(int rank, int world_size, const GlobalSamplerOptions& options) {
 }  // namespace
 
 struct GlobalSampler::State {
+  enum class Pass { none, open, ended };
+
   State(size_t size, int rank, int world_size, GlobalSamplerOptions given)
       : size(size), rank(rank), world_size(world_size), options(std::move(given)) {
     check(rank, world_size, options);
@@ -197,7 +197,7 @@ void GlobalSampler::set_epoch(uint64_t epoch) {
   state_->end_epoch_if_done();
   if (epoch != state_->epoch) {
     state_->begin_epoch(epoch);
-    state_->pass = Pass::none;
+    state_->pass = State::Pass::none;
   }
 }
 

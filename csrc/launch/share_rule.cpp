@@ -3,18 +3,17 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <functional>
 #include <numeric>
 #include <span>
 #include <utility>
 
+#include "launch/recent.h"
+
 namespace brimful::launch {
 namespace {
 
-constexpr size_t kSpeeds = 5;  // the median of so many steps is a rank's speed,
-constexpr size_t kFewest = 3;  // or of so many at first
 constexpr double kGain = 0.05;
 constexpr double kSlowestPace = 0.125;  // a power of two, so that products with it are exact
 
@@ -56,14 +55,7 @@ void settle_rest(std::vector<int64_t>& shares, int64_t left, const std::vector<d
   }
 }
 
-/// Of numbers that it puts into another order.
-double median(std::span<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
-double median(const std::deque<double>& values) {
+double median_of(const std::deque<double>& values) {
   std::vector<double> copy(values.begin(), values.end());
   return median(std::span(copy));
 }
@@ -90,23 +82,14 @@ void see(ShareHistory& history, const std::vector<int64_t>& rows,
   }
   history.speeds.push_back(std::move(speeds));
   history.slowest_ms.push_back(slowest_ms);
-  keep_last(history.speeds, kSpeeds);
+  keep_last(history.speeds, kRecent);
   keep_last(history.slowest_ms, kFewest);
 }
 
-/// Rows per ms, the median of an odd number of the last steps; 0: not known.
+/// Rows per ms; 0: not known.
 double speed_of(const ShareHistory& history, size_t rank) {
-  std::array<double, kSpeeds> known{};
-  size_t count = 0;
-  for (size_t i = history.speeds.size(); i-- > 0 && count < kSpeeds;) {  // the last one first
-    if (const double speed = history.speeds[i].at(rank); speed > 0) {
-      known[count++] = speed;
-    }
-  }
-  if (count < kFewest) {
-    return 0;
-  }
-  return median(std::span(known).first(count < kSpeeds ? kFewest : kSpeeds));
+  return recent_median(history.speeds.size(),
+                       [&](size_t step) { return history.speeds[step].at(rank); });
 }
 
 /// Those of the ranks whose speed is known; the others keep what they have.
@@ -142,7 +125,7 @@ double slowest_ms(const std::vector<int64_t>& shares, const std::vector<double>&
 /// A change that made steps slower says that time is not in proportion to rows: the next goes half as far.
 void judge_last_change(ShareHistory& history) {
   if (history.before_ms > 0) {
-    const double now_ms = median(history.slowest_ms);
+    const double now_ms = median_of(history.slowest_ms);
     history.pace = now_ms > history.before_ms ? std::max(history.pace / 2, kSlowestPace)
                                               : std::min(history.pace * 2, 1.0);
     history.before_ms = 0;
@@ -198,7 +181,7 @@ void note_step(ShareHistory& history, const std::vector<int64_t>& rows,
   for (size_t i = 0; i < next.size(); ++i) {
     history.shares[known.ranks[i]] = next[i];
   }
-  history.before_ms = median(history.slowest_ms);
+  history.before_ms = median_of(history.slowest_ms);
   history.unseen = lag + static_cast<int64_t>(kFewest) - 1;
 }
 
