@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import statistics
 import time
 
 import numpy as np
@@ -68,37 +69,40 @@ def times_of(cost):
     return cost + cost.double().square() / CROSSOVER
 
 
-def train(here, batch):
-    trainer = Trainer(**batch)
+def train(here):
+    trainer = Trainer(cost=lengths(), batch_cost=BATCH_COST)
     batches = len(trainer.sampler)
     trainer.run()
     return trainer.ids, batches, trainer.sampler.state_dict()
 
 
-def unevenness(steps):
-    """The slower rank's time over half of both, by the rows that they had; the median of the last steps but one."""
+def test_ranks_train_on_each_row_once_and_agree(ranks):
+    (mine, batches, saved), (others, other_batches, other_saved) = ranks(train)
+    assert saved == other_saved
+    assert len(saved["seen"]) == 6 * 3 * 2  # of six steps times and costs
+    assert len(mine) == len(others) == batches == other_batches
+    assert sorted(itertools.chain(*mine, *others)) == list(range(ROWS))
+    for rows in zip(mine, others, strict=True):
+        assert int(lengths()[rows[0] + rows[1]].sum()) <= BATCH_COST
+
+
+def unevenness(**batch):
+    """The slower of two ranks' times over half of both, by the rows that they had; the median of the last steps."""
     times = times_of(lengths())
+    samplers = [brimful.GlobalSampler(ROWS, rank=i, world_size=2, **batch) for i in range(2)]
     found = []
-    for rows in steps[12:-1]:
+    for rows in zip(*samplers, strict=True):
         of_rank = [float(times[own].sum()) for own in rows]
         found.append(2 * max(of_rank) / sum(of_rank))
-    return sorted(found)[len(found) // 2]
+        for sampler in samplers:
+            sampler._core.note(of_rank)
+    return statistics.median(found[15:])
 
 
-def test_ranks_come_nearer_to_equal_times_than_by_rows(ranks):
-    (mine, batches, saved), (others, other_batches, other_saved) = ranks(
-        train, {"cost": lengths(), "batch_cost": BATCH_COST}
-    )
-    assert saved == other_saved
-    assert len(mine) == len(others) == batches == other_batches
-    steps = list(zip(mine, others, strict=True))
-    assert sorted(itertools.chain(*mine, *others)) == list(range(ROWS))
-    for rows in steps:
-        assert int(lengths()[rows[0] + rows[1]].sum()) <= BATCH_COST
-    by_rows = ranks(train, {"batch_size": ROWS // batches})
-    uneven = unevenness(list(zip(*(ids for ids, _, _ in by_rows), strict=True)))
-    assert unevenness(steps) < uneven
-    assert unevenness(steps) < 1.1
+def test_ranks_come_nearer_to_equal_times_than_by_rows():
+    by_cost = unevenness(cost=lengths(), batch_cost=BATCH_COST)
+    by_rows = unevenness(batch_size=ROWS * BATCH_COST // int(lengths().sum()))
+    assert by_cost < 1.08 < by_rows
 
 
 def train_in_two_parts(here, workers):
