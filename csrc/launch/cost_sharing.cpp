@@ -107,21 +107,23 @@ class CostSharing final : public Sharing {
     return found.whole || !drop_last_ ? found.rows : 0;
   }
 
-  std::vector<size_t> own(const Order& order, size_t begin, size_t ahead, int rank) override {
-    const auto found = cut(order, begin, upcoming_[ahead]);
+  std::vector<size_t> own(const Order& order, size_t begin, size_t rows, size_t ahead,
+                          int rank) override {
+    const auto found = cut(order, begin, rows, upcoming_[ahead]);
     handed_.resize(ahead);
     handed_.push_back({loads_of(found), found.whole});
     const auto [from, to] = found.of_rank[rank];
-    const auto rows = found.rows.begin();
-    return {rows + static_cast<std::ptrdiff_t>(from), rows + static_cast<std::ptrdiff_t>(to)};
+    const auto first = found.rows.begin();
+    return {first + static_cast<std::ptrdiff_t>(from), first + static_cast<std::ptrdiff_t>(to)};
   }
 
   std::vector<int64_t> shares(const Order& order, size_t begin) const override {
-    if (rows_from(order, begin) == 0) {
+    const size_t rows = rows_from(order, begin);
+    if (rows == 0) {
       return std::vector<int64_t>(ranks_, 0);
     }
     std::vector<int64_t> shares;
-    for (const auto& [from, to] : cut(order, begin, upcoming_.front()).of_rank) {
+    for (const auto& [from, to] : cut(order, begin, rows, upcoming_.front()).of_rank) {
       shares.push_back(static_cast<int64_t>(to - from));
     }
     return shares;
@@ -148,7 +150,7 @@ class CostSharing final : public Sharing {
 
   Measured measured() const { return {known_slowness(history_), history_.place}; }
   Batch batch_from(const Order& order, size_t begin) const;
-  Cut cut(const Order& order, size_t begin, const Measured& measured) const;
+  Cut cut(const Order& order, size_t begin, size_t rows, const Measured& measured) const;
   void cut_among_ranks(Cut& step, const Measured& measured) const;
   std::vector<double> split() const {
     return {static_cast<double>(ranks_), static_cast<double>(costs_->of_batch),
@@ -183,10 +185,10 @@ CostSharing::Batch CostSharing::batch_from(const Order& order, size_t begin) con
   return {end - begin, end < order.size() || full};
 }
 
-Cut CostSharing::cut(const Order& order, size_t begin, const Measured& measured) const {
+Cut CostSharing::cut(const Order& order, size_t begin, size_t rows,
+                     const Measured& measured) const {
   Cut step;
-  const auto [rows, whole] = batch_from(order, begin);
-  step.whole = whole;
+  step.whole = begin + rows < order.size() || batch_from(order, begin).whole;
   const auto first = order.begin() + static_cast<std::ptrdiff_t>(begin);
   std::vector<int64_t> costs;
   costs.reserve(rows);

@@ -2,6 +2,7 @@
 #include <brimful/sizer/outcome.h>
 #include <c10/util/Exception.h>
 
+#include <deque>
 #include <utility>
 
 #include "launch/permutation.h"
@@ -61,7 +62,7 @@ struct GlobalSampler::State {
   void reset() {
     end_epoch_if_done();
     next_row = noted_row;
-    ahead = 0;
+    handed.clear();
     pass = Pass::open;
   }
 
@@ -73,6 +74,7 @@ struct GlobalSampler::State {
     if (rows == 0) {
       return std::nullopt;
     }
+    const auto ahead = static_cast<int64_t>(handed.size());
     TORCH_CHECK_VALUE(ahead < options.lag,
                       "a batch was asked for whose share depends on an outcome that was not noted "
                       "(asked for ahead: ",
@@ -81,9 +83,9 @@ struct GlobalSampler::State {
                       "Python, max_jobs "
                       "+ 3 for LibTorch's), and give each step's outcome to note(), as "
                       "BatchSizer.batches does in Python");
-    auto own = sharing->own(order_of_epoch(), next_row, static_cast<size_t>(ahead), rank);
+    auto own = sharing->own(order_of_epoch(), next_row, rows, handed.size(), rank);
     next_row += rows;
-    ++ahead;
+    handed.push_back(rows);
     return own;
   }
 
@@ -97,7 +99,7 @@ struct GlobalSampler::State {
     options = std::move(given);
     counted.reset();
     next_row = noted_row;
-    ahead = 0;
+    handed.clear();
   }
 
   void note(const std::vector<double>& work_ms) {
@@ -105,15 +107,14 @@ struct GlobalSampler::State {
                       "an outcome has the times of other ranks than the sampler (times: ",
                       work_ms.size(), ", world_size: ", world_size,
                       "); make the sampler with the ranks of the model's process group");
-    TORCH_CHECK_VALUE(ahead > 0,
+    TORCH_CHECK_VALUE(!handed.empty(),
                       "an outcome was noted of a step that was not handed out (epoch: ", epoch,
                       ", row: ", noted_row,
                       "); note each step once: BatchSizer.batches does it by itself in Python");
-    const size_t rows = rows_from(noted_row);
-    sharing->note(rows, work_ms);
-    noted_row += rows;
-    --ahead;
-    if (end_epoch_if_done()) {
+    sharing->note(handed.front(), work_ms);
+    noted_row += handed.front();
+    handed.pop_front();
+    if (handed.empty() && end_epoch_if_done()) {
       pass = Pass::ended;
     }
   }
@@ -140,7 +141,7 @@ struct GlobalSampler::State {
   uint64_t epoch = 0;
   size_t noted_row = 0;  ///< of the epoch; those before it are done
   size_t next_row = 0;
-  int64_t ahead = 0;  ///< steps handed out and not noted
+  std::deque<size_t> handed;  ///< rows of each step that was handed out and not noted
   Pass pass = Pass::none;
   std::optional<launch::Order> order;  ///< of the epoch
   std::optional<size_t> counted;       ///< batches of the epoch
@@ -178,7 +179,7 @@ void GlobalSampler::State::load(const GlobalSamplerState& saved) {
   const auto& halves = saved.at("epoch");
   begin_epoch((static_cast<uint64_t>(halves[1]) << 32) + static_cast<uint64_t>(halves[0]));
   noted_row = static_cast<size_t>(row);
-  ahead = 0;
+  handed.clear();
   pass = Pass::none;
 }
 

@@ -55,8 +55,9 @@ class RowSharing final : public Sharing {
     return left >= batch_size_ ? batch_size_ : drop_last_ ? 0 : left;
   }
 
-  std::vector<size_t> own(const Order& order, size_t begin, size_t ahead, int rank) override {
-    const auto shares = scaled(upcoming_[ahead], rows_from(order, begin));
+  std::vector<size_t> own(const Order& order, size_t begin, size_t rows, size_t ahead,
+                          int rank) override {
+    const auto shares = scaled(upcoming_[ahead], rows);
     const auto first = order.begin() + static_cast<std::ptrdiff_t>(begin) +
                        std::accumulate(shares.begin(), shares.begin() + rank, int64_t{0});
     return {first, first + shares[rank]};

@@ -26,9 +26,10 @@ class Sharing {
 
   /// Rows of the step that begins at this place; 0: the epoch has none.
   virtual size_t rows_from(const Order& order, size_t begin) const = 0;
-  /// Hands out that step, which is `ahead` steps behind the first that was not noted; those in between are handed out.
-  /// Returns what a rank takes of it.
-  virtual std::vector<size_t> own(const Order& order, size_t begin, size_t ahead, int rank) = 0;
+  /// Hands out that step, of so many rows, `ahead` steps behind the first that was not noted; those in between are handed
+  /// out. Returns what a rank takes of it.
+  virtual std::vector<size_t> own(const Order& order, size_t begin, size_t rows, size_t ahead,
+                                  int rank) = 0;
   /// Rows of each rank in the first step that was not noted, which begins there.
   virtual std::vector<int64_t> shares(const Order& order, size_t begin) const = 0;
 
