@@ -29,7 +29,7 @@ StorePtr own_connection(const StorePtr& store) {
   return c10::make_intrusive<c10d::PrefixStore>("brimful/members", store->clone());
 }
 
-/// One may take seconds where a host's name is looked up: it is made while nobody waits for it.
+/// One may take seconds where a host's name is looked up: it is made before the others wait for it.
 std::future<StorePtr> connect_ahead(const StorePtr& store) {
   std::packaged_task<StorePtr()> connect([store] { return own_connection(store); });
   auto connection = connect.get_future();
