@@ -19,7 +19,8 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 std::shared_ptr<Members> make_members(const StorePtr& store, std::string name, int world_size,
                                       int64_t heartbeat_ms, int64_t dead_after_ms,
                                       int64_t patience_ms, int64_t connect_ms, int64_t timeout_ms,
-                                      std::optional<c10::Device> device) {
+                                      std::optional<c10::Device> device, std::string replica,
+                                      int pipeline_rank, int pipeline_size) {
   MembersOptions options;
   options.world_size = world_size;
   options.heartbeat = milliseconds(heartbeat_ms);
@@ -28,6 +29,9 @@ std::shared_ptr<Members> make_members(const StorePtr& store, std::string name, i
   options.connect = milliseconds(connect_ms);
   options.timeout = milliseconds(timeout_ms);
   options.device = device;
+  options.replica = std::move(replica);
+  options.pipeline_rank = pipeline_rank;
+  options.pipeline_size = pipeline_size;
   const py::gil_scoped_release no_gil;
   return {new Members(store, std::move(name), options), [](Members* members) {
             const py::gil_scoped_release no_gil;  // its thread may log a line
@@ -64,12 +68,18 @@ void bind_members(py::module_& m) {
   m.def("_fingerprint_of", &fingerprint_of, py::arg("tensors"),
         py::call_guard<py::gil_scoped_release>());
   py::class_<Membership>(m, "Membership", "One of the groups that follow each other.")
-      .BRIMFUL_FIELDS(def_readonly, Membership, group, epoch, rank, world_size, names, waited_ms);
+      .BRIMFUL_FIELDS(def_readonly, Membership, group, epoch, rank, world_size, names, waited_ms,
+                      pipeline_group);
   py::class_<Members, std::shared_ptr<Members>>(m, "_Members", "See brimful.Members.")
       .def(py::init(&make_members), py::arg("store"), py::arg("name"), py::kw_only(),
            py::arg("world_size"), py::arg("heartbeat_ms"), py::arg("dead_after_ms"),
-           py::arg("patience_ms"), py::arg("connect_ms"), py::arg("timeout_ms"), py::arg("device"))
-      .def("enter", &Members::enter, py::arg("model"), py::call_guard<py::gil_scoped_release>())
+           py::arg("patience_ms"), py::arg("connect_ms"), py::arg("timeout_ms"), py::arg("device"),
+           py::arg("replica"), py::arg("pipeline_rank"), py::arg("pipeline_size"))
+      .def("enter", &Members::enter, py::arg("model"), py::arg("part") = std::string(),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("pipeline_size", &Members::pipeline_size)
+      .def("meet", &Members::meet, py::arg("place"), py::arg("ready") = true,
+           py::call_guard<py::gil_scoped_release>())
       .def("leave", &Members::leave, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -335,7 +335,7 @@ void bind_pipeline(py::module_& m) {
                       recomputed);
   py::class_<PipelineOutcome>(m, "PipelineOutcome", "How a step ended; see Pipeline.step.")
       .BRIMFUL_FIELDS(def_readonly, PipelineOutcome, loss, weight, microbatches, split, retries,
-                      total_ms, stop, peak_bytes, stages, recomputed_stages)
+                      total_ms, stop, regroup, peak_bytes, stages, recomputed_stages)
       .def("__repr__", &pipeline_outcome_repr);
   py::class_<PythonPipeline>(m, "Pipeline")
       .def(py::init(&make_pipeline), py::kw_only(), py::arg("stages"), py::arg("devices"),
@@ -360,6 +360,12 @@ void bind_pipeline(py::module_& m) {
           "progress",
           [](PythonPipeline& self) { return pipeline::to_string(self.pipeline().progress()); },
           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("is_broken",
+                             [](PythonPipeline& self) { return self.pipeline().is_broken(); })
+      .def(
+          "regrouped",
+          [](PythonPipeline& self, int64_t progress) { self.pipeline().regrouped(progress); },
+          py::arg("progress"))
       .def_property_readonly("messages", &PythonPipeline::messages)
       .def("__str__", [](PythonPipeline& self) { return self.pipeline().to_string(); });
   m.def("_stage_devices", &devices_of_stages, py::kw_only(), py::arg("parameters"),

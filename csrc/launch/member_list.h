@@ -11,6 +11,8 @@ namespace brimful::launch {
 struct Member {
   int64_t id = 0;  ///< of the process, never given again
   std::string name;
+  std::string replica{};  ///< of which pipeline the process is a rank
+  int pipeline_rank = 0;  ///< in it
 };
 
 struct MemberList {
@@ -28,7 +30,8 @@ inline std::string one_line(std::string text) {
 inline std::string encode_members(const MemberList& list) {
   std::string text = list.model + "\n";
   for (const auto& member : list.members) {
-    text += std::to_string(member.id) + " " + member.name + "\n";
+    text += std::to_string(member.id) + " " + std::to_string(member.pipeline_rank) + " " +
+            member.replica + "\t" + member.name + "\n";
   }
   return text;
 }
@@ -38,8 +41,9 @@ inline MemberList decode_members(const std::string& text) {
   MemberList list;
   std::getline(lines, list.model);
   Member member;
-  while (lines >> member.id) {
+  while (lines >> member.id >> member.pipeline_rank) {
     lines.get();
+    std::getline(lines, member.replica, '\t');
     std::getline(lines, member.name);
     list.members.push_back(member);
   }

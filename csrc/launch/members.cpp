@@ -9,19 +9,29 @@
 #include <thread>
 #include <utility>
 
-#include "launch/gloo_group.h"
-#include "launch/member_list.h"
-#include "launch/nccl_group.h"
-#include "launch/pulse.h"
-#include "reducer/owners.h"
+#include "launch/members_state.h"
+#include "launch/whole_replicas.h"
 
 namespace brimful {
+namespace launch {
+std::string key_of(const std::string& what, int64_t epoch) {
+  return what + "/" + std::to_string(epoch);
+}
+
+void throw_store_lost(const std::string& cause) {
+  throw StoreLost(
+      "the store through which ranks find each other is gone, so that no new group can be "
+      "formed; look at the host that serves it, and start the job again from a checkpoint "
+      "(cause: " +
+      cause + ")");
+}
+}  // namespace launch
+
 namespace {
-using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using launch::asked;
+using launch::key_of;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using Clock = std::chrono::steady_clock;
-using launch::Member;
-using launch::MemberList;
 
 constexpr std::chrono::milliseconds kLookEvery{3};
 
@@ -37,24 +47,6 @@ std::future<StorePtr> connect_ahead(const StorePtr& store) {
   return connection;
 }
 
-std::string key_of(const char* what, int64_t epoch) {
-  return std::string(what) + "/" + std::to_string(epoch);
-}
-
-/// What fails in it is the store.
-template <typename Work>
-auto asked(const Work& work) {
-  try {
-    return work();
-  } catch (const std::exception& e) {
-    throw StoreLost(
-        "the store through which ranks find each other is gone, so that no new group can be "
-        "formed; look at the host that serves it, and start the job again from a checkpoint "
-        "(cause: " +
-        std::string(e.what()) + ")");
-  }
-}
-
 void require_options(const MembersOptions& options) {
   TORCH_CHECK_VALUE(options.world_size >= 1,
                     "a group has at least one rank (world_size: ", options.world_size, ")");
@@ -66,6 +58,17 @@ void require_options(const MembersOptions& options) {
       options.patience.count() > 0 && options.connect.count() > 0 && options.timeout.count() > 0,
       "timeouts must be positive (patience_ms: ", options.patience.count(),
       ", connect_ms: ", options.connect.count(), ", timeout_ms: ", options.timeout.count(), ")");
+  const int ranks = options.pipeline_size;
+  TORCH_CHECK_VALUE(ranks >= 1 && options.pipeline_rank >= 0 && options.pipeline_rank < ranks,
+                    "a process is one of its pipeline's ranks (pipeline_rank: ",
+                    options.pipeline_rank, ", pipeline_size: ", ranks, ")");
+  TORCH_CHECK_VALUE(options.world_size % ranks == 0,
+                    "the first group has whole replicas (world_size: ", options.world_size,
+                    ", pipeline_size: ", ranks, "); start pipeline_size processes for each");
+  TORCH_CHECK_VALUE(ranks == 1 || !options.replica.empty(),
+                    "the ranks of a pipeline find each other by its name (replica: none, "
+                    "pipeline_size: ",
+                    ranks, "); give all of them the same, and each pipeline another one");
 }
 }  // namespace
 
@@ -74,50 +77,22 @@ LeftOut::LeftOut(const std::string& message)
 StoreLost::StoreLost(const std::string& message)
     : c10::Error({__func__, __FILE__, __LINE__}, message) {}
 
-class Members::State {
- public:
-  State(const StorePtr& store, std::string name, MembersOptions given)
-      : options_(std::move(given)), shared_(store) {
-    require_options(options_);
-    asked([&] { store_ = own_connection(store); });
-    asked([&] { self_ = {store_->add("ids", 1), std::move(name)}; });
-    asked([&] {
-      pulse_ = std::make_shared<launch::Pulse>(own_connection(store), self_.id, options_.heartbeat,
-                                               options_.dead_after);
-    });
-    next_connection_ = connect_ahead(store);
-  }
+Members::State::State(const StorePtr& store, std::string name, MembersOptions given)
+    : options_(std::move(given)), shared_(store) {
+  require_options(options_);
+  asked([&] { store_ = own_connection(store); });
+  asked([&] {
+    self_ = {store_->add("ids", 1), std::move(name), launch::one_line(options_.replica),
+             options_.pipeline_rank};
+  });
+  asked([&] {
+    pulse_ = std::make_shared<launch::Pulse>(own_connection(store), self_.id, options_.heartbeat,
+                                             options_.dead_after);
+  });
+  next_connection_ = connect_ahead(store);
+}
 
-  Membership enter(const std::string& model);
-  void leave() noexcept { pulse_->leave(); }
-
- private:
-  std::optional<MemberList> list_of(int64_t epoch);
-  int64_t latest_epoch();
-  void require_model(const std::string& theirs, const std::string& whose) const;
-  void announce(int64_t epoch);
-  std::vector<Member> entrants(int64_t epoch);
-  MemberList await_list(int64_t epoch, const std::vector<Member>& before, bool member);
-  std::vector<Member> come(const std::vector<Member>& before, const std::vector<Member>& entered);
-  [[noreturn]] void throw_not_let_in(int64_t epoch, size_t entered) const;
-  std::optional<Membership> form(const MemberList& list, int64_t epoch, const StorePtr& connection);
-  Group await_group(std::future<Group> connecting, const MemberList& list, int64_t epoch);
-  std::optional<Member> dead_of(const MemberList& list) const;
-
-  MembersOptions options_;
-  StorePtr store_;
-  StorePtr shared_;                        ///< the program's, of which connections are made
-  std::future<StorePtr> next_connection_;  ///< for the next group
-  Member self_;
-  std::string model_;
-  std::shared_ptr<launch::Pulse> pulse_;
-  int64_t epoch_ = 0;  ///< of which this process was a member
-  std::optional<MemberList> current_;
-  double waited_ms_ = 0;                   ///< for the last list
-  std::shared_ptr<GroupTraffic> traffic_;  ///< has is_dead until a reducer of the group is made
-};
-
-std::optional<MemberList> Members::State::list_of(int64_t epoch) {
+std::optional<launch::MemberList> Members::State::list_of(int64_t epoch) {
   return asked([&]() -> std::optional<MemberList> {
     if (!store_->check({key_of("list", epoch)})) {
       return std::nullopt;
@@ -145,6 +120,20 @@ void Members::State::require_model(const std::string& theirs, const std::string&
   }
 }
 
+/// The first process of a rank has it put down for all that come later.
+void Members::State::require_part(const std::string& part) {
+  const auto known = asked([&] {
+    return store_->compareSet(key_of("part", options_.pipeline_rank), std::string(), part);
+  });
+  if (known != part) {
+    throw PlanMismatch(
+        "this process has another part of the model than the others of its rank "
+        "(pipeline_rank: " +
+        std::to_string(options_.pipeline_rank) + ", here: " + part + "; there: " + known +
+        "); start it with the same stages");
+  }
+}
+
 void Members::State::announce(int64_t epoch) {
   asked([&] {
     const auto place = store_->add(key_of("entered", epoch), 1);
@@ -154,7 +143,7 @@ void Members::State::announce(int64_t epoch) {
 }
 
 /// In the order in which they came.
-std::vector<Member> Members::State::entrants(int64_t epoch) {
+std::vector<launch::Member> Members::State::entrants(int64_t epoch) {
   std::vector<Member> found;
   const auto count = asked([&] { return store_->add(key_of("entered", epoch), 0); });
   for (int64_t place = 1; place <= count; ++place) {
@@ -169,28 +158,47 @@ std::vector<Member> Members::State::entrants(int64_t epoch) {
     if (entrant && epoch == 1) {
       require_model(entrant->model, entrant->members[0].name);
     }
-    if (entrant && entrant->model == model_) {
+    if (entrant && entrant->model == model_ &&
+        entrant->members[0].pipeline_rank < options_.pipeline_size) {
       found.push_back(entrant->members[0]);
     }
   }
   return found;
 }
 
-/// Those who live and have come: members first, by rank, then who joins.
-std::vector<Member> Members::State::come(const std::vector<Member>& before,
-                                         const std::vector<Member>& entered) {
+/// Each once.
+std::vector<launch::Member> Members::State::living(const std::vector<Member>& entered) const {
   std::vector<Member> all;
-  const auto add = [&](const std::vector<Member>& from, bool members) {
-    for (const auto& each : from) {
-      if (launch::has(entered, each.id) && launch::has(before, each.id) == members &&
-          !pulse_->is_dead(each.id) && !launch::has(all, each.id)) {
-        all.push_back(each);
-      }
+  for (const auto& each : entered) {
+    if (!pulse_->is_dead(each.id) && !launch::has(all, each.id)) {
+      all.push_back(each);
     }
-  };
-  add(before, true);
-  add(entered, false);
+  }
   return all;
+}
+
+bool Members::State::is_broken(const std::vector<Member>& replica) const {
+  return std::any_of(replica.begin(), replica.end(),
+                     [&](const Member& each) { return pulse_->is_dead(each.id); });
+}
+
+/// All who are to go on: of a replica that is broken none is waited for.
+bool Members::State::all_came(int64_t epoch, const std::vector<Member>& before,
+                              const std::vector<Member>& entered) const {
+  const int ranks = options_.pipeline_size;
+  if (epoch == 1) {
+    return std::ssize(launch::whole_replicas({}, entered, ranks)) >= options_.world_size;
+  }
+  for (size_t place = 0; place < before.size(); place += ranks) {
+    const auto replica = launch::replica_at(before, place, ranks);
+    const bool came = std::all_of(replica.begin(), replica.end(), [&](const Member& each) {
+      return launch::has(entered, each.id);
+    });
+    if (!came && !is_broken(replica)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void Members::State::throw_not_let_in(int64_t epoch, size_t entered) const {
@@ -199,12 +207,16 @@ void Members::State::throw_not_let_in(int64_t epoch, size_t entered) const {
                           ", processes that came: ", entered, ", world_size: ", options_.world_size,
                           ", patience_ms: ", options_.patience.count(),
                           "): processes that it waits for did not start, or its members do not "
-                          "step or are dead; look at their output"));
+                          "step or are dead; look at their output",
+                          options_.pipeline_size == 1
+                              ? ""
+                              : ", and at replica and pipeline_rank, which make whole replicas"));
 }
 
-MemberList Members::State::await_list(int64_t epoch, const std::vector<Member>& before,
-                                      bool member) {
+launch::MemberList Members::State::await_list(int64_t epoch, const std::vector<Member>& before,
+                                              bool member) {
   const auto until = Clock::now() + options_.patience;
+  bool asks = !member && epoch > 1;
   while (true) {
     if (auto list = list_of(epoch)) {
       return *list;
@@ -213,15 +225,15 @@ MemberList Members::State::await_list(int64_t epoch, const std::vector<Member>& 
     pulse_->watch(launch::ids_of(before));
     pulse_->watch(launch::ids_of(entered));
     const bool late = Clock::now() > until;
-    const bool all_came = epoch == 1
-                              ? entered.size() >= static_cast<size_t>(options_.world_size)
-                              : std::all_of(before.begin(), before.end(), [&](const Member& each) {
-                                  return launch::has(entered, each.id) || pulse_->is_dead(each.id);
-                                });
+    const bool complete = all_came(epoch, before, entered);
+    const auto whole = launch::whole_replicas(before, living(entered), options_.pipeline_size);
+    if (asks && launch::has(whole, self_.id)) {  // not before its replica can join
+      asks = false;
+      asked([&] { store_->add(launch::Pulse::joins_key(epoch - 1), 1); });
+    }
     // Who joins has no state to go on with: without a member there is no job to join.
-    if (epoch == 1 ? all_came : member && (all_came || late)) {
-      const MemberList own{model_, come(before, entered)};
-      const auto text = launch::encode_members(own);
+    if (epoch == 1 ? complete : member && (complete || late)) {
+      const auto text = launch::encode_members({model_, whole});
       asked([&] { store_->compareSet(key_of("list", epoch), std::string(), text); });
       continue;
     }
@@ -235,89 +247,43 @@ MemberList Members::State::await_list(int64_t epoch, const std::vector<Member>& 
   }
 }
 
-std::optional<Member> Members::State::dead_of(const MemberList& list) const {
-  for (const auto& member : list.members) {
-    if (pulse_->is_dead(member.id)) {
-      return member;
+void Members::State::throw_left_out(int64_t epoch, const std::vector<Member>& before) {
+  const auto number = std::to_string(epoch);
+  const auto until = Clock::now() + 2 * options_.dead_after;
+  const auto place = std::find_if(before.begin(), before.end(),
+                                  [&](const Member& each) { return each.id == self_.id; });
+  auto ranks = launch::replica_at(before, place - before.begin(), options_.pipeline_size);
+  std::erase_if(ranks, [&](const Member& each) { return each.id == self_.id; });
+  while (!ranks.empty() && Clock::now() < until) {  // another process may have seen it first
+    for (const auto& each : ranks) {
+      if (pulse_->is_dead(each.id) && !pulse_->has_left(each.id)) {
+        throw LeftOut("replica " + self_.replica + " cannot go on without its rank " +
+                      std::to_string(each.pipeline_rank) + ", which died (" + each.name +
+                      "); the others formed group " + number + " without this process (" +
+                      self_.name + ", rank " + std::to_string(self_.pipeline_rank) +
+                      "): start all ranks of the replica again, and it joins the next group");
+      }
     }
+    std::this_thread::sleep_for(kLookEvery);
   }
-  return std::nullopt;
+  throw LeftOut("the others formed group " + number + " without this process (" + self_.name +
+                "), since it" + (ranks.empty() ? "" : ", or another rank of its replica,") +
+                " did not come or was silent for too long (dead_after_ms: " +
+                std::to_string(options_.dead_after.count()) +
+                "); what it has is out of date: start it again, and it joins the next group");
 }
 
-/// Null where it cannot be formed.
-Group Members::State::await_group(std::future<Group> connecting, const MemberList& list,
-                                  int64_t epoch) {
-  const auto failed = key_of("failed", epoch);
-  std::string why;
-  while (connecting.wait_for(kLookEvery) != std::future_status::ready) {
-    if (const auto dead = dead_of(list)) {
-      why = dead->name + " died while the group was formed";
-    } else if (asked([&] { return store_->check({failed}); })) {
-      why = "another rank could not connect";
-    }
-    if (!why.empty()) {
-      break;
-    }
-  }
-  if (why.empty()) {
-    try {
-      return connecting.get();
-    } catch (const std::exception& e) {
-      why = e.what();
-    }
-  }
-  log(LogLevel::info, "group " + std::to_string(epoch) + " is formed again (cause: " + why + ")");
-  asked([&] { store_->set(failed, std::string("failed")); });
-  return nullptr;
-}
-
-std::optional<Membership> Members::State::form(const MemberList& list, int64_t epoch,
-                                               const StorePtr& connection) {
-  const int rank = launch::rank_of(list, self_.id);
-  const auto size = static_cast<int>(list.members.size());
-  pulse_->watch(launch::ids_of(list.members));
-  // The rendezvous waits in the store, and is left to itself where a rank is missing.
-  std::packaged_task<Group()> connect(
-      [rank, size, options = options_,
-       store = c10::make_intrusive<c10d::PrefixStore>("group/" + std::to_string(epoch),
-                                                      connection)]() -> Group {
-        store->setTimeout(options.connect);
-        auto group = launch::make_gloo_group(store, rank, size, launch::GlooDevice::of_host,
-                                             options.connect);
-        if (options.device && !options.device->is_cpu()) {
-          launch::keep_process_on_nccl_errors();
-          launch::add_nccl(*group, store, rank, size, *options.device, options.timeout);
-        }
-        store->setTimeout(options.timeout);
-        group->setTimeout(options.timeout);
-        return group;
-      });
-  auto connecting = connect.get_future();
-  std::thread(std::move(connect)).detach();
-  auto group = await_group(std::move(connecting), list, epoch);
-  if (!group) {
-    return std::nullopt;
-  }
-  traffic_ = traffic_of(group.get());
-  traffic_->is_dead = [pulse = pulse_, ids = launch::ids_of(list.members)](int of) {
-    return pulse->is_dead(ids.at(of));
-  };
-  Membership made{std::move(group), epoch, rank, size, {}, waited_ms_};
-  for (const auto& member : list.members) {
-    made.names.push_back(member.name);
-  }
-  return made;
-}
-
-Membership Members::State::enter(const std::string& model) {
+Membership Members::State::enter(const std::string& model, const std::string& part) {
   model_ = launch::one_line(model);
+  if (!part.empty()) {
+    require_part(launch::one_line(part));
+  }
   while (true) {
     const bool member = current_.has_value();
     const auto epoch = (member ? epoch_ : latest_epoch()) + 1;
     const auto before = member ? current_ : list_of(epoch - 1);
     if (!member && before) {
       require_model(before->model, "the members of the group");
-      asked([&] { store_->add(launch::Pulse::joins_key(epoch - 1), 1); });
     }
     // Who has announced itself is expected to connect at once.
     const auto connection = asked([&] { return next_connection_.get(); });
@@ -330,11 +296,7 @@ Membership Members::State::enter(const std::string& model) {
       if (!member) {
         continue;  // the members were forming it already: the next one
       }
-      throw LeftOut("the others formed group " + std::to_string(epoch) + " without this process (" +
-                    self_.name +
-                    "), since it did not come or was silent for too long (dead_after_ms: " +
-                    std::to_string(options_.dead_after.count()) +
-                    "); what it has is out of date: start it again, and it joins the next group");
+      throw_left_out(epoch, before->members);
     }
     asked([&] { store_->set("epoch", std::to_string(epoch)); });
     epoch_ = epoch;
@@ -354,8 +316,16 @@ Members::~Members() {
   leave();
 }
 
-Membership Members::enter(const std::string& model) {
-  return state_->enter(model);
+Membership Members::enter(const std::string& model, const std::string& part) {
+  return state_->enter(model, part);
+}
+
+int Members::pipeline_size() const {
+  return state_->pipeline_size();
+}
+
+bool Members::meet(const std::string& place, bool ready) {
+  return state_->meet(place, ready);
 }
 
 void Members::leave() noexcept {

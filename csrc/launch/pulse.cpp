@@ -53,6 +53,12 @@ bool Pulse::is_dead(int64_t id) const {
           found->second.silent_ms >= static_cast<double>(dead_after_.count()));
 }
 
+bool Pulse::has_left(int64_t id) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = others_.find(id);
+  return found != others_.end() && found->second.left;
+}
+
 bool Pulse::is_lost() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return lost_;

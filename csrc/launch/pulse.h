@@ -32,6 +32,8 @@ class Pulse {
   void watch_joins(int64_t epoch);
   /// The process has left, or has said nothing for `dead_after` while this one did look.
   bool is_dead(int64_t id) const;
+  /// The process has left, and said so.
+  bool has_left(int64_t id) const;
   /// The store has not answered for as long.
   bool is_lost() const;
   /// Says that this process has left, and ends the thread.

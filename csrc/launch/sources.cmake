@@ -5,13 +5,16 @@ brimful_sources(LIGHT
   global_sampler.cpp
   permutation.cpp
   row_sharing.cpp
-  share_rule.cpp)
+  share_rule.cpp
+  whole_replicas.cpp)
 brimful_sources(HEAVY
+  all_or_none.cpp
   checkpoint.cpp
   gloo_group.cpp
   init_from_env.cpp
   meet.cpp
   members.cpp
+  members_form.cpp
   pulse.cpp
   run_ranks.cpp)
 if(brimful_torch_cuda)

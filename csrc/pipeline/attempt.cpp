@@ -115,7 +115,7 @@ void Pipeline::State::meet(Call& call) {
     own.setup =
         number_of(to_csv(schedule(first, call.trains)) + std::to_string(options.max_retries) + "/" +
                   c10::DeviceTypeName(options.devices[0].type()) + "/" +
-                  std::to_string(replicas->world_size()));
+                  std::to_string(replicas->world_size()) + "/" + std::to_string(agreed_.progress));
   } catch (...) {
     call.refused = std::current_exception();
     own.kind = Status::error;
@@ -123,7 +123,7 @@ void Pipeline::State::meet(Call& call) {
   }
   PeerVerdict all;
   try {
-    all = options.peers->agree(own);
+    all = agree(own);
     if (all.kind == Status::ok && all.ties > 0 && !agreed_.made) {
       tied.meet();
       tied.drop_room();
@@ -158,7 +158,7 @@ void Pipeline::State::connect(Call& call, int64_t name) {
   auto all = own;
   if (options.peers->is_on_device()) {  // else what fails here is the group, which all will see
     try {
-      all = options.peers->agree(own);
+      all = agree(own);
     } catch (...) {
       call.refused = call.refused ? call.refused : std::current_exception();
       all.kind = Status::error;
@@ -338,6 +338,7 @@ void Pipeline::State::hear_replicas(Call& call, StepResult& result,
     verdict.weight += record.weight;
     verdict.loss_sum += record.loss_sum;
     verdict.stop = std::max(verdict.stop, record.stop);
+    verdict.regroup = verdict.regroup || record.regroup;
     if (replica != call.group.rank() && record.verdict >= Status::retry &&
         record.verdict > verdict.kind) {
       verdict.kind = record.verdict;
@@ -376,7 +377,19 @@ PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
   noting(result, [&] { records = call.group.finish(); });
   own = own_verdict(call, result);
   hear_replicas(call, result, records, own);
-  return options.peers ? options.peers->agree(own) : own;
+  own.broken = replicas->is_broken();
+  return agree(own);
+}
+
+PeerVerdict Pipeline::State::agree(const PeerVerdict& own) {
+  try {
+    auto all = options.peers ? options.peers->agree(own) : own;
+    agreed_.broken = agreed_.broken || all.broken;
+    return all;
+  } catch (...) {
+    agreed_.broken = true;
+    throw;
+  }
 }
 
 }  // namespace brimful::pipeline

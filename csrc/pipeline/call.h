@@ -43,6 +43,15 @@ std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices);
 /// Parameters that need a gradient, each once.
 std::vector<at::Tensor> trained_of(const std::vector<Stage>& stages);
 
+/// What the ranks of this pipeline have in common.
+struct Agreement {
+  bool made = false;      ///< their set-ups were compared, and are alike
+  bool may_split = true;  ///< all ranks
+  bool any_tied = false;  ///< a rank has a tied weight
+  bool broken = false;    ///< of the last call: a group, on some rank
+  int64_t progress = 0;   ///< steps of the parameters, when the reducers regrouped
+};
+
 /// One call of step() or forward(), over all its attempts.
 struct Call {
   int64_t rows = 0;

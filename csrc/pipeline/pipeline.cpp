@@ -68,6 +68,7 @@ void Pipeline::State::stand(const Call& call, StepResult result, const PeerVerdi
   outcome.split.assign(call.split.begin(), call.split.begin() + call.filled());
   outcome.retries = call.retry.retries();
   outcome.stop = learn_stop(verdict.stop);
+  outcome.regroup = verdict.regroup;
   outcome.total_ms = static_cast<double>(result.end_ns - result.begin_ns) / 1e6;
   last_total_ = outcome.weight > 0 ? outcome.weight : last_total_;
   last_result = std::move(result);
@@ -148,6 +149,13 @@ void Pipeline::State::give_up(Call& call, const StepResult& result) {
   std::rethrow_exception(result.failure->error);
 }
 
+void Pipeline::State::regrouped(int64_t progress) {
+  agreed_.progress = progress;
+  last_total_ = 0;  // others may have made another last step
+  agreed_.made = false;
+  agreed_.broken = false;
+}
+
 void Pipeline::State::require_usable() const {
   const auto under_way = executor->abandoned();
   TORCH_CHECK(
@@ -165,6 +173,7 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   const Doing in_call(doing, cancelled);
   const auto lanes_watched = options.peers ? options.peers->look_after() : std::jthread();
   last_failure.reset();
+  agreed_.broken = false;
   const Peaks peaks(options.devices);
   Call call{rows, work, group_of_step(), retry_of(true, rows)};
   KeptGradients kept;
@@ -200,6 +209,7 @@ Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
   const at::NoGradGuard no_grad;
   const auto lets_go = c10::make_scope_exit([&] { batch.end(); });
   last_failure.reset();
+  agreed_.broken = false;
   auto inference = work;
   inference.loss = nullptr;
   // No gradient is this call's to undo.
@@ -230,6 +240,12 @@ Value Pipeline::forward(int64_t rows, const PipelineWork& work) {
 }
 void Pipeline::cancel() {
   state_->cancelled.store(true, std::memory_order_release);
+}
+bool Pipeline::is_broken() const {
+  return state_->is_broken();
+}
+void Pipeline::regrouped(int64_t progress) {
+  state_->regrouped(progress);
 }
 bool Pipeline::is_usable() const {
   return state_->executor->abandoned().empty();

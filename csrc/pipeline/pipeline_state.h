@@ -20,6 +20,8 @@ struct Pipeline::State {
 
   PipelineOutcome step(int64_t rows, const PipelineWork& work);
   Value forward(int64_t rows, const PipelineWork& work);
+  void regrouped(int64_t progress);
+  bool is_broken() const { return agreed_.broken; }
   Schedule schedule(int64_t microbatches, bool training) const;
   bool has_times() const {
     return std::any_of(last_result.times.begin(), last_result.times.end(),
@@ -68,6 +70,8 @@ struct Pipeline::State {
   void find_ref(Call& call);
   StepResult run(Call& call);
   StepResult run_actions(const Call& call, std::exception_ptr refused);
+  /// With the other ranks, and learns whether a group broke on one of them.
+  PeerVerdict agree(const PeerVerdict& own);
   /// Ends an attempt on all ranks of all replicas, and returns how it has ended.
   PeerVerdict close(Call& call, StepResult& result);
   PeerVerdict own_verdict(const Call& call, const StepResult& result) const;
@@ -131,13 +135,6 @@ struct Pipeline::State {
       call.refused = std::current_exception();
     }
   }
-
-  /// What the ranks of this pipeline have found when they compared their set-ups.
-  struct Agreement {
-    bool made = false;      ///< they are alike
-    bool may_split = true;  ///< all ranks
-    bool any_tied = false;  ///< a rank has a tied weight
-  };
 
   Agreement agreed_;
   bool has_stepped_ = false;  ///< a call has begun

@@ -1,5 +1,7 @@
 #include "pipeline/replicas.h"
 
+#include <brimful/reducer/reducer.h>
+
 #include <algorithm>
 #include <unordered_map>
 
@@ -75,6 +77,13 @@ Replicas::Replicas(const std::vector<std::shared_ptr<Participant>>& participants
   };
   std::stable_sort(reducers_.begin(), reducers_.end(), [&](const auto& one, const auto& other) {
     return last_stage(one) > last_stage(other);
+  });
+}
+
+bool Replicas::is_broken() const {
+  return std::any_of(reducers_.begin(), reducers_.end(), [](const Reducer& reducer) {
+    const auto* known = dynamic_cast<const brimful::Reducer*>(reducer.participant.get());
+    return known != nullptr && known->is_broken();
   });
 }
 

@@ -22,6 +22,8 @@ class Replicas {
 
   bool empty() const { return reducers_.empty(); }
   int world_size() const { return empty() ? 1 : reducers_[0].participant->world_size(); }
+  /// A group that they are in broke.
+  bool is_broken() const;
   /// In launch order.
   std::vector<std::shared_ptr<Participant>> participants() const;
 

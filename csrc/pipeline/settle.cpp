@@ -66,7 +66,7 @@ void Pipeline::State::tell_settled(const Call& call, const PeerVerdict& verdict,
       own.kind = Status::error;
       own.text = brimful::to_string(failed);
     }
-    const auto all = options.peers->agree(own);
+    const auto all = agree(own);
     if (!failed && all.kind != Status::ok) {
       brimful::detail::throw_rank_failed(
           all.rank, -1, Status::error,

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from brimful.memory._summary import summary
     from brimful.pipeline import Pipeline, split_sequential
     from brimful.pipeline._balance import balance
+    from brimful.pipeline_fleet import PipelineFleet
     from brimful.sampler import GlobalSampler
     from brimful.schedule import Schedule
     from brimful.sizer._by_length import in_batch_order, token_weight
@@ -85,6 +86,7 @@ __all__ = [
     "Members",
     "Outcome",
     "Pipeline",
+    "PipelineFleet",
     "PipelineOutcome",
     "PlanMismatch",
     "RankFailed",
@@ -136,6 +138,7 @@ _LATER = {
     "monitor": [],
     "pipeline": ["Pipeline", "split_sequential"],
     "pipeline._balance": ["balance"],
+    "pipeline_fleet": ["PipelineFleet"],
     "sampler": ["GlobalSampler"],
     "schedule": ["Schedule"],
     "search": [],

@@ -23,7 +23,9 @@ HELD = 2
 PATIENT = {"patience_ms": 20000, "dead_after_ms": 1500}
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "brimful", "fleet_ranks"])
+_context.set_forkserver_preload(
+    ["torch._dynamo", "brimful", "brimful.pipeline_fleet", "fleet_ranks"]
+)
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Plan:
     device: str = "cpu"
     metrics: str | None = None  # a folder
     options: dict = field(default_factory=dict)
+    pipeline_size: int = 1  # processes of a replica, which are started one after the other
 
 
 class Data(torch.utils.data.Dataset):
@@ -327,10 +330,12 @@ class Ranks:
         """Rows that were lost or doubled in the steps that stand, by what every process wrote down."""
         steps, _ = expected(plan)
         given, stood, survived = {}, {}, {}
+        size = plan.pipeline_size
         for index in range(len(self.processes)):
-            alive = not any(line[0] == "k" for line in self.lines(index))
+            replica = range(index - index % size, index - index % size + size)
+            alive = not any(line[0] == "k" for rank in replica for line in self.lines(rank))
             for kind, step, epoch, *rows in self.lines(index):
-                if kind == "h":
+                if kind == "h" and index % size == 0:
                     given.setdefault((int(step), int(epoch)), []).extend(map(int, rows))
                 elif kind == "s":
                     stood.setdefault(int(step), set()).add(int(epoch))

@@ -38,6 +38,8 @@ PeerVerdict worse(PeerVerdict first, PeerVerdict second) {
   both.links = std::max(first.links, second.links);
   both.lost_link = first.lost_link || second.lost_link;
   both.has_more = first.has_more || second.has_more;
+  both.broken = first.broken || second.broken;
+  both.regroup = first.regroup || second.regroup;
   both.stop = std::max(first.stop, second.stop);
   const bool other_rows = first.rows != second.rows;
   const bool other_setup = first.setup != second.setup;
@@ -47,7 +49,8 @@ PeerVerdict worse(PeerVerdict first, PeerVerdict second) {
     worst.rank = -1;
     worst.text = other_rows ? "the ranks were given batches of different sizes; give all the same"
                             : "the ranks' pipelines differ in schedule, microbatches, max_retries, "
-                              "kind of device, or the replicas of their stages; make all alike";
+                              "kind of device, the replicas of their stages, or the steps that "
+                              "their parameters have taken; make all alike";
   }
   static_cast<PeerFacts&>(worst) = both;
   return worst;
@@ -153,6 +156,7 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
       verdict.kind = Status::error;
       verdict.rank = rank();
       verdict.text = broke;
+      verdict.broken = true;
     }
   };
   if (rank() > 0) {

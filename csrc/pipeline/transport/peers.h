@@ -24,6 +24,8 @@ struct PeerFacts {
   bool lost_link = false;    ///< those there are will not deliver all that was sent
   bool has_more = false;     ///< a rank has more to do once the step stands, in which it may fail
   bool may_split = true;     ///< no rank's BatchNorms refuse to
+  bool broken = false;       ///< a rank's group of replicas broke, or that of the pipeline
+  bool regroup = false;      ///< a rank asks all to form new groups, see ControlRecord
   uint8_t stop = 0;          ///< a rank asks all to stop, see ControlRecord
   double loss_sum = 0;
   double weight = 0;

@@ -160,6 +160,9 @@ class Pipeline:
     #: Called after each step.
     _observers: tuple[Callable[[_C.PipelineOutcome], object], ...] = ()
 
+    #: Beside those of wrapped stages.
+    _reducers: tuple[_C.Reducer, ...] = ()
+
     def __init__(
         self,
         stages: Sequence[Stage],
@@ -213,7 +216,7 @@ class Pipeline:
             patience_s=1.0,
             splitter=_splitter(batch_dim, size_fn, split_fn),
             group=group,
-            reducers=reducing,
+            reducers=[*reducing, *self._reducers],
             tied=copies,
             recompute=_arguments.recomputes(ladder),
             recomputed=_arguments.recomputed(recompute),

@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "launch/member_list.h"
+#include "launch/whole_replicas.h"
 
 namespace test_members {
 
@@ -36,17 +37,28 @@ struct Store {
   c10::intrusive_ptr<c10d::HashStore> store = c10::make_intrusive<c10d::HashStore>();
   int world_size = 2;
 
+  /// A rank of two.
+  std::unique_ptr<Members> make_rank(const std::string& replica, int rank) const {
+    auto options = options_for(milliseconds(10000));
+    options.replica = replica;
+    options.pipeline_rank = rank;
+    options.pipeline_size = 2;
+    return std::make_unique<Members>(store, replica + std::to_string(rank), options);
+  }
   std::unique_ptr<Members> make(const std::string& name) const { return make(name, store); }
   std::unique_ptr<Members> make(const std::string& name,
                                 const c10::intrusive_ptr<c10d::Store>& seen,
                                 milliseconds connect = milliseconds(10000)) const {
+    return std::make_unique<Members>(seen, name, options_for(connect));
+  }
+  MembersOptions options_for(milliseconds connect) const {
     MembersOptions options;
     options.world_size = world_size;
     options.heartbeat = milliseconds(20);
     options.dead_after = milliseconds(200);
     options.patience = options.timeout = milliseconds(10000);
     options.connect = connect;
-    return std::make_unique<Members>(seen, name, options);
+    return options;
   }
 };
 
@@ -62,12 +74,16 @@ void at_once(const std::vector<std::function<void()>>& all) {
 }  // namespace
 
 TEST_CASE("A list of members survives its text", "[launch][members]") {
-  const launch::MemberList list{"a model", {{7, "rank 0 of here"}, {12, ""}, {3, "x"}}};
+  const launch::MemberList list{"a model",
+                                {{7, "rank 0 of here", "a pipeline", 2}, {12, ""}, {3, "x"}}};
   const auto back = launch::decode_members(launch::encode_members(list));
   CHECK(back.model == list.model);
   REQUIRE(back.members.size() == 3);
   CHECK(back.members[0].name == "rank 0 of here");
+  CHECK(back.members[0].replica == "a pipeline");
+  CHECK(back.members[0].pipeline_rank == 2);
   CHECK(back.members[1].name.empty());
+  CHECK(back.members[1].replica.empty());
   CHECK(launch::ids_of(back.members) == std::vector<int64_t>{7, 12, 3});
   CHECK(launch::rank_of(back, 3) == 2);
   CHECK(launch::rank_of(back, 4) == -1);
@@ -121,6 +137,113 @@ TEST_CASE("Members form a group, then one without who has left, then one with wh
            }});
   CHECK(checks.failures() == std::vector<std::string>{});
   CHECK_FALSE(regroup_requested());
+}
+
+namespace {
+std::string names_of(const std::vector<launch::Member>& members) {
+  std::string names;
+  for (const auto& member : members) {
+    names += member.name + " ";
+  }
+  return names;
+}
+}  // namespace
+
+TEST_CASE("A replica is in a list with all its ranks or with none", "[launch][members]") {
+  const launch::Member a0{1, "a0", "a", 0}, a1{2, "a1", "a", 1}, b0{3, "b0", "b", 0},
+      b1{4, "b1", "b", 1}, c0{5, "c0", "c", 0}, c1{6, "c1", "c", 1}, a0_again{7, "A0", "a", 0},
+      a1_again{8, "A1", "a", 1};
+  const std::vector<launch::Member> before{a0, a1, b0, b1};
+  const auto whole = [](const auto& members, const auto& came) {
+    return names_of(launch::whole_replicas(members, came, 2));
+  };
+  using Came = std::vector<launch::Member>;
+  CHECK(whole(Came{}, Came{b1, a0, b0, a1}) == "b0 b1 a0 a1 ");
+  CHECK(whole(before, Came{b1, b0, a1, a0}) == "a0 a1 b0 b1 ");
+  CHECK(whole(before, Came{b1, b0, a1}) == "b0 b1 ");
+  CHECK(whole(before, Came{b1, a1}) == "");
+  CHECK(whole(before, Came{c1, a0, a1, b0, b1, c0}) == "a0 a1 b0 b1 c0 c1 ");
+  CHECK(whole(before, Came{c1, a0, a1, b0, b1}) == "a0 a1 b0 b1 ");
+  // A rank that was started again does not make a broken replica whole: the other has its state.
+  CHECK(whole(before, Came{a1, b0, b1, a0_again}) == "b0 b1 ");
+  CHECK(whole(before, Came{a1, b0, b1, a0_again, a1_again}) == "b0 b1 A0 A1 ");
+  CHECK(whole(Came{}, Came{a0, a0_again, a1}) == "a0 a1 ");
+  CHECK(names_of(launch::whole_replicas({a0}, {a0, b0}, 1)) == "a0 b0 ");
+  CHECK(names_of(launch::replica_at(before, 3, 2)) == "b0 b1 ");
+}
+
+TEST_CASE("A rank that is gone takes its replica out, and one that is whole joins",
+          "[launch][members]") {
+  const Watchdog watchdog("replicas", std::chrono::seconds(60));
+  Checks checks;
+  Store store;
+  store.world_size = 4;
+  clear_regroup();
+  std::vector<std::unique_ptr<Members>> all(4);
+  std::vector<Membership> groups(4);
+  const auto enter = [&](int i) {
+    groups[i] = all[i]->enter("model", "part " + std::to_string(i % 2));
+  };
+  std::vector<std::function<void()>> begin;
+  for (int i = 0; i < 4; ++i) {
+    all[i] = store.make_rank(i < 2 ? "a" : "b", i % 2);
+    begin.emplace_back([&, i] {
+      enter(i);
+      const auto& group = groups[i];
+      checks.expect(group.world_size == 2 && group.group->getSize() == 2, "as many replicas");
+      checks.expect(group.rank == group.group->getRank(), "the rank in its group");
+      checks.expect(group.names[group.rank] == (i < 2 ? "a" : "b") + std::to_string(i % 2),
+                    "names");
+      checks.expect(group.pipeline_group->getRank() == i % 2, "the rank in its pipeline");
+      checks.expect(all[i]->meet("a place"), "all have come");
+      checks.expect(!all[i]->meet("another", i != 3), "one was not ready");
+    });
+  }
+  at_once(begin);
+  CHECK(checks.failures() == std::vector<std::string>{});
+  const auto pipeline = groups[3].pipeline_group;
+  all[0].reset();
+  std::string left_out;
+  at_once(
+      {[&] { left_out = catching([&] { enter(1); }).text; }, [&] { enter(2); }, [&] { enter(3); }});
+  CHECK(left_out.find("or another rank of its replica, did not come") != std::string::npos);
+  CHECK(groups[2].world_size == 1);
+  CHECK(groups[3].names == std::vector<std::string>{"b1"});
+  CHECK(groups[3].pipeline_group == pipeline);
+  all[1].reset();
+
+  const auto joins = [&](int i) {
+    all[i] = store.make_rank("a", i);
+    enter(i);
+  };
+  const auto member = [&](int i) {
+    while (!regroup_requested()) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    enter(i);
+  };
+  at_once({[&] { joins(0); }, [&] { member(2); }, [&] { member(3); },
+           [&] {
+             std::this_thread::sleep_for(milliseconds(100));
+             checks.expect(!regroup_requested(), "half a replica does not ask to join");
+             joins(1);
+           }});
+  CHECK(checks.failures() == std::vector<std::string>{});
+  CHECK(groups[1].names == std::vector<std::string>{"b1", "a1"});
+  CHECK(groups[0].rank == 1);
+  CHECK(catching([&] {
+          store.make_rank("c", 0)->enter("model", "other");
+        }).text.find("there: part 0") != std::string::npos);
+}
+
+TEST_CASE("What can be no rank of a replica is refused", "[launch][members]") {
+  Store store;
+  store.world_size = 3;
+  CHECK(catching([&] { store.make_rank("a", 0); }).text.find("whole replicas") !=
+        std::string::npos);
+  store.world_size = 2;
+  CHECK(catching([&] { store.make_rank("a", 2); }).type == Caught::Type::value_error);
+  CHECK(catching([&] { store.make_rank("", 0); }).type == Caught::Type::value_error);
 }
 
 TEST_CASE("Another model is refused before it is in", "[launch][members]") {

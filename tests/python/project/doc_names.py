@@ -69,6 +69,8 @@ def two_stages():
         "model": model,
         "stage": stage,
         "stages": brimful.split_sequential(model, [4, 4]),
+        "store": dist.distributed_c10d._get_default_store(),
+        "data": torch.utils.data.TensorDataset(torch.randn(192, 8), torch.randn(192, 8)),
         "x": torch.randn(16, 8),
         "y": torch.randn(16, 8),
     }

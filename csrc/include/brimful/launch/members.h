@@ -41,16 +41,23 @@ struct MembersOptions {
   std::chrono::milliseconds connect{5000};     ///< for the ranks of a new group to connect
   std::chrono::milliseconds timeout{1800000};  ///< of the group's collectives
   std::optional<c10::Device> device = {};      ///< with CUDA, its tensors go over NCCL
+  // Of a pipeline over several processes, which go on together or not at all.
+  std::string replica;    ///< the pipeline's name, the same for its ranks alone
+  int pipeline_rank = 0;  ///< this process's
+  int pipeline_size = 1;  ///< the same for all
 };
 
 /// One of the groups that follow each other.
 struct Membership {
+  /// Of the processes that have the same rank of each pipeline: all, where pipelines have one.
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   int64_t epoch = 0;  ///< the group's number, from 1
   int rank = 0;
   int world_size = 1;
   std::vector<std::string> names;  ///< by rank
   double waited_ms = 0;            ///< for the other members to come, or to be known as dead
+  /// Of this process's pipeline, the same in all groups that follow; null where it has one rank.
+  c10::intrusive_ptr<c10d::ProcessGroup> pipeline_group{};
 };
 
 /// A process among those that train together, through a store that outlives each of them. Groups are numbered: each has the
@@ -72,9 +79,16 @@ class BRIMFUL_API Members {
   /// The next group. The first one is there when `world_size` processes have come; a process that comes later asks the
   /// members to form the next one after their step (Outcome::regroup). A member calls it when a rank has failed, or all
   /// were asked. `model`: of the program and the model, which must be alike; a process with another one is refused before
-  /// it is in. Returns when the ranks are connected.
-  /// @throws PlanMismatch for another `model`; LeftOut; StoreLost; c10::DistError where no process lets it in within `patience`
-  Membership enter(const std::string& model);
+  /// it is in; `part` is of this rank's part of the model, where pipelines have several. A replica is in a group with all its
+  /// ranks or with none: LeftOut names the one that died. Returns when the ranks are connected.
+  /// @throws PlanMismatch for another `model`; LeftOut; StoreLost; c10::DistError where no process lets it in within
+  /// `patience`
+  Membership enter(const std::string& model, const std::string& part = {});
+  /// Waits until all processes of the group, those of all ranks of all pipelines, have come to a place that has this name,
+  /// once in a group. False where one of them has died, is not `ready` or does not come within `patience`: for all.
+  /// @throws StoreLost
+  bool meet(const std::string& place, bool ready = true);
+  int pipeline_size() const;
   /// The others need not wait for this process from now on.
   void leave() noexcept;
 

@@ -41,8 +41,9 @@ struct PipelineOutcome {
   int64_t microbatches = 0;
   std::vector<int64_t> split;  ///< rows per microbatch
   int64_t retries = 0;
-  double total_ms = 0;  ///< of the attempt that stands
-  bool stop = false;    ///< a rank was asked to stop (step/stop.h), and all do after this step
+  double total_ms = 0;   ///< of the attempt that stands
+  bool stop = false;     ///< a rank was asked to stop (step/stop.h), and all do after this step
+  bool regroup = false;  ///< a rank wants to join, and all form a new group after this step
   /// By device: the most in use during the step, retries included.
   std::vector<std::pair<c10::Device, int64_t>> peak_bytes;
   std::vector<StageNote> stages;

@@ -91,7 +91,13 @@ class BRIMFUL_API Pipeline {
   /// not end in that time its stage is abandoned: its late gradients are dropped, and later calls throw c10::Error; what
   /// `work` refers to must then live as long as the action. Nothing without a call, or where it stands already.
   void cancel();
-  bool is_usable() const;                         ///< false once a stage was abandoned
+  bool is_usable() const;  ///< false once a stage was abandoned
+  /// The last call failed because a group broke: that of the pipeline's ranks, or that of one rank's replicas. Alike on all
+  /// ranks that live. Reducers regroup then; without a rank of its own a pipeline cannot go on.
+  bool is_broken() const;
+  /// Its reducers have other groups now, and its parameters have taken so many steps, which its ranks compare in the next
+  /// one. On all ranks of all replicas, between calls.
+  void regrouped(int64_t progress = 0);
   Schedule schedule(int64_t microbatches) const;  ///< of a step with so many
   const std::vector<Stage>& stages() const;
   const std::vector<c10::Device>& devices() const;
