@@ -251,6 +251,8 @@ def _main(kind, index, plan, port, log_path, pipe):
         answer = ("ended", kind(index, plan, port, log).run())
     except BaseException as error:
         answer = ("raised", (type(error).__name__, str(error)))
+        if isinstance(error, brimful.LeftOut):
+            os.write(log, b"l 0 0\n")
     with contextlib.suppress(OSError):
         pipe.send_bytes(pickle.dumps(answer))
     os._exit(0)
@@ -333,7 +335,8 @@ class Ranks:
         size = plan.pipeline_size
         for index in range(len(self.processes)):
             replica = range(index - index % size, index - index % size + size)
-            alive = not any(line[0] == "k" for rank in replica for line in self.lines(rank))
+            # One that is left out may have finished the step for which the others had sent all before they gave it up.
+            alive = not any(line[0] in "kl" for rank in replica for line in self.lines(rank))
             for kind, step, epoch, *rows in self.lines(index):
                 if kind == "h" and index % size == 0:
                     given.setdefault((int(step), int(epoch)), []).extend(map(int, rows))
