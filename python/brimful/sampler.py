@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class GlobalSampler(Sampler[list[int]]):
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         grouped = dist.is_available() and dist.is_initialized()
-        size = data if isinstance(data, int) else len(data)
+        size = _rows_of(data)
         if size < 0:
             raise ValueError(f"a data set has no negative number of rows (rows: {size})")
         batch = batch_size if batch_cost is None else batch_cost
@@ -87,7 +87,7 @@ class GlobalSampler(Sampler[list[int]]):
                 f"{batch_size}, cost: {'None' if cost is None else 'given'}, batch_cost: {batch_cost})"
             )
         self._data = None if isinstance(data, int) else data
-        self._collate = collate_fn
+        self._collate, self._shuffle = collate_fn, shuffle
         self._core = _C._GlobalSampler(
             size=size,
             batch_size=operator.index(batch),
@@ -120,6 +120,17 @@ class GlobalSampler(Sampler[list[int]]):
         many = getattr(data, "__getitems__", None)
         loaded = many(list(rows)) if many else [data[row] for row in rows]
         return (self._collate or default_collate)(loaded)
+
+    def stream(
+        self, data: Iterable[Any], *, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> Iterable[Any]:
+        """A loader of a data set without row numbers, such as an ``IterableDataset``, for ``BatchSizer.batches``.
+
+        Every rank reads the same stream in the same order, and keeps the rows of its shares: the order cannot be
+        permuted (``shuffle=False``), and a resumed job reads past what was done. ``data`` yields a row at a time, at
+        least as many as the sampler was given as their number; ``ValueError`` says where it ends before.
+        """
+        return _Stream(self, data, collate_fn or self._collate or default_collate)
 
     def regroup(self, rank: int, world_size: int, *, max_rows: Sequence[int] | None = None) -> None:
         """Go on among other ranks: what was handed out and not noted is cut anew among them, by even shares.
@@ -183,6 +194,48 @@ def _tensor_of(cost: Any) -> torch.Tensor:
         raise TypeError(
             f"cost needs a whole number for each row (type: {type(cost).__name__}): {error}"
         ) from error
+
+
+def _rows_of(data: Sized | int) -> int:
+    if isinstance(data, int):
+        return data
+    try:
+        return len(data)
+    except TypeError:
+        raise TypeError(
+            f"a data set without a length has no numbered rows (type: {type(data).__name__}); pass the number of its "
+            "rows, and take batches from the sampler's stream(data)"
+        ) from None
+
+
+class _Stream:
+    def __init__(
+        self, sampler: GlobalSampler, data: Iterable[Any], collate: Callable[[list[Any]], Any]
+    ) -> None:
+        if sampler._shuffle:
+            raise ValueError(
+                "the rows of a stream come in one order (shuffle: True); pass shuffle=False to the sampler"
+            )
+        self.batch_sampler = sampler
+        self._data, self._collate = data, collate
+
+    def __iter__(self) -> Iterator[Any]:
+        source, place = iter(self._data), 0
+        for rows in self.batch_sampler:
+            own = set(rows)
+            kept: dict[int, Any] = {}
+            while place <= max(rows):
+                try:
+                    row = next(source)
+                except StopIteration:
+                    raise ValueError(
+                        f"the stream has fewer rows than the sampler (rows of the stream: {place}); "
+                        "pass their number to the sampler"
+                    ) from None
+                if place in own:
+                    kept[place] = row
+                place += 1
+            yield self._collate([kept[number] for number in rows])
 
 
 def global_sampler_of(loader: object) -> GlobalSampler | None:

@@ -37,7 +37,7 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(self.rows)
 
 
-def trainer(folder, rows, **options):
+def trainer(folder, rows, kind=Own, model=None, **options):
     arguments = transformers.TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -49,7 +49,7 @@ def trainer(folder, rows, **options):
         learning_rate=0.1,
         **options,
     )
-    return Own(rows, model=test_with_transformers.model(), args=arguments)
+    return kind(rows, model=model or test_with_transformers.model(), args=arguments)
 
 
 def uneven_job(rank, folder, streamed, accumulation, rows):

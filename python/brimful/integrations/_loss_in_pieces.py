@@ -16,6 +16,7 @@ from brimful.integrations._piece_records import PieceMetrics, PieceRecords
 from brimful.integrations._step_as_loss import step_as_loss
 from brimful.integrations._trainer_rules import Rules
 from brimful.integrations._uneven_ends import NoBatch, UnevenEnds
+from brimful.sampler import global_sampler_of
 
 Result = tuple[Any, Any, float]  # loss, outputs and weight of a piece
 
@@ -25,6 +26,7 @@ class LossInPieces:
 
     def __init__(self, trainer: Any, rows_are_independent: bool, options: dict[str, Any]) -> None:
         self.sizer: brimful.BatchSizer | None = None
+        self._sampler: brimful.GlobalSampler | None = None
         self._rules = Rules(trainer, rows_are_independent)
         self._metrics = PieceMetrics(trainer) if self._rules.of_trl else None
         self._size_fn: Callable[[Any], int] = options.get("size_fn") or _rows
@@ -59,14 +61,24 @@ class LossInPieces:
 
         sizer = self.sizer
         assert sizer is not None
+        sizer._sampler = self._sampler
         if (pairs := self._rules.over_pairs(inputs)) is not None:
             return step_as_loss(sizer, lambda: pairs.step(sizer, batch, factor))
 
+        # Shares are unequal: a mean over each rank's rows counts by them, and one over the items of all counts once.
+        by_rows = self._sampler is not None and num_items_in_batch is None
+        times = self._size_fn(inputs) if by_rows and batch is not brimful.NO_DATA else 1
+
         def loss_fn(model: torch.nn.Module, piece: Any) -> tuple[torch.Tensor, float]:
-            return self._of_piece(model, inputs, piece, num_items_in_batch, False, factor)
+            loss, weight = self._of_piece(model, inputs, piece, num_items_in_batch, False, factor)
+            return loss, weight * times
 
         with self._logged_once():
             return step_as_loss(sizer, lambda: sizer.step(batch, loss_fn))
+
+    def follow(self, loader: object) -> None:
+        """A ``GlobalSampler`` of this loader learns each step's outcome."""
+        self._sampler = global_sampler_of(loader)
 
     def _logged_once(self) -> AbstractContextManager[None]:
         return self._metrics.of_step() if self._metrics is not None else nullcontext()

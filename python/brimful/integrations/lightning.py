@@ -23,6 +23,7 @@ from brimful.integrations import fabric  # noqa: F401  (registers the strategy t
 from brimful.integrations._batch_size_finder import BatchSizeFinder
 from brimful.integrations._step_as_loss import step_as_loss
 from brimful.integrations._until_all_end import until_all_end
+from brimful.sampler import global_sampler_of
 
 __all__ = ["BatchSizeFinder", "BrimfulStrategy", "MemoryReport"]
 
@@ -34,6 +35,7 @@ class BrimfulStrategy(DDPStrategy):
     options of ``BatchSizer``, every batch runs in pieces that fit: ``training_step`` is called for each piece, and what
     it logs is of the piece. That is for automatic optimization, and a ``training_step`` that returns the mean loss.
     A rank whose training data ends before that of others takes part until all end; hooks get ``brimful.NO_DATA`` there.
+    A ``GlobalSampler`` that is the training loader's ``batch_sampler`` learns each step's outcome.
     A scaler (``precision="16-mixed"``) scales the gradients of a batch when they are made; bfloat16 needs none.
     """
 
@@ -41,6 +43,7 @@ class BrimfulStrategy(DDPStrategy):
         super().__init__(*args, **kwargs)
         self._sizer_options = {} if sizer is True else sizer
         self.sizer: brimful.BatchSizer | None = None
+        self._sampler: brimful.GlobalSampler | None = None
 
     def _setup_model(self, model: torch.nn.Module) -> brimful.DistributedDataParallel:
         return brimful.DistributedDataParallel(
@@ -67,6 +70,7 @@ class BrimfulStrategy(DDPStrategy):
         dataloader = super().process_dataloader(dataloader)
         if self.sizer is None or not self.lightning_module.trainer.training:
             return dataloader
+        self._sampler = global_sampler_of(dataloader)
         return until_all_end(dataloader, self.root_device)
 
     def training_step(self, batch: Any, *args: Any) -> Any:
@@ -82,6 +86,7 @@ class BrimfulStrategy(DDPStrategy):
             return output["loss"] if isinstance(output, Mapping) else output
 
         sizer = self.sizer
+        sizer._sampler = self._sampler
         return step_as_loss(sizer, lambda: sizer.step(batch, loss_fn))
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
@@ -105,6 +110,7 @@ class BrimfulStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         self.model = self.lightning_module
+        self._sampler = None
         self.sizer = None  # which holds the wrapper, and its buckets
         super().teardown()
 

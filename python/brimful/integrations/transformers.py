@@ -26,7 +26,8 @@ class BrimfulCallback(TrainerCallback):
     ranks repeat the batch in smaller pieces. ``options`` are those of ``brimful.BatchSizer``. Gradients are the
     Trainer's: the mean over the ranks, with its ``num_items_in_batch`` and gradient accumulation. A model that returns
     a mean over tokens and takes no ``num_items_in_batch`` is weighted by rows. A rank whose data ends before that of
-    others takes part until all end.
+    others takes part until all end. A ``GlobalSampler`` that is the training loader's ``batch_sampler`` learns each
+    step's outcome; its ``lag`` is at least that of its loader and ``gradient_accumulation_steps`` more.
 
     ``evaluate``, ``predict`` and the model's ``generate`` go on in pieces where memory runs out, and so do they in a
     training step that generates.
@@ -64,7 +65,11 @@ class BrimfulCallback(TrainerCallback):
     def sizer(self) -> brimful.BatchSizer | None:
         return None if self._loss is None else self._loss.sizer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
+    ) -> None:
+        if self._loss is not None:
+            self._loss.follow(train_dataloader)
         brimful.memory.reset_peak(args.device)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:

@@ -288,3 +288,60 @@ def test_workers_that_persist_have_the_next_epoch_in_each_pass(ranks):
     assert len(steps) == 9 and epochs[0] != epochs[1] != epochs[2]
     for epoch in epochs:
         assert sorted(itertools.chain(*epoch)) == list(range(BATCH * 3))
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(torch.arange(self.rows))
+
+
+@pytest.mark.parametrize("by", [{"batch_size": 8}, {"cost": range(1, 31), "batch_cost": 60}])
+def test_ranks_share_a_stream_and_go_on_in_it(by):
+    def sampler_of(rank, world_size=2):
+        return brimful.GlobalSampler(30, rank=rank, world_size=world_size, shuffle=False, **by)
+
+    samplers = [sampler_of(rank) for rank in range(2)]
+    passes = [iter(sampler.stream(Numbers(30))) for sampler in samplers]
+    seen, states = [], []
+    for _ in range(2):
+        seen += [row for one in passes for row in next(one).tolist()]
+        for sampler in samplers:
+            sampler.note(None)
+    states = [sampler.state_dict() for sampler in samplers]
+    again = sampler_of(0, world_size=1)
+    again.load_state_dict(states[0])
+    rest = [row for batch in again.stream(Numbers(30)) for row in noted(again, batch)]
+    assert sorted(seen) == list(range(len(seen)))
+    assert sorted(seen + rest) == list(range(30))
+
+
+def noted(sampler, batch):
+    sampler.note(None)
+    return batch.tolist()
+
+
+def test_a_sizer_notes_the_steps_of_a_stream():
+    sampler = brimful.GlobalSampler(10, batch_size=4, rank=0, world_size=1, shuffle=False)
+    model = torch.nn.Linear(1, 1)
+    sizer = brimful.BatchSizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen = []
+    for batch in sizer.batches(sampler.stream(Numbers(10))):
+        seen += batch.tolist()
+        sizer.step(batch, lambda model, piece: model(piece.float().view(-1, 1)).mean())
+        model.zero_grad()
+    assert seen == list(range(10)) and sampler.epoch == 1
+
+
+def test_a_stream_that_cannot_be_shared_is_refused():
+    data = Numbers(9)
+    with pytest.raises(ValueError, match=r"one order \(shuffle: True\)"):
+        brimful.GlobalSampler(9, batch_size=4, rank=0, world_size=1).stream(data)
+    sampler = brimful.GlobalSampler(12, batch_size=4, rank=0, world_size=1, shuffle=False)
+    with pytest.raises(ValueError, match=r"fewer rows than the sampler \(rows of the stream: 9\)"):
+        for _ in sampler.stream(data):
+            sampler.note(None)
+    with pytest.raises(TypeError, match="pass the number of its rows"):
+        brimful.GlobalSampler(data, batch_size=4)
