@@ -52,6 +52,7 @@ inline MemberList decode_members(const std::string& text) {
 
 inline std::vector<int64_t> ids_of(const std::vector<Member>& members) {
   std::vector<int64_t> ids;
+  ids.reserve(members.size());
   for (const auto& member : members) {
     ids.push_back(member.id);
   }
