@@ -57,7 +57,7 @@ struct Membership {
   std::vector<std::string> names;  ///< by rank
   double waited_ms = 0;            ///< for the other members to come, or to be known as dead
   /// Of this process's pipeline, the same in all groups that follow; null where it has one rank.
-  c10::intrusive_ptr<c10d::ProcessGroup> pipeline_group{};
+  c10::intrusive_ptr<c10d::ProcessGroup> pipeline_group;
 };
 
 /// A process among those that train together, through a store that outlives each of them. Groups are numbered: each has the
