@@ -1,5 +1,6 @@
 """Small models, data and comparisons that several test files use."""
 
+import functools
 import gc
 import random
 
@@ -9,6 +10,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import brimful
+
+
+@functools.cache
+def cpu_runs_half_lstm():
+    """oneDNN has a bfloat16 LSTM for some processors alone."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.nn.LSTM(4, 4)(torch.randn(2, 1, 4))
+    except RuntimeError:
+        return False
+    return True
 
 
 def seed(value):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from models import cpu_runs_half_lstm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -160,6 +161,8 @@ def unlimited(make, batch, loss_fn=square):
 @pytest.mark.parametrize("ladder", ["auto", ["split", "recompute"], ["split", "offload"]])
 @pytest.mark.parametrize("name", CASES)
 def test_steps_on_any_rung_end_as_those_with_room(name, ladder, share, loss_fn):
+    if name == "LSTM" and loss_fn is half and not cpu_runs_half_lstm():
+        pytest.skip("torch has no bfloat16 LSTM for this processor")
     make, draw = CASES[name]
     torch.manual_seed(3)
     batch = draw()
