@@ -222,9 +222,9 @@ class _Stream:
     def __iter__(self) -> Iterator[Any]:
         source, place = iter(self._data), 0
         for rows in self.batch_sampler:
-            own = set(rows)
+            own, last = set(rows), max(rows)
             kept: dict[int, Any] = {}
-            while place <= max(rows):
+            while place <= last:
                 try:
                     row = next(source)
                 except StopIteration:
