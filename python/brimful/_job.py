@@ -28,13 +28,17 @@ class Job:
     def __init__(
         self,
         modules: Sequence[torch.nn.Module],
-        stateful: Sequence[Any],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        state: Sequence[Any],
         sampler: GlobalSampler,
     ) -> None:
         self.sampler = sampler
         self._modules = list(modules)
         self._wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
-        self._stateful = list(stateful)
+        self._optimizers = (
+            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        )
+        self._stateful = [*self._optimizers, *state]
         self._progress = _FRESH
         self._whole = True
         self._stopped = False

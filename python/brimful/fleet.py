@@ -146,10 +146,7 @@ class Fleet(Job):
             min_rows=min_rows,
             collate_fn=collate_fn,
         )
-        self._optimizers = (
-            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        )
-        super().__init__([self.model], [*self._optimizers, *state], sampler)
+        super().__init__([self.model], optimizer, state, sampler)
         self._program = program_of(
             version,
             f"model {layout_of([model])}",

@@ -86,8 +86,7 @@ class PipelineFleet(Job):
             drop_last=drop_last,
             collate_fn=collate_fn,
         )
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else [*optimizer]
-        super().__init__([wrapped], [*optimizers, *state], sampler)
+        super().__init__([wrapped], optimizer, state, sampler)
         seed_text = seed if shuffle else None
         self._program = program_of(
             version, f"pipelines of {size} ranks", len(data), batch_size, seed_text

@@ -92,9 +92,8 @@ class Packed:
                 f"(sequence: {bad}, token: {self._ends[bad]}); give it the value -100, or pass weight_fn if the model "
                 "does not shift labels"
             )
-        if first[
-            0
-        ]:  # dropped in the batch, and not in a row where another sequence comes before it
+        if first[0]:
+            # Dropped in the batch, and not in a row where another sequence comes before it.
             self._batch["labels"] = labels.clone()
             self._batch["labels"][:, 0] = IGNORED
         numbers = zip(self._ends, self._ends[1:], first, strict=False)
