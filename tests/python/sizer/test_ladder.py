@@ -1,6 +1,7 @@
 """Steps whose single rows do not fit: modules recomputed, or what they save offloaded; bit-equal in any case."""
 
 import copy
+import functools
 import gc
 import random
 from contextlib import contextmanager
@@ -16,6 +17,15 @@ from brimful import _C
 from brimful.sizer._ladder import LadderModules, rungs_of
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_heap():
+    """What importing torch brings takes longer to collect than a step, and is collected before each."""
+    gc.freeze()
+    yield
+    gc.collect()
+    gc.unfreeze()
 
 
 class Attending(nn.Module):
@@ -156,6 +166,17 @@ def unlimited(make, batch, loss_fn=square):
     return model, peak, state_of(model)
 
 
+def drawn_batch(name):
+    torch.manual_seed(3)
+    return CASES[name][1]()
+
+
+@functools.cache
+def with_room(name, loss_fn):
+    """Peak and state of `unlimited`, the same for each ladder and limit."""
+    return unlimited(CASES[name][0], drawn_batch(name), loss_fn)[1:]
+
+
 @pytest.mark.parametrize("loss_fn", [square, half])
 @pytest.mark.parametrize("share", [0.85, 0.6, 0.45])
 @pytest.mark.parametrize("ladder", ["auto", ["split", "recompute"], ["split", "offload"]])
@@ -163,12 +184,10 @@ def unlimited(make, batch, loss_fn=square):
 def test_steps_on_any_rung_end_as_those_with_room(name, ladder, share, loss_fn):
     if name == "LSTM" and loss_fn is half and not cpu_runs_half_lstm():
         pytest.skip("torch has no bfloat16 LSTM for this processor")
-    make, draw = CASES[name]
-    torch.manual_seed(3)
-    batch = draw()
-    peak, expected = unlimited(make, batch, loss_fn)[1:]
+    peak, expected = with_room(name, loss_fn)
+    batch = drawn_batch(name)
     torch.manual_seed(0)
-    model = make()
+    model = CASES[name][0]()
     sizer = brimful.BatchSizer(model, batch_norm="freeze", pieces=len(batch), ladder=ladder)
     torch.manual_seed(1)
     taken = []
@@ -240,11 +259,9 @@ def prefixes(name, other):
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_each_plan_follows_from_one_step(name):
     """Random plans, each run: bit-equal, and their peaks within half a percent of what was predicted."""
-    make, draw = CASES[name]
-    torch.manual_seed(3)
-    batch = draw()
+    batch = drawn_batch(name)
     torch.manual_seed(0)
-    model = make()
+    model = CASES[name][0]()
     modules = LadderModules([model], CPU)
 
     def run(rungs, recorder=None):
@@ -456,6 +473,7 @@ def test_a_fault_at_any_allocation_of_a_step_on_rungs_leaves_all_as_it_was():
 
 
 def ranks_climb(rank):
+    gc.freeze()
     torch.manual_seed(0)
     model = brimful.DistributedDataParallel(Encoder())
     batch = torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(rank.index))
