@@ -1,12 +1,16 @@
 """`brimful run`: the program's own stdout and exit status, and on stderr what its memory did."""
 
+import os
 import re
+import runpy
 import subprocess
 import sys
 
 import pytest
+from rank_processes import _context
 
 from brimful import memory
+from brimful.__main__ import main
 
 TRAIN = """
 import sys
@@ -37,13 +41,46 @@ def python(folder, *arguments):
     )
 
 
-def brimful_run(folder, *arguments):
+def brimful_command(folder, *arguments):
     return python(folder, "-m", "brimful", "run", *arguments)
 
 
+def _forked_main(folder, arguments, environment):
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with open(folder / f".{name}", "wb") as file:
+            os.dup2(file.fileno(), number)
+        setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path.insert(0, str(folder))
+    if arguments[:2] == ("-m", "brimful"):
+        sys.exit(main(arguments[2:]))
+    is_module = arguments[0] == "-m"
+    sys.argv = list(arguments[is_module:])
+    run = runpy.run_module if is_module else runpy.run_path
+    run(sys.argv[0], run_name="__main__", **({"alter_sys": True} if is_module else {}))
+
+
+def forked_python(folder, *arguments):
+    """What `python` would do with the arguments, in a fork of a process that has imported torch: it starts at once."""
+    process = _context.Process(target=_forked_main, args=(folder, arguments, dict(os.environ)))
+    process.start()
+    process.join(100)
+    if process.exitcode is None:
+        process.kill()
+        raise subprocess.TimeoutExpired(arguments, 100)
+    told = [(folder / f".{name}").read_text() for name in ("stdout", "stderr")]
+    return subprocess.CompletedProcess(arguments, process.exitcode, *told)
+
+
+def brimful_run(folder, *arguments):
+    return forked_python(folder, "-m", "brimful", "run", *arguments)
+
+
 def test_a_program_prints_what_it_prints_alone_and_its_memory_is_reported(folder):
-    alone = python(folder, "train.py", "--epochs", "3")
-    watched = brimful_run(folder, "train.py", "--epochs", "3")
+    alone = forked_python(folder, "train.py", "--epochs", "3")
+    watched = brimful_command(folder, "train.py", "--epochs", "3")
     assert watched.stdout == alone.stdout == "arguments ['--epochs', '3'] __main__\n"
     assert watched.returncode == alone.returncode == 0
     assert "brimful: peak " in watched.stderr
@@ -53,7 +90,7 @@ def test_a_program_prints_what_it_prints_alone_and_its_memory_is_reported(folder
 
 def test_a_module_runs_as_with_python_m(folder):
     watched = brimful_run(folder, "-m", "train", "x")
-    assert watched.stdout == python(folder, "-m", "train", "x").stdout
+    assert watched.stdout == forked_python(folder, "-m", "train", "x").stdout
     assert watched.returncode == 0
 
 
@@ -65,7 +102,7 @@ def test_an_error_keeps_its_traceback_and_status_and_is_explained(folder):
         "print('begins')\n"
         "look_up(torch.nn.Embedding(5, 2))\n"
     )
-    alone, watched = python(folder, "fails.py"), brimful_run(folder, "fails.py")
+    alone, watched = python(folder, "fails.py"), brimful_command(folder, "fails.py")
     assert (
         (watched.stdout, watched.returncode) == (alone.stdout, alone.returncode) == ("begins\n", 1)
     )
@@ -261,7 +298,7 @@ def test_what_memory_did_is_recorded_where_it_is_asked_for(folder, monkeypatch):
     assert cpu.steps == 12
     assert any("train.py:11 " in line for line, *_ in cpu.peak_by_line)
     assert cpu.peak_by_category["parameters"] == 260
-    assert python(folder, "-m", "brimful", "report", str(path)).returncode == 0
+    assert forked_python(folder, "-m", "brimful", "report", str(path)).returncode == 0
 
 
 def test_a_program_that_records_by_itself_takes_over(folder):
@@ -344,7 +381,7 @@ def test_names_of_the_program_are_those_of_python(folder):
 
 def test_an_interrupt_shows_the_programs_frames_alone(folder):
     (folder / "ends.py").write_text("def f():\n    raise KeyboardInterrupt\nf()\n")
-    alone, watched = python(folder, "ends.py"), brimful_run(folder, "ends.py")
+    alone, watched = python(folder, "ends.py"), brimful_command(folder, "ends.py")
     assert watched.returncode == alone.returncode
     assert "in f" in watched.stderr and "KeyboardInterrupt" in watched.stderr
 
