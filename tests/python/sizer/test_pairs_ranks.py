@@ -24,15 +24,18 @@ from brimful import _C
 
 NEVER = 1 << 40
 ROWS = {2: [5, 8], 3: [4, 0, 7]}
+FEW_ROWS = {2: [2, 3]}  # that are run again and again
 
 
-def whole(size, dtype=torch.float64):
-    batches = [pairs(rows, dtype, seed=10 + rank) for rank, rows in enumerate(ROWS[size]) if rows]
+def whole(size, dtype=torch.float64, rows=ROWS):
+    batches = [
+        pairs(count, dtype, seed=10 + rank) for rank, count in enumerate(rows[size]) if count
+    ]
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
-def batch_of(rank, dtype=torch.float64):
-    rows = ROWS[rank.size][rank.index]
+def batch_of(rank, dtype=torch.float64, rows=ROWS):
+    rows = rows[rank.size][rank.index]
     return pairs(rows, dtype, seed=10 + rank.index) if rows else brimful.NO_DATA
 
 
@@ -155,8 +158,8 @@ def short_anywhere(rank, mode):
     model = wrapped()
     sizer = brimful.BatchSizer(model, pieces=2)
     loss = (own_clip_loss if mode == "own" else clip_loss)(model.module)
-    _, reference = unsplit(TwoTowers(), whole(rank.size))
-    batch = batch_of(rank)
+    _, reference = unsplit(TwoTowers(), whole(rank.size, rows=FEW_ROWS))
+    batch = batch_of(rank, rows=FEW_ROWS)
     ended = {"stood": 0, "repeated": 0, "raised": 0}
     index, fired = 0, True
     while fired:
