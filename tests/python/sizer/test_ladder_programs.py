@@ -1,5 +1,7 @@
 """What programs do beside plain forwards, on the ladder's rungs: the bits stay those of the plain step."""
 
+import functools
+
 import pytest
 import torch
 from test_ladder import Twice, assert_same, clear, room, square, state_of, unlimited
@@ -145,11 +147,17 @@ def steps(make, batch, loss_fn, rungs=None):
     return state_of(model), outcome, sizer, model
 
 
+@functools.cache
+def plain(name):
+    """A batch, and what the plain step of the program leaves, the same for each rung."""
+    batch = torch.randn(2, 16, 32)
+    return batch, steps(PROGRAMS[name], batch, square)[0]
+
+
 @pytest.mark.parametrize("place", range(5))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_rung_has_the_bits_of_the_plain_step(name, place):
-    batch = torch.randn(2, 16, 32)
-    expected = steps(PROGRAMS[name], batch, square)[0]
+    batch, expected = plain(name)
     rungs = list(rungs_for(name))[place]
     found, outcome, *_ = steps(PROGRAMS[name], batch, square, rungs)
     assert_same(found, expected)
