@@ -1,6 +1,7 @@
 """Optimizers whose state has no room: it lies in a file, or on the host, and all else is as PyTorch's users know it."""
 
 import copy
+import functools
 import gc
 import logging
 import os
@@ -124,11 +125,12 @@ def assert_same(these, those):
             assert torch.equal(value, those[1][number][name]), (number, name)
 
 
-def plain(kind, steps=5, **options):
+@functools.cache
+def plain(kind, steps=5):
     """As torch's fused optimizer on the CPU does it, with all the room."""
     model = perceptron()
     make, given = KINDS[kind]
-    optimizer = make(model.parameters(), **{**given, "fused": True, **options})
+    optimizer = make(model.parameters(), **{**given, "fused": True})
     steps_of(model, optimizer, brimful.BatchSizer(model, optimizer), range(steps))
     return values(model, optimizer)
 
