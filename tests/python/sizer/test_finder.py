@@ -50,14 +50,6 @@ def no_limit():
     memory.set_limit("cpu", None)
 
 
-@pytest.fixture(autouse=True)
-def small_heap():
-    """What importing torch brings takes longer to collect than a try."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.smoke
 def test_the_size_goes_down_as_accelerates_does():
     sizes = []
