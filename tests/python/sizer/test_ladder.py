@@ -19,15 +19,6 @@ from brimful.sizer._ladder import LadderModules, rungs_of
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def small_heap():
-    """What importing torch brings takes longer to collect than a step, and is collected before each."""
-    gc.freeze()
-    yield
-    gc.collect()
-    gc.unfreeze()
-
-
 class Attending(nn.Module):
     def __init__(self, dropout=0.1):
         super().__init__()
