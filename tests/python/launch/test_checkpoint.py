@@ -7,8 +7,9 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from forked_scripts import run_forked_script
 from models import classes, cross_entropy, wrap
-from rank_processes import raised, run_script
+from rank_processes import raised
 
 import brimful
 from brimful.checkpoint import PerRank
@@ -215,7 +216,7 @@ os._exit(5)
 )
 def test_a_rank_that_is_killed_is_named_by_the_others(tmp_path, victim, when):
     brimful.save_on_rank0(OLD, tmp_path / "old.pt")
-    results = run_script(KILLED, 3, tmp_path / "old.pt", victim, when, size=3)
+    results = run_forked_script(KILLED, 3, tmp_path / "old.pt", victim, when, size=3)
     for rank, (status, output) in enumerate(results):
         assert status == (-signal.SIGKILL if rank == victim else 5), output
     if victim == 0:
@@ -247,7 +248,7 @@ os._exit(0)
 @pytest.mark.parametrize("outcome", ["works", "fails"])
 def test_the_rank_that_serves_the_store_may_end_after_its_last_save(tmp_path, outcome):
     port = free_port()
-    for status, output in run_script(FIRST_ENDS, 4, tmp_path, port, outcome, size=4):
+    for status, output in run_forked_script(FIRST_ENDS, 4, tmp_path, port, outcome, size=4):
         assert status == 0, output
 
 
