@@ -1,14 +1,17 @@
 """Planted leaks are found with their line and holder, within ten steps; clean loops raise no alarm."""
 
 import gc
+import logging
 import re
 import sys
+import traceback
 import types
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from rank_processes import _context
 
 import brimful
 
@@ -17,15 +20,54 @@ import leak_loop
 
 
 @pytest.fixture(autouse=True)
-def swept():
+def swept(request):
     yield
-    gc.collect()  # what was planted is not the next test's to count
+    if "run_program" not in request.fixturenames:  # whose process does it
+        gc.collect()  # what was planted is not the next test's to count
+
+
+def _serve(pipe):
+    """Runs programs; of each: whether what was found is right, and that, and what was logged, as text."""
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("brimful").addHandler(handler)
+    logging.getLogger("brimful").setLevel("INFO")
+    while program := pipe.recv():
+        told.clear()
+        try:
+            leaks = leak_loop.run(program)
+            pipe.send((leak_loop.is_right(program, leaks), [str(leak) for leak in leaks], told))
+        except BaseException:
+            pipe.send(traceback.format_exc())
+        leaks = None
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def run_program():
+    """Runs a program in a process whose heap is small: a search goes through all that the tests before have left."""
+    mine, theirs = _context.Pipe()
+    process = _context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+
+    def run(program):
+        mine.send(program)
+        assert mine.poll(100), program
+        answer = mine.recv()
+        assert not isinstance(answer, str), answer
+        return answer
+
+    yield run
+    process.kill()
+    process.join()
 
 
 @pytest.mark.parametrize("program", leak_loop.PLANTED, ids=lambda path: path.stem)
-def test_a_planted_leak_is_found_with_its_line_its_holder_and_advice(program):
-    leaks = leak_loop.run(program)
-    assert leak_loop.is_right(program, leaks), [str(leak) for leak in leaks]
+def test_a_planted_leak_is_found_with_its_line_its_holder_and_advice(program, run_program):
+    is_right, leaks, _ = run_program(program)
+    assert is_right, leaks
 
 
 @pytest.mark.gpu
@@ -39,11 +81,11 @@ def test_a_leak_on_a_gpu_is_found_with_its_line_and_its_holder(name):
 
 
 @pytest.mark.parametrize("program", leak_loop.CLEAN, ids=lambda path: path.stem)
-def test_a_clean_loop_raises_no_alarm(program, caplog):
+def test_a_clean_loop_raises_no_alarm(program, run_program):
     fills = re.search(r"^# fills: (\w+)", program.read_text(), re.M)
-    with caplog.at_level("INFO", logger="brimful"):
-        assert [str(leak) for leak in leak_loop.run(program)] == []
-    told = [line for line in caplog.messages if "memory grows" in line]
+    _, leaks, lines = run_program(program)
+    assert leaks == []
+    told = [line for line in lines if "memory grows" in line]
     assert len(told) == (1 if fills else 0), told
     assert all(f"`{fills[1]}[" in line and "may still be filling" in line for line in told)
 
