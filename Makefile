@@ -16,6 +16,8 @@ CONFIGURE = '-UBRIMFUL_TORCH_*' -DPython_EXECUTABLE=$(BIN)/python -DCMAKE_MAKE_P
 CPP = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp')
 
 export PYTHON
+# Tests run beside each other: OpenMP's threads shall not spin for work that is not there.
+test-python test-cuda-sim test-slow smoke soak: export OMP_WAIT_POLICY = passive
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -59,7 +61,7 @@ soak: build ## Thousands of random faults in random steps of random models (minu
 
 test-slow: build ## Run the tests with trainers, Ray and Optuna, in an environment of their own, and all of torch's operators
 	@tools/setup_integrations.sh $(VENV)
-	@$(VENV)-integrations/bin/python -m pytest -m "slow or not slow" tests/integrations tests/python/project/test_migration.py
+	@$(VENV)-integrations/bin/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal -m "slow or not slow" tests/integrations tests/python/project/test_migration.py
 	@$(SIMULATED) -m "gpu and slow" tests/cuda_sim/tests
 
 # Without optimisation, and by clang++, so that both compilers see the library.

@@ -2,7 +2,7 @@
 // Include after support/catch.h.
 #include "launch/nccl_group.h"
 
-/// Ends the test, which CTest then reports as skipped (see CMakeLists.txt), where there are fewer CUDA devices.
+/// Ends the test where there are fewer CUDA devices; on the simulated ones CTest takes that for a failure.
 #define BRIMFUL_NEEDS_GPUS(count)                                                                 \
   if (brimful::launch::nccl_device_count() < (count)) {                                           \
     WARN("skipped: needs CUDA devices (needed: " << (count) << ", here: "                         \
