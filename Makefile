@@ -61,7 +61,8 @@ soak: build ## Thousands of random faults in random steps of random models (minu
 
 test-slow: build ## Run the tests with trainers, Ray and Optuna, in an environment of their own, and all of torch's operators
 	@tools/setup_integrations.sh $(VENV)
-	@$(VENV)-integrations/bin/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal -m "slow or not slow" tests/integrations tests/python/project/test_migration.py
+	@$(VENV)-integrations/bin/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile \
+	  -m "slow or not slow" tests/integrations tests/python/project/test_migration.py
 	@$(SIMULATED) -m "gpu and slow" tests/cuda_sim/tests
 
 # Without optimisation, and by clang++, so that both compilers see the library.

@@ -1,7 +1,9 @@
 import ctypes
+import gc
 
 import pytest
 import torch
+import torch._dynamo  # the first step of an optimizer would
 from rank_processes import run_ranks
 
 import brimful
@@ -36,6 +38,16 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+def pytest_collection_finish():
+    """What importing torch brings takes longer to collect, 0.2 s each time, than most tests to run."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries look for what they left when the process ends
+
+
 SIMULATED = hasattr(ctypes.CDLL(None), "sim_cuda_calls")
 
 
@@ -49,6 +61,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(gpu)
         if item.get_closest_marker("real_gpu") and (SIMULATED or not here):
             item.add_marker(real_gpu)
+    items.sort(key=lambda item: item.path.name != "test_examples.py")  # compiles for minutes: not at the end
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -60,6 +61,7 @@ def _rank_main(rank, size, port, timeout_s, output, pipe, function, args):
         os.dup2(file.fileno(), 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=2)  # the watchdog's SIGABRT prints every thread's stack
+    gc.freeze()  # what importing torch brings takes longer to collect than most steps
     try:
         join_group(rank, size, port, timeout_s)
         answer = (True, function(Rank(rank, size, lambda: pipe.send_bytes(b"")), *args))
