@@ -44,6 +44,15 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def whole_heap():
+    """A search for who holds a tensor takes longer where a part of the heap is put aside."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure():
     gc.unfreeze()  # libraries look for what they left when the process ends
 

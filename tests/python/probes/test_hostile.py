@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import brimful
 from brimful import memory
 
+pytestmark = pytest.mark.usefixtures("whole_heap")
+
 CALLED = []
 
 

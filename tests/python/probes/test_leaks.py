@@ -18,6 +18,8 @@ import brimful
 sys.path.insert(0, str(Path(__file__).parents[2] / "leaks"))
 import leak_loop
 
+pytestmark = pytest.mark.usefixtures("whole_heap")
+
 
 @pytest.fixture(autouse=True)
 def swept(request):
