@@ -70,7 +70,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(gpu)
         if item.get_closest_marker("real_gpu") and (SIMULATED or not here):
             item.add_marker(real_gpu)
-    items.sort(key=lambda item: item.path.name != "test_examples.py")  # compiles for minutes: not at the end
+    # What compiles for minutes does not come last.
+    items.sort(key=lambda item: item.path.name != "test_examples.py")
 
 
 @pytest.hookimpl(wrapper=True)
