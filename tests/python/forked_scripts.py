@@ -5,17 +5,15 @@ import os
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch.distributed as dist
-from rank_processes import WATCHDOG_S, _context
+from rank_processes import WATCHDOG_S, _context, print_to
 
 
 def _main(source, arguments, output):
     """Ends as an interpreter does: the hook for what nobody caught, then what was registered for the exit."""
-    with open(output, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    print_to(output)
     sys.argv = ["-c", *arguments]
     status = 0
     try:
@@ -32,7 +30,7 @@ def _main(source, arguments, output):
 def run_forked_script(source, *arguments, size=2, watchdog_s=2 * WATCHDOG_S):
     """Run Python source as `size` programs with the arguments rank, port of the store, *arguments.
 
-    Returns exit status and output by rank; the status of one that is not done within `watchdog_s` is -9.
+    Returns exit status and output by rank; fails, with what each printed, if one is not done within `watchdog_s`.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -50,11 +48,10 @@ def run_forked_script(source, *arguments, size=2, watchdog_s=2 * WATCHDOG_S):
         deadline = time.monotonic() + watchdog_s
         for process in processes:
             process.join(max(0.1, deadline - time.monotonic()))
+        hanging = [rank for rank, process in enumerate(processes) if process.exitcode is None]
         for process in processes:
             process.kill()
             process.join()
-        results = []
-        for process, output in zip(processes, outputs, strict=True):
-            with open(output, errors="replace") as file:
-                results.append((process.exitcode, file.read()))
-        return results
+        texts = [Path(output).read_text(errors="replace") for output in outputs]
+        assert not hanging, f"not done within {watchdog_s} s: {hanging} of {texts}"
+        return [(process.exitcode, text) for process, text in zip(processes, texts, strict=True)]

@@ -55,11 +55,16 @@ def join_group(rank, size, port, timeout_s):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
+def print_to(output, errors=None):
+    """What this process and its libraries print goes to the file, or to one for each of the two streams."""
+    for number, path in ((1, output), (2, errors or output)):
+        with open(path, "ab") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+
+
 def _rank_main(rank, size, port, timeout_s, output, pipe, function, args):
-    with open(output, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    print_to(output)
     faulthandler.enable(file=2)  # the watchdog's SIGABRT prints every thread's stack
     gc.freeze()  # what importing torch brings takes longer to collect than most steps
     try:

@@ -5,12 +5,13 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
-from rank_processes import _context
+from rank_processes import _context, print_to
 
 from brimful import memory
-from brimful.__main__ import main
 
 TRAIN = """
 import sys
@@ -45,33 +46,34 @@ def brimful_command(folder, *arguments):
     return python(folder, "-m", "brimful", "run", *arguments)
 
 
-def _forked_main(folder, arguments, environment):
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        with open(folder / f".{name}", "wb") as file:
-            os.dup2(file.fileno(), number)
-        setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+def _forked_main(folder, arguments, environment, outputs):
+    print_to(*outputs)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     sys.path.insert(0, str(folder))
-    if arguments[:2] == ("-m", "brimful"):
-        sys.exit(main(arguments[2:]))
-    is_module = arguments[0] == "-m"
-    sys.argv = list(arguments[is_module:])
-    run = runpy.run_module if is_module else runpy.run_path
-    run(sys.argv[0], run_name="__main__", **({"alter_sys": True} if is_module else {}))
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def forked_python(folder, *arguments):
     """What `python` would do with the arguments, in a fork of a process that has imported torch: it starts at once."""
-    process = _context.Process(target=_forked_main, args=(folder, arguments, dict(os.environ)))
-    process.start()
-    process.join(100)
-    if process.exitcode is None:
-        process.kill()
-        raise subprocess.TimeoutExpired(arguments, 100)
-    told = [(folder / f".{name}").read_text() for name in ("stdout", "stderr")]
-    return subprocess.CompletedProcess(arguments, process.exitcode, *told)
+    with tempfile.TemporaryDirectory() as scratch:
+        outputs = [Path(scratch, name) for name in ("stdout", "stderr")]
+        process = _context.Process(
+            target=_forked_main, args=(folder, arguments, dict(os.environ), outputs)
+        )
+        process.start()
+        process.join(100)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(arguments, 100)
+        texts = [output.read_text() for output in outputs]
+    return subprocess.CompletedProcess(arguments, process.exitcode, *texts)
 
 
 def brimful_run(folder, *arguments):
