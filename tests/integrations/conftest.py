@@ -1,4 +1,3 @@
-import gc
 import os
 import sys
 from multiprocessing import forkserver
@@ -7,6 +6,10 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "pyt
 
 import pytest
 import rank_processes
+from frozen_heap import (
+    pytest_collection_finish as pytest_collection_finish,
+    pytest_unconfigure as pytest_unconfigure,
+)
 
 # Of Ray's 15 a loaded machine would give its workers nothing.
 os.environ.update(RAY_worker_niceness="0")
@@ -24,12 +27,3 @@ def ranks():
         return rank_processes.run_ranks(function, *args, **{"watchdog_s": 100, **options})
 
     return run
-
-
-def pytest_collection_finish():
-    """What importing the trainers has left is not looked at by each collection, of which a search makes two a trial."""
-    gc.freeze()
-
-
-def pytest_sessionfinish():
-    gc.unfreeze()  # libraries look for what they left when the process ends

@@ -3,7 +3,11 @@ import gc
 
 import pytest
 import torch
-import torch._dynamo  # the first step of an optimizer would
+import torch._dynamo  # the first step of an optimizer would, after the heap was put aside
+from frozen_heap import (
+    pytest_collection_finish as pytest_collection_finish,
+    pytest_unconfigure as pytest_unconfigure,
+)
 from rank_processes import run_ranks
 
 import brimful
@@ -38,12 +42,6 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def pytest_collection_finish():
-    """What importing torch brings takes longer to collect, 0.2 s each time, than most tests to run."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="module")
 def whole_heap():
     """A search for who holds a tensor takes longer where a part of the heap is put aside."""
@@ -51,10 +49,6 @@ def whole_heap():
     yield
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # libraries look for what they left when the process ends
 
 
 SIMULATED = hasattr(ctypes.CDLL(None), "sim_cuda_calls")

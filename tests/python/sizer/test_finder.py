@@ -221,7 +221,6 @@ def test_a_batch_size_from_the_caller_is_refused_as_accelerate_does():
 
 
 def together_job(rank, failing, start):
-    gc.freeze()
     sizes = []
 
     @brimful.find_executable_batch_size(starting_batch_size=start)
@@ -253,7 +252,6 @@ def test_all_ranks_go_down_together(ranks, failing):
 
 
 def error_job(rank, failing, short):
-    gc.freeze()
 
     @brimful.find_executable_batch_size(starting_batch_size=10)
     def train(batch_size):
@@ -293,7 +291,6 @@ def test_another_error_reaches_the_other_ranks(ranks, failing, others):
 
 def zero_job(rank):
     """One rank has another back-off, and reaches zero first."""
-    gc.freeze()
     steps = iter([6, 0] if rank.index == 1 else [9, 8, 7])
 
     @brimful.find_executable_batch_size(
@@ -313,7 +310,6 @@ def test_a_rank_that_reaches_zero_alone_is_informed(ranks):
 
 
 def missing_job(rank):
-    gc.freeze()
     if rank.index == 1:
         return None
     return raised(brimful.find_executable_batch_size(lambda n: n))
@@ -340,7 +336,6 @@ def trained(batch_size, index, fault_at=NEVER, module=None):
 
 def ddp_job(rank, failing, inside):
     """The fault is at every allocation of the second step in turn; the model is made in the function or before it."""
-    gc.freeze()
     more, index = True, 0
     while more:
         assert index < 300

@@ -1,6 +1,5 @@
 """Pieces chosen by the memory that they will need: no step runs out of it, and nothing else of the step changes."""
 
-import gc
 from contextlib import contextmanager
 
 import pytest
@@ -103,7 +102,6 @@ def test_no_step_runs_out_of_memory_and_pieces_are_as_large_as_they_can_be(ranks
 
 
 def steady_job(rank, name, wrapped):
-    gc.freeze()
     make, batch_of = MODELS[name]
     seed(0)
     with whole_path():
@@ -221,7 +219,6 @@ def test_the_gradient_is_that_of_the_whole_batch():
 
 def ranks_job(rank, failing):
     """One rank has a limit, and a shape that the loss function fails on where it is run for its memory."""
-    gc.freeze()
     seed(0)
     model = wrap(torch.nn.Sequential(torch.nn.Linear(6, 200), torch.nn.Linear(200, 3)))
     sizer = brimful.BatchSizer(model, predict=True)
