@@ -35,6 +35,9 @@ function(brimful_own_target target)
     # GCC's -Wmaybe-uninitialized is wrong about libstdc++ under its own sanitizers.
     target_compile_options(${target} PRIVATE -fsanitize=${BRIMFUL_SANITIZE} -fno-omit-frame-pointer
       -Wno-maybe-uninitialized)
+    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+      target_compile_options(${target} PRIVATE -Wno-tsan) # torch's headers have a fence, which ThreadSanitizer does not see
+    endif()
     target_link_options(${target} PRIVATE -fsanitize=${BRIMFUL_SANITIZE})
   endif()
 endfunction()
