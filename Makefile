@@ -23,7 +23,7 @@ MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
 .PHONY: help demo test test-cpp test-consumer test-layers test-python test-cuda-sim test-slow test-oldest smoke wheel sdist soak gpu build \
   package configure lint lint-static stubtest tidy format bench docs pictures asan tsan setup setup-lint setup-clang \
-  setup-browser clean distclean
+  setup-browser setup-integrations setup-oldest clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,15 +59,13 @@ gpu: ## Ten minutes on a machine with a GPU; GPU='--list', '--resume --minutes 8
 soak: build ## Thousands of random faults in random steps of random models (minutes)
 	@$(BIN)/python -m pytest -m slow tests/python/faults/test_soak.py
 
-test-slow: build ## Run the tests with trainers, Ray and Optuna, in an environment of their own, and all of torch's operators
-	@tools/setup_integrations.sh $(VENV)
+test-slow: build setup-integrations ## Run the tests with trainers, Ray and Optuna, in their environment, and all of torch's operators
 	@$(VENV)-integrations/bin/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile \
 	  -m "slow or not slow" tests/integrations tests/python/project/test_migration.py
 	@$(SIMULATED) -m "gpu and slow" tests/cuda_sim/tests
 
 # Without optimisation, and by clang++, so that both compilers see the library.
-test-oldest: ## Build and install against the oldest torch that is supported, and run the smoke tests
-	@$(MAKE) setup-clang TORCH=$(OLDEST_TORCH)
+test-oldest: setup-oldest ## Build and install against the oldest torch that is supported, and run the smoke tests
 	@BRIMFUL_BUILD=build/oldest-$(notdir $(PYTHON)) CMAKE_ARGS='-DCMAKE_BUILD_TYPE=Quick -DCMAKE_CXX_COMPILER=clang++' \
 	  $(MAKE) smoke TORCH=$(OLDEST_TORCH)
 
@@ -121,11 +119,9 @@ stubtest: build
 	@MYPYPATH=$(BUILD)/python $(BIN)/python -m mypy.stubtest brimful._C --mypy-config-file pyproject.toml \
 	  --allowlist tools/stubtest.allow
 
-# clang-tidy, on the files that have no precompiled header (LIGHT in csrc/*/sources.cmake): the others take it a minute each.
-# It needs to know how a file is compiled that is not part of a unity file.
-tidy: setup-lint setup
-	@$(BIN)/cmake --preset dev -B build/tidy $(CONFIGURE) -DBRIMFUL_UNITY=OFF --log-level=WARNING
-	@xargs -P $(JOBS) -n 6 clang-tidy --quiet -p build/tidy < build/tidy/light.txt 2>/dev/null
+# It needs the flags of a build folder, not what is built in it.
+tidy: setup-lint configure
+	@$(BIN)/python tools/tidy.py $(BUILD) --jobs $(JOBS)
 
 format: setup-lint ## Rewrite the sources in the project's format
 	@clang-format -i $(CPP)
@@ -153,6 +149,13 @@ setup: ## Make the environment and install what is missing (the others do it by 
 
 setup-lint setup-clang setup-browser:
 	@tools/setup.sh $(VENV) $(TORCH) $(@:setup-%=%)
+
+setup-integrations: setup
+	@tools/setup_integrations.sh $(VENV)
+
+# The environment of test-oldest.
+setup-oldest:
+	@$(MAKE) setup-clang TORCH=$(OLDEST_TORCH)
 
 clean: ## Remove what was built
 	rm -rf build dist python/*.egg-info

@@ -38,7 +38,7 @@ class RowFinder {
     visit(batch, batch_dim, name_);
     const auto rows = decide();
     // Whether a list is cut by its entries depends on how many rows the rest has.
-    for (size_t i = 0; i < lists_.size(); ++i) {
+    for (size_t i = 0; i < lists_.size(); ++i) {  // NOLINT(modernize-loop-convert): it grows
       const auto list = lists_[i];
       const auto of_rest = found_ ? std::optional(found_->rows) : rows;
       if (!of_rest || !is_column(list.object, list.kind, list.alike, *of_rest, readings_)) {
@@ -195,7 +195,7 @@ class Cut {
     for (size_t i = 0; i < entries.size(); ++i) {
       entries[i].value = (*this)(before[i].value, dims[i], path + path_of(kind, before[i]));
     }
-    const py::object piece = rebuild(object, kind, before, entries);
+    py::object piece = rebuild(object, kind, before, entries);
     // A BatchEncoding of transformers holds what its tokenizer said of each row beside its entries.
     const py::object of_rows = py::getattr(piece, "_encodings", py::none());
     if (kind == Kind::mapping && PyList_Check(of_rows.ptr()) &&

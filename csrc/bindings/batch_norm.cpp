@@ -53,6 +53,7 @@ BatchNormModule batch_norm_of(const std::string& name, const py::object& object)
 std::vector<BatchNormModule> batch_norms_of(
     const std::vector<std::pair<std::string, py::object>>& modules) {
   std::vector<BatchNormModule> made;
+  made.reserve(modules.size());
   for (const auto& [name, module] : modules) {
     made.push_back(batch_norm_of(name, module));
   }

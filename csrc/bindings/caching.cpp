@@ -28,12 +28,14 @@ CachingRequest::Kind kind_of(const std::string& word) {
 
 py::tuple replay(const CudaPool& pool, const std::vector<Request>& asked) {
   std::vector<CachingRequest> requests;
+  requests.reserve(asked.size());
   for (const auto& [action, block, bytes, stream] : asked) {
     requests.push_back({kind_of(action), block, bytes, stream});
   }
   std::vector<CachingMoment> moments;
   const auto outcome = pool.replay(requests, &moments);
   std::vector<std::pair<int64_t, int64_t>> after;
+  after.reserve(moments.size());
   for (const auto& moment : moments) {
     after.emplace_back(moment.allocated_bytes, moment.reserved_bytes);
   }

@@ -11,7 +11,7 @@
 namespace brimful {
 namespace {
 // Owned by the module; plain pointers, because they are used until the interpreter ends.
-struct Types {
+struct ErrorTypes {
   PyObject* rank_failed = nullptr;
   PyObject* rank_out_of_memory = nullptr;
   PyObject* batch_too_large = nullptr;
@@ -23,7 +23,7 @@ struct Types {
   PyObject* distributed = nullptr;    ///< torch's: a communicator is lost
   PyObject* accelerator = nullptr;    ///< torch's, with the device's code
 };
-Types types;
+ErrorTypes error_types;
 
 PyObject* new_type(py::module_& m, const char* name, const char* doc, const py::tuple& bases) {
   const auto full_name = std::string("brimful.") + name;
@@ -44,7 +44,7 @@ void set_rank_failed(PyObject* type, const RankFailed& error) {
 }
 
 template <typename Pairs>
-py::dict as_dict(const Pairs& pairs) {
+py::dict dict_of_bytes(const Pairs& pairs) {
   py::dict dict;
   for (const auto& [name, bytes] : pairs) {
     dict[py::str(name)] = bytes;
@@ -54,8 +54,8 @@ py::dict as_dict(const Pairs& pairs) {
 
 void set_too_large(const BatchTooLarge& error) {
   const auto& facts = error.facts();
-  py::object instance =
-      py::reinterpret_borrow<py::object>(types.batch_too_large)(error.what_without_backtrace());
+  py::object instance = py::reinterpret_borrow<py::object>(error_types.batch_too_large)(
+      error.what_without_backtrace());
   const bool is_known = !facts.device.empty();
   py::list tried;
   for (const auto& split : facts.tried) {
@@ -64,18 +64,18 @@ void set_too_large(const BatchTooLarge& error) {
   instance.attr("rank") = is_known ? py::object(py::int_(facts.rank)) : py::none();
   instance.attr("device") = is_known ? py::object(py::str(facts.device)) : py::none();
   instance.attr("tried") = tried;
-  instance.attr("bytes") = as_dict(facts.bytes);
+  instance.attr("bytes") = dict_of_bytes(facts.bytes);
   instance.attr("limit_bytes") = facts.limit_bytes;
-  instance.attr("held") = as_dict(facts.held);
+  instance.attr("held") = dict_of_bytes(facts.held);
   instance.attr("advice") = facts.advice;
-  PyErr_SetObject(types.batch_too_large, instance.ptr());
+  PyErr_SetObject(error_types.batch_too_large, instance.ptr());
 }
 
 void set_accelerator_error(const c10::AcceleratorError& error) {
   py::object instance =
-      py::reinterpret_borrow<py::object>(types.accelerator)(error.what_without_backtrace());
+      py::reinterpret_borrow<py::object>(error_types.accelerator)(error.what_without_backtrace());
   instance.attr("error_code") = error.get_error_code();
-  PyErr_SetObject(types.accelerator, instance.ptr());
+  PyErr_SetObject(error_types.accelerator, instance.ptr());
 }
 
 void translate(std::exception_ptr pointer) {
@@ -84,19 +84,19 @@ void translate(std::exception_ptr pointer) {
       std::rethrow_exception(pointer);
     }
   } catch (const RankOutOfMemory& e) {
-    set_rank_failed(types.rank_out_of_memory, e);
+    set_rank_failed(error_types.rank_out_of_memory, e);
   } catch (const RankFailed& e) {
-    set_rank_failed(types.rank_failed, e);
+    set_rank_failed(error_types.rank_failed, e);
   } catch (const BatchTooLarge& e) {
     set_too_large(e);
   } catch (const HalfStepError& e) {
-    PyErr_SetString(types.half_step, e.what_without_backtrace());
+    PyErr_SetString(error_types.half_step, e.what_without_backtrace());
   } catch (const PlanMismatch& e) {
-    PyErr_SetString(types.plan_mismatch, e.what_without_backtrace());
+    PyErr_SetString(error_types.plan_mismatch, e.what_without_backtrace());
   } catch (const LeftOut& e) {
-    PyErr_SetString(types.left_out, e.what_without_backtrace());
+    PyErr_SetString(error_types.left_out, e.what_without_backtrace());
   } catch (const StoreLost& e) {
-    PyErr_SetString(types.store_lost, e.what_without_backtrace());
+    PyErr_SetString(error_types.store_lost, e.what_without_backtrace());
   } catch (const c10::ValueError& e) {
     PyErr_SetString(PyExc_ValueError, e.what_without_backtrace());
   } catch (const c10::TypeError& e) {
@@ -104,7 +104,7 @@ void translate(std::exception_ptr pointer) {
   } catch (const c10::NotImplementedError& e) {
     PyErr_SetString(PyExc_NotImplementedError, e.what_without_backtrace());
   } catch (const c10::OutOfMemoryError& e) {
-    PyErr_SetString(types.out_of_memory, e.what_without_backtrace());
+    PyErr_SetString(error_types.out_of_memory, e.what_without_backtrace());
   } catch (const c10::AcceleratorError& e) {
     set_accelerator_error(e);
   } catch (const std::system_error& e) {
@@ -119,31 +119,31 @@ void translate(std::exception_ptr pointer) {
 }
 
 bool is_out_of_memory(const py::error_already_set& error) {
-  if (error.matches(py::handle(types.out_of_memory)) || error.matches(PyExc_MemoryError)) {
+  if (error.matches(py::handle(error_types.out_of_memory)) || error.matches(PyExc_MemoryError)) {
     return true;
   }
-  return error.matches(PyExc_RuntimeError) && !error.matches(py::handle(types.distributed)) &&
+  return error.matches(PyExc_RuntimeError) && !error.matches(py::handle(error_types.distributed)) &&
          is_out_of_memory_message(py::str(error.value()).cast<std::string>());
 }
 
 void make_types(py::module_& m) {
   const py::object out_of_memory = py::module_::import("torch").attr("OutOfMemoryError");
-  types.out_of_memory = py::object(out_of_memory).release().ptr();
-  types.accelerator =
+  error_types.out_of_memory = py::object(out_of_memory).release().ptr();
+  error_types.accelerator =
       py::object(py::module_::import("torch").attr("AcceleratorError")).release().ptr();
-  types.distributed =
+  error_types.distributed =
       py::object(py::module_::import("torch.distributed").attr("DistError")).release().ptr();
-  types.rank_failed = new_type(
+  error_types.rank_failed = new_type(
       m, "RankFailed",
       "A rank failed the step and every rank raises: parameters, buffers and RNG are as before "
       "it.\n\n"
       "Attributes: rank (the lowest that failed), step, kind ('error' or 'out_of_memory').",
       py::make_tuple(py::handle(PyExc_RuntimeError)));
-  types.rank_out_of_memory = new_type(
+  error_types.rank_out_of_memory = new_type(
       m, "RankOutOfMemory",
       "The rank that failed had run out of memory, and nothing was left to split or to retry.",
-      py::make_tuple(py::handle(types.rank_failed), out_of_memory));
-  types.batch_too_large =
+      py::make_tuple(py::handle(error_types.rank_failed), out_of_memory));
+  error_types.batch_too_large =
       new_type(m, "BatchTooLarge",
                "Raised on the rank for which no split of the batch fits.\n\n"
                "Attributes: rank, device, tried (a list of (pieces, rows of the largest, peak in "
@@ -151,23 +151,26 @@ void make_types(py::module_& m) {
                "by category), limit_bytes, held (bytes beside tensors), advice (what to try next, "
                "in this order).",
                py::make_tuple(out_of_memory));
-  types.half_step = new_type(m, "HalfStepError",
-                             "The optimizer failed in the middle of its step: parameters may be "
-                             "half updated. Never retried.",
-                             py::make_tuple(py::handle(PyExc_RuntimeError)));
-  types.plan_mismatch = new_type(
+  error_types.half_step =
+      new_type(m, "HalfStepError",
+               "The optimizer failed in the middle of its step: parameters may be "
+               "half updated. Never retried.",
+               py::make_tuple(py::handle(PyExc_RuntimeError)));
+  error_types.plan_mismatch = new_type(
       m, "PlanMismatch",
       "The ranks' models differ in the number, shape, dtype or values of their parameters, or "
       "their sizers in the state that they loaded.",
       py::make_tuple(py::handle(PyExc_ValueError)));
-  types.left_out = new_type(m, "LeftOut",
-                            "The other ranks formed a group without this process, which was silent "
-                            "for too long: it must be started again, and joins the next group.",
-                            py::make_tuple(py::handle(PyExc_RuntimeError)));
-  types.store_lost = new_type(m, "StoreLost",
-                              "The store through which ranks find each other is gone, so that no "
-                              "new group can be formed.",
-                              py::make_tuple(py::handle(PyExc_RuntimeError)));
+  error_types.left_out =
+      new_type(m, "LeftOut",
+               "The other ranks formed a group without this process, which was silent "
+               "for too long: it must be started again, and joins the next group.",
+               py::make_tuple(py::handle(PyExc_RuntimeError)));
+  error_types.store_lost =
+      new_type(m, "StoreLost",
+               "The store through which ranks find each other is gone, so that no "
+               "new group can be formed.",
+               py::make_tuple(py::handle(PyExc_RuntimeError)));
 }
 
 void set_throwers() {
@@ -175,12 +178,12 @@ void set_throwers() {
   detail::set_rank_failed_thrower([](const RankFailed& error) {
     const py::gil_scoped_acquire gil;
     const bool memory = error.kind() == Status::out_of_memory;
-    set_rank_failed(memory ? types.rank_out_of_memory : types.rank_failed, error);
+    set_rank_failed(memory ? error_types.rank_out_of_memory : error_types.rank_failed, error);
     throw py::error_already_set();
   });
   detail::set_plan_mismatch_thrower([](const PlanMismatch& error) {
     const py::gil_scoped_acquire gil;
-    PyErr_SetString(types.plan_mismatch, error.what_without_backtrace());
+    PyErr_SetString(error_types.plan_mismatch, error.what_without_backtrace());
     throw py::error_already_set();
   });
 }
@@ -208,7 +211,7 @@ void bind_log(py::module_& m) {
 
 void throw_to_core(py::error_already_set& error) {
   // A peer's failure is not this rank's own shortage, although it is an out-of-memory error to Python.
-  if (error.matches(py::handle(types.rank_failed)) || !is_out_of_memory(error)) {
+  if (error.matches(py::handle(error_types.rank_failed)) || !is_out_of_memory(error)) {
     throw error;
   }
   const auto text = py::str(error.value()).cast<std::string>();

@@ -9,7 +9,7 @@ namespace {
 constexpr int kMostSteps = 12;
 
 /// The way up from one target.
-struct Climb {
+struct WayUp {
   PyObject* target;
   std::unordered_map<PyObject*, PyObject*> below;  // towards the target
   std::vector<PyObject*> frontier;
@@ -17,7 +17,7 @@ struct Climb {
   std::optional<PythonRoot> root;
   bool done = false;
 
-  explicit Climb(PyObject* object) : target(object), frontier{object} { below[object] = nullptr; }
+  explicit WayUp(PyObject* object) : target(object), frontier{object} { below[object] = nullptr; }
 
   void end_at(PyObject* object, PythonRoot found) {
     top = object;
@@ -26,7 +26,7 @@ struct Climb {
   }
 };
 
-void look_for_locals(Climb& climb, const PythonRoots& roots) {
+void look_for_locals(WayUp& climb, const PythonRoots& roots) {
   for (PyObject* const object : climb.frontier) {
     if (const auto* local = roots.local(object); local != nullptr && !climb.done) {
       climb.end_at(object, *local);
@@ -34,7 +34,7 @@ void look_for_locals(Climb& climb, const PythonRoots& roots) {
   }
 }
 
-void climb_one(Climb& climb, const PythonRoots& roots,
+void climb_one(WayUp& climb, const PythonRoots& roots,
                const std::unordered_map<PyObject*, std::vector<PyObject*>>& referrers) {
   std::vector<PyObject*> next;
   for (PyObject* const object : climb.frontier) {
@@ -58,7 +58,7 @@ void climb_one(Climb& climb, const PythonRoots& roots,
   climb.done = climb.frontier.empty();
 }
 
-HolderChain chain_of(const Climb& climb) {
+HolderChain chain_of(const WayUp& climb) {
   HolderChain found{climb.root, {}};
   const bool is_cycle = climb.done && climb.frontier.empty();
   for (PyObject* at = climb.root || is_cycle ? climb.top : nullptr; at != nullptr;
@@ -72,7 +72,7 @@ HolderChain chain_of(const Climb& climb) {
 
 std::vector<HolderChain> find_chains(const PythonHeap& heap, const PythonRoots& roots,
                                      const std::vector<PyObject*>& targets) {
-  std::vector<Climb> climbs(targets.begin(), targets.end());
+  std::vector<WayUp> climbs(targets.begin(), targets.end());
   for (int step = 0; step < kMostSteps; ++step) {
     std::unordered_set<PyObject*> wanted;
     for (auto& climb : climbs) {
@@ -94,6 +94,7 @@ std::vector<HolderChain> find_chains(const PythonHeap& heap, const PythonRoots& 
     }
   }
   std::vector<HolderChain> found;
+  found.reserve(climbs.size());
   for (const auto& climb : climbs) {
     found.push_back(chain_of(climb));
   }

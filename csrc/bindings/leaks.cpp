@@ -140,6 +140,7 @@ std::vector<Holder> search(const std::vector<const void*>& data) {
   const auto targets = targets_of(heap, roots, wanted);
   const auto chains = find_chains(heap, roots, targets.objects);
   std::vector<Holder> holders;
+  holders.reserve(data.size());
   for (const void* const storage : data) {
     holders.push_back(choose(storage, targets, chains));
   }
@@ -242,6 +243,7 @@ void bind_leaks(py::module_& m) {
       "_find_holders",
       [](const std::vector<uintptr_t>& data) {
         std::vector<const void*> storages;
+        storages.reserve(data.size());
         for (const uintptr_t address : data) {
           storages.push_back(reinterpret_cast<const void*>(address));
         }

@@ -116,6 +116,7 @@ void bind_doctor(py::module_& m) {
           findings.push_back(std::move(finding));
         }
         std::vector<Line> lines;
+        lines.reserve(findings.size());
         for (const auto& finding : findings) {
           lines.emplace_back(finding.name, name_of(finding.health), finding.found, finding.remedy);
         }

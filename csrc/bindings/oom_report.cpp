@@ -65,7 +65,7 @@ void bind_oom_report(py::module_& m) {
       .def_property_readonly("findings", &findings)
       .def_property_readonly("short", &to_short_string)
       .def("__str__", [](const OomFacts& facts) { return to_string(facts); })
-      .def("_repr_html_", &to_html);
+      .def("_repr_html_", [](const OomFacts& facts) { return to_html(facts); });
   m.def("memory_last_oom", &last_oom);
   m.def("_set_oom_report_path", &set_oom_report_path, "path"_a);
   m.def("_write_pending_oom_report", &write_pending_oom_report,

@@ -319,6 +319,7 @@ std::unique_ptr<PythonPipeline> make_pipeline(
     };
   }
   std::vector<Stage> made;
+  made.reserve(stages.size());
   for (const auto& stage : stages) {
     made.push_back(stage_of(stage));
   }

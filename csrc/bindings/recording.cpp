@@ -42,7 +42,7 @@ py::list lines_of(const DevicePart& self) {
   return lines;
 }
 
-void bind_values(py::module_& m) {
+void bind_recorded_values(py::module_& m) {
   py::class_<DevicePart>(m, "DeviceRecording", "What the memory of one device did.")
       .def_property_readonly("device", [](const DevicePart& self) { return self.device.device; })
       .def_property_readonly("events",
@@ -81,7 +81,7 @@ void bind_values(py::module_& m) {
 }  // namespace
 
 void bind_recording(py::module_& m) {
-  bind_values(m);
+  bind_recorded_values(m);
   m.attr("_RING_BYTES") = kRingBytes;
   m.def("memory_start_recording", &start_recording, "ring_bytes"_a);
   m.def("memory_recording", &recording);

@@ -46,7 +46,7 @@ Transaction::Keeper keeper_of(py::function capture, py::function restore) {
 namespace {
 /// What differentiates or runs backward may be Python's: a hook, or a function in the graph.
 template <typename Work>
-auto translated(const Work& work) -> decltype(work()) {
+auto with_python_errors(const Work& work) -> decltype(work()) {
   try {
     return work();
   } catch (python_error& error) {
@@ -60,7 +60,7 @@ auto translated(const Work& work) -> decltype(work()) {
 }  // namespace
 
 void run_python_backward(const at::Tensor& loss, const at::Tensor& gradient) {
-  translated([&] { torch::autograd::backward({loss}, {gradient}); });
+  with_python_errors([&] { torch::autograd::backward({loss}, {gradient}); });
 }
 
 namespace {
@@ -76,7 +76,7 @@ std::exception_ptr as_exception(const py::object& error) {
 
 std::vector<at::Tensor> differentiate(const at::Tensor& loss, const at::Tensor& seed,
                                       const std::vector<at::Tensor>& inputs) {
-  return translated([&] {
+  return with_python_errors([&] {
     return torch::autograd::grad({loss}, inputs, {seed}, /*retain_graph=*/false,
                                  /*create_graph=*/false, /*allow_unused=*/true);
   });

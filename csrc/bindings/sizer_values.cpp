@@ -44,6 +44,7 @@ void bind_peak_model(py::module_& m) {
           "fit",
           [](const std::vector<std::pair<int64_t, memory::Trace>>& traces) {
             std::vector<TracedRows> traced;
+            traced.reserve(traces.size());
             for (const auto& [rows, trace] : traces) {
               traced.push_back({rows, trace});
             }

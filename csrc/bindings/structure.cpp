@@ -8,14 +8,14 @@
 namespace brimful {
 namespace {
 // Owned by the module; plain pointers, because they are used until the interpreter ends.
-struct Types {
+struct StructureTypes {
   PyObject* mapping = nullptr;
   PyObject* user_dict = nullptr;
   PyObject* packed_sequence = nullptr;
   PyObject* fields = nullptr;
   PyObject* copy = nullptr;
 };
-Types types;
+StructureTypes structure_types;
 
 constexpr int kDeepest = 500;
 thread_local int walk_depth = 0;
@@ -25,7 +25,8 @@ PyObject* look_up(const char* module, const char* name) {
 }
 
 bool is_dict_like(const py::handle& object) {
-  return PyDict_Check(object.ptr()) || py::isinstance(object, py::handle(types.user_dict));
+  return PyDict_Check(object.ptr()) ||
+         py::isinstance(object, py::handle(structure_types.user_dict));
 }
 
 bool same_values(const std::vector<Entry>& before, const std::vector<Entry>& entries) {
@@ -47,7 +48,8 @@ py::list values_of(const std::vector<Entry>& entries) {
 
 py::object rebuild_mapping(const py::handle& original, const std::vector<Entry>& entries) {
   // A copy of another mapping may share its store with the original.
-  py::object made = is_dict_like(original) ? py::handle(types.copy)(original) : py::dict();
+  py::object made =
+      is_dict_like(original) ? py::handle(structure_types.copy)(original) : py::dict();
   for (const auto& entry : entries) {
     made[entry.key] = entry.value;
   }
@@ -55,7 +57,7 @@ py::object rebuild_mapping(const py::handle& original, const std::vector<Entry>&
 }
 
 py::object rebuild_dataclass(const py::handle& original, const std::vector<Entry>& entries) {
-  py::object made = py::handle(types.copy)(original);
+  py::object made = py::handle(structure_types.copy)(original);
   for (const auto& entry : entries) {  // as object.__setattr__: a frozen one has no other
     if (PyObject_GenericSetAttr(made.ptr(), entry.key.ptr(), entry.value.ptr()) != 0) {
       throw py::error_already_set();
@@ -79,11 +81,11 @@ py::object rebuild_sequence(const py::handle& original, Kind kind, const py::lis
 }  // namespace
 
 void load_structure_types() {
-  types.mapping = look_up("collections.abc", "Mapping");
-  types.user_dict = look_up("collections", "UserDict");
-  types.packed_sequence = look_up("torch.nn.utils.rnn", "PackedSequence");
-  types.fields = look_up("dataclasses", "fields");
-  types.copy = look_up("copy", "copy");
+  structure_types.mapping = look_up("collections.abc", "Mapping");
+  structure_types.user_dict = look_up("collections", "UserDict");
+  structure_types.packed_sequence = look_up("torch.nn.utils.rnn", "PackedSequence");
+  structure_types.fields = look_up("dataclasses", "fields");
+  structure_types.copy = look_up("copy", "copy");
 }
 
 std::string type_name(const py::handle& object) {
@@ -108,7 +110,8 @@ Kind part_kind(const py::handle& object) {
     return THPVariable_Unpack(p).layout() == at::kJagged ? Kind::jagged : Kind::tensor;
   }
   if (PyTuple_Check(p)) {
-    return py::isinstance(object, py::handle(types.packed_sequence)) ? Kind::packed : Kind::tuple;
+    return py::isinstance(object, py::handle(structure_types.packed_sequence)) ? Kind::packed
+                                                                               : Kind::tuple;
   }
   if (PyDict_Check(p)) {
     return Kind::mapping;
@@ -123,7 +126,7 @@ Kind part_kind(const py::handle& object) {
   if (py::hasattr(object, "__dataclass_fields__")) {
     return Kind::dataclass;
   }
-  return py::isinstance(object, py::handle(types.mapping)) ? Kind::mapping : Kind::whole;
+  return py::isinstance(object, py::handle(structure_types.mapping)) ? Kind::mapping : Kind::whole;
 }
 
 std::vector<Entry> entries_of(const py::handle& object, Kind kind) {
@@ -134,7 +137,7 @@ std::vector<Entry> entries_of(const py::handle& object, Kind kind) {
       entries.push_back({pair[py::int_(0)], pair[py::int_(1)]});
     }
   } else if (kind == Kind::dataclass) {
-    for (const auto& field : py::handle(types.fields)(object)) {
+    for (const auto& field : py::handle(structure_types.fields)(object)) {
       const py::object name = field.attr("name");
       if (py::hasattr(object, name)) {
         entries.push_back({name, object.attr(name)});

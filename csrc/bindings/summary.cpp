@@ -16,7 +16,7 @@ using namespace probes;
 namespace {
 
 // For JSON and data frames: all that can be read of a value, by its name.
-py::dict as_dict(const py::object& self, const py::handle& type) {
+py::dict dict_of(const py::object& self, const py::handle& type) {
   py::dict found;
   for (const auto& entry : py::dict(type.attr("__dict__"))) {
     if (py::isinstance(entry.second, py::module_::import("builtins").attr("property"))) {
@@ -27,10 +27,10 @@ py::dict as_dict(const py::object& self, const py::handle& type) {
 }
 
 py::dict summary_as_dict(const py::object& self) {
-  py::dict found = as_dict(self, py::type::of<StepSummary>());
+  py::dict found = dict_of(self, py::type::of<StepSummary>());
   py::list rows;
   for (const auto& row : found["modules"]) {
-    rows.append(as_dict(py::reinterpret_borrow<py::object>(row), py::type::of<ModuleRow>()));
+    rows.append(dict_of(py::reinterpret_borrow<py::object>(row), py::type::of<ModuleRow>()));
   }
   found["modules"] = rows;
   return found;
@@ -47,7 +47,7 @@ void look_beyond(const SmallSteps& steps, StepSummary& found) {
   found.largest_rows = steps.largest_rows();
 }
 
-void bind_figures(py::module_& m) {
+void bind_summary_figures(py::module_& m) {
   py::class_<ModuleRow>(m, "ModuleRow", "What one module takes, with all that is inside it.")
       .def(py::init<>())
       .BRIMFUL_FIELDS(def_readwrite, ModuleRow, name, type, depth, calls, inputs, outputs,
@@ -74,7 +74,7 @@ void bind_summary(py::module_& m) {
              return MemorySpan{std::move(modules), backward, peak_bytes, change_bytes};
            }),
            py::arg("modules"), py::arg("backward"), py::arg("peak_bytes"), py::arg("change_bytes"));
-  bind_figures(m);
+  bind_summary_figures(m);
   py::class_<SmallSteps>(m, "_SmallSteps", "What steps with a few rows say of those with more.")
       .def(py::init([](py::handle device) { return SmallSteps(as_device(device)); }),
            py::arg("device"))

@@ -154,6 +154,7 @@ double Ladder::forward_ms(const Kind& kind) const {
 std::vector<std::string> Ladder::names_of(const std::vector<int32_t>& modules) const {
   const auto all = modules_->names();
   std::vector<std::string> names;
+  names.reserve(modules.size());
   for (const auto module : modules) {
     names.push_back(all.at(static_cast<size_t>(module)));
   }

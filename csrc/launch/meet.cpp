@@ -104,6 +104,7 @@ class Meeting {
   std::string key(int rank, const char* kind = "") const { return prefix_ + place(rank, kind); }
   std::vector<std::string> keys(const char* kind) const {
     std::vector<std::string> result;
+    result.reserve(static_cast<size_t>(world_size_));
     for (int rank = 0; rank < world_size_; ++rank) {
       result.push_back(key(rank, kind));
     }

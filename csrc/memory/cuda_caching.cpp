@@ -31,7 +31,7 @@ CachingSettings settings_now(const caching::AllocatorConfigInfo& config) {
   return settings;
 }
 
-CachingBlock block_of(const c10::CachingDeviceAllocator::BlockInfo& known) {
+CachingBlock caching_block_of(const c10::CachingDeviceAllocator::BlockInfo& known) {
   using State = CachingBlock::State;
   const auto state = known.allocated ? State::live : known.active ? State::pending : State::cached;
   return {static_cast<int64_t>(known.size), state, known.gc_counter};
@@ -70,7 +70,7 @@ std::optional<CudaPool> cuda_pool(c10::Device device) {
                            known.owner_private_pool_id != decltype(known.owner_private_pool_id){},
                            known.registration_counter};
     std::transform(known.blocks.begin(), known.blocks.end(), std::back_inserter(segment.blocks),
-                   block_of);
+                   caching_block_of);
     pool.segments.push_back(std::move(segment));
   }
   pool.settings = settings_now(snapshot.config_metadata);

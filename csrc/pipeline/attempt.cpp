@@ -300,15 +300,13 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
   }
   const auto& failure = *result.failure;
   const bool again = call.retry.may_repeat() && !call.refused;
-  if (call.group.late_gradient() && again) {
+  if ((call.group.late_gradient() && again) || Recomputing::is_refused(result)) {
     own.kind = Status::retry;
   } else if (failure.kind == Status::out_of_memory) {
     own.refine =
         again && call.microbatches() < call.rows && agreed_.may_split && !options.fixed_schedule;
     const bool repeated = own.refine || recomputing->may_help(call, result);
     own.kind = repeated ? Status::retry : Status::out_of_memory;
-  } else if (Recomputing::is_refused(result)) {
-    own.kind = Status::retry;
   } else {
     own.kind = Status::error;
   }

@@ -15,14 +15,14 @@
 
 namespace brimful {
 namespace {
-constexpr int64_t kAlignmentBytes = 64;
+constexpr int64_t kGradientAlignmentBytes = 64;
 constexpr int64_t kSparseDim =
     1;  // as of an embedding's gradient; gloo kills a process whose peer sends another one
 constexpr int64_t kSmallNumel =
     32768;  // below, an own loop beats the dispatcher; above, ATen's vectorised one wins
 
 int64_t aligned(int64_t numel, int64_t element_bytes) {
-  return round_up(numel, kAlignmentBytes / element_bytes);
+  return round_up(numel, kGradientAlignmentBytes / element_bytes);
 }
 
 int64_t reals_of(const at::Tensor& parameter) {

@@ -157,7 +157,7 @@ struct Latest {
   bool known() const { return longest_ms - waited_ms >= kLateBy; }
   std::string text() const {
     return "rank " + std::to_string(rank) + " came " +
-           std::to_string((longest_ms - waited_ms) / 1000.0).substr(0, 3) +
+           std::to_string(static_cast<double>(longest_ms - waited_ms) / 1000.0).substr(0, 3) +
            " s after the first, which did not wait so long";
   }
 };

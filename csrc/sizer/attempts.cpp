@@ -256,8 +256,7 @@ Outcome BatchSizer::State::run(const StepInput& input, const PieceWork& work, Pa
 Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepInput& input,
                                         Outcome& outcome, int64_t peak_bytes,
                                         const PairRun* pairs) {
-  const Ended again{result.same_split ? Ended::How::as_it_was : Ended::How::ran_out,
-                    options_.device};
+  Ended again{result.same_split ? Ended::How::as_it_was : Ended::How::ran_out, options_.device};
   AttemptNote note;
   note.pieces = static_cast<int64_t>(outcome.split.size());
   note.piece_rows = largest_piece(outcome.split);

@@ -117,6 +117,7 @@ SharedForecast Forecasts::tell(const RowKind& kind) {
   });
   const auto told_by = [&](std::vector<TracedRows> Rehearsal::*piece) {
     std::vector<TracedLength> known;
+    known.reserve(line.size());
     for (const auto& entry : line) {
       known.push_back({static_cast<double>(entry->kind.sizes[index]), entry->rehearsal.*piece});
     }

@@ -20,6 +20,7 @@ std::optional<size_t> first_nonzero(const std::vector<at::Tensor>& values) {
   std::optional<size_t> first;
   for_each_kind(values, [&](const std::vector<size_t>& places) {
     std::vector<at::Tensor> together;
+    together.reserve(places.size());
     for (const auto i : places) {
       together.push_back(values[i]);
     }

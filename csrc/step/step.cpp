@@ -50,8 +50,7 @@ StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants,
 }
 
 void StepGroup::require_one_group() const {
-  for (size_t i = 0; i < participants_.size(); ++i) {
-    const auto& participant = participants_[i];
+  for (const auto& participant : participants_) {
     TORCH_CHECK_VALUE(
         participant->rank() == rank() && participant->world_size() == world_size(),
         "modules of one step must share rank and world size (rank: ", participant->rank(), " of ",

@@ -69,7 +69,7 @@ void drop_hooks_before(Node& node) noexcept {
 
 Edge put_relay(Node& node, uint32_t edge, Edge& target) {
   target = node.next_edges()[edge];
-  const Edge relay(make_node<Relay>(target), 0);
+  Edge relay(make_node<Relay>(target), 0);
   node.next_edges()[edge] = relay;
   // An operation in place on a view runs another node within, which computes what that node's own edges ask for.
   if (auto* slices = dynamic_cast<torch::autograd::CopySlices*>(&node)) {

@@ -23,10 +23,9 @@ Turns::Turns(const std::vector<c10::Device>& devices, const std::atomic<bool>& c
     }
   };
   share(c10::Device(c10::DeviceType::CPU), [](c10::Device) { return true; });
-  for (size_t i = 0; i < devices.size(); ++i) {
-    const auto device = devices[i];
-    if (device.is_cuda() && std::find(devices.begin(), devices.begin() + i, device) ==
-                                devices.begin() + static_cast<int64_t>(i)) {
+  for (auto at = devices.begin(); at != devices.end(); ++at) {
+    const auto device = *at;
+    if (device.is_cuda() && std::find(devices.begin(), at, device) == at) {
       share(device, [&](c10::Device other) { return other == device; });
     }
   }

@@ -101,6 +101,7 @@ Value joined(const std::vector<Value>& pieces) {
       continue;
     }
     std::vector<at::Tensor> parts;
+    parts.reserve(pieces.size());
     for (const auto& piece : pieces) {
       parts.push_back(piece.tensors[i]);
     }

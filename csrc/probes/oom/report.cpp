@@ -136,7 +136,7 @@ std::string observe(c10::Device device, int64_t request_bytes, bool retried) {
   read_blocks(facts, memory::live_blocks(device));
   facts.by_category = memory::live_by_category(
       device, facts.program ? facts.program->labels : std::vector<memory::Label>{});
-  const auto text = to_short_string(facts);
+  auto text = to_short_string(facts);
   std::optional<std::string> path;
   {
     const std::lock_guard lock(watch().mutex);

@@ -33,6 +33,7 @@ template <>
 struct Bare<std::vector<Along>> {
   static std::vector<at::Tensor> of(const std::vector<Along>& parts) {
     std::vector<at::Tensor> tensors;
+    tensors.reserve(parts.size());
     for (const auto& part : parts) {
       tensors.push_back(part.tensor);
     }
