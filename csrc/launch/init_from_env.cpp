@@ -108,8 +108,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_from_env(std::chrono::milliseconds t
   const std::string prefix =
       "brimful/attempt_" + env.attempt + "/group_" + std::to_string(groups++);
   const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect_store(env, timeout));
-  auto group = launch::make_gloo_group(store, env.rank, env.world_size,
-                                             launch::GlooDevice::of_host, timeout);
+  auto group = launch::make_gloo_group(store, env.rank, env.world_size, launch::GlooDevice::of_host,
+                                       timeout);
   if (device) {
     launch::keep_process_on_nccl_errors();
     c10::impl::getDeviceGuardImpl(device->type())->setDevice(*device);
