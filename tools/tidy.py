@@ -72,8 +72,8 @@ def files_to_read(sources: list[Path], light: set[Path], folder: Path) -> list[t
                 part = chosen[start : start + size]
                 file = folder / f"{layer}_{'heavy' if heavy else 'light'}_{start // size}.cpp"
                 file.write_text("".join(f'#include "{source}"\n' for source in part))
-                files.append((len(part), file, heavy))
-    return [(file, heavy) for _, file, heavy in sorted(files, reverse=True)]
+                files.append((layer == "bindings", len(part), file, heavy))
+    return [(file, heavy) for _, _, file, heavy in sorted(files, reverse=True)]
 
 
 def read(file: Path, heavy: bool, flags: list[str]) -> tuple[bool, str]:
