@@ -142,7 +142,7 @@ pictures: package ## Draw the documentation's pictures again, from runs on this 
 asan tsan: setup ## Build the C++ tests under a sanitizer and run them; FOLDERS='base;memory' for these alone
 	@$(BIN)/cmake --preset $@ $(CONFIGURE) '-DBRIMFUL_FOLDERS=$(FOLDERS)' --log-level=WARNING
 	@$(BIN)/cmake --build build/$@ --parallel $(JOBS)
-	@setarch -R $(BIN)/ctest --test-dir build/$@ --output-on-failure --no-tests=error
+	@setarch -R $(BIN)/ctest --test-dir build/$@ --parallel $(JOBS) --output-on-failure --no-tests=error
 
 setup: ## Make the environment and install what is missing (the others do it by themselves)
 	@tools/setup.sh $(VENV) $(TORCH)
