@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch._dynamo  # the first step of an optimizer would, after the heap was put aside
 from frozen_heap import (
+    put_aside,
     pytest_collection_finish as pytest_collection_finish,
     pytest_unconfigure as pytest_unconfigure,
 )
@@ -47,8 +48,7 @@ def whole_heap():
     """A search for who holds a tensor takes longer where a part of the heap is put aside."""
     gc.unfreeze()
     yield
-    gc.collect()
-    gc.freeze()
+    put_aside()
 
 
 SIMULATED = hasattr(ctypes.CDLL(None), "sim_cuda_calls")

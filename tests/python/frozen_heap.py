@@ -3,9 +3,13 @@
 import gc
 
 
-def pytest_collection_finish():
+def put_aside():
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish():
+    put_aside()
 
 
 def pytest_unconfigure():

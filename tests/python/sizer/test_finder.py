@@ -252,7 +252,6 @@ def test_all_ranks_go_down_together(ranks, failing):
 
 
 def error_job(rank, failing, short):
-
     @brimful.find_executable_batch_size(starting_batch_size=10)
     def train(batch_size):
         if rank.index == failing:
