@@ -23,6 +23,15 @@ if(BRIMFUL_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   endif()
 endif()
 
+# g++ looks for garbage again and again while it compiles torch's headers: 5 to 9 % of the time. Where there is memory, it need
+# not before it has 2 GiB.
+cmake_host_system_information(RESULT _memory_mb QUERY TOTAL_PHYSICAL_MEMORY)
+cmake_host_system_information(RESULT _cores QUERY NUMBER_OF_LOGICAL_CORES)
+math(EXPR _memory_mb "${_memory_mb} / ${_cores}")
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND _memory_mb GREATER 4000)
+  add_compile_options("SHELL:--param ggc-min-heapsize=2097152")
+endif()
+
 # Warnings and sanitizers for a target of ours. torch's headers are SYSTEM and stay silent.
 function(brimful_own_target target)
   target_compile_options(${target} PRIVATE -Wall -Wextra $<$<BOOL:${BRIMFUL_WERROR}>:-Werror>)

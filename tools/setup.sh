@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes a virtual environment with torch and the build tools, and installs the system packages that are missing.
 # Does nothing, and quickly, when all is there.
-#   tools/setup.sh VENV TORCH_VERSION [lint|clang|docs|browser]     (PYTHON: the Python to make VENV with)
+#   tools/setup.sh VENV TORCH_VERSION [clang|docs|browser]     (PYTHON: the Python to make VENV with)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1 torch=$2 part=${3:-}
@@ -39,9 +39,6 @@ need libgloo-dev test -e /usr/include/gloo/rendezvous/store.h
 need ccache command -v ccache
 need dataset-fashion-mnist test -e /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz
 case $part in
-  lint)
-    need clang-format command -v clang-format
-    need clang-tidy command -v clang-tidy ;;
   clang) need clang command -v clang++ ;;
   docs) need doxygen command -v doxygen ;;
   browser) need chromium command -v chromium ;;

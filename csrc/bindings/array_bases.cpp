@@ -97,6 +97,7 @@ void ArrayBases::look(py::list& objects, const std::vector<py::object>& roots) {
     const auto pass = pass_over(reinterpret_cast<PyTypeObject*>(array.ptr()), objects, roots);
     std::vector<std::pair<py::object, std::vector<PyObject*>>>
         met;  // before anything of Python's runs
+    met.reserve(pass.arrays.size());
     for (const auto& [object, owners] : pass.arrays) {
       met.emplace_back(py::reinterpret_borrow<py::object>(object), owners);
     }
@@ -132,7 +133,8 @@ void ArrayBases::add_unlisted_tensors(py::list& objects) const {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects.ptr()) && !tensors.empty(); ++i) {
     tensors.erase(PyList_GET_ITEM(objects.ptr(), i));
   }
-  for (PyObject* const tensor : tensors) {
+  for (PyObject* const tensor :
+       tensors) {  // NOLINT(*-pointer-iteration-order): nor has the heap an order
     objects.append(py::handle(tensor));
   }
 }

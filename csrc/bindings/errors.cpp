@@ -78,7 +78,7 @@ void set_accelerator_error(const c10::AcceleratorError& error) {
   PyErr_SetObject(error_types.accelerator, instance.ptr());
 }
 
-void translate(std::exception_ptr pointer) {
+void translate(std::exception_ptr pointer) {  // NOLINT(*-unnecessary-value-param): pybind11's type
   try {
     if (pointer) {
       std::rethrow_exception(pointer);

@@ -221,7 +221,7 @@ class PathWriter {
       modules_ = true;
       return;
     }
-    if (name.ends_with("_hooks") && name.starts_with("_")) {
+    if (name.ends_with("_hooks") && name.starts_with('_')) {
       is_of(HolderKind::hook);
       container_ = path_ + "." + name;
     }

@@ -183,6 +183,7 @@ void bind_ladder(py::module_& m) {
           py::arg("recompute"), py::arg("offload"), py::arg("room_bytes"))
       .def_property_readonly("calls", [](const StepEvents& self) {
         std::vector<std::tuple<int32_t, int64_t, double>> calls;
+        calls.reserve(self.calls.size());
         for (const auto& call : self.calls) {
           calls.emplace_back(call.module, call.parent, call.forward_ms);
         }

@@ -83,6 +83,7 @@ std::vector<std::vector<std::tuple<std::string, double, double>>> times_of(
 
 std::vector<double> bubbles_of(const Timeline& timeline) {
   std::vector<double> bubbles;
+  bubbles.reserve(timeline.ranks.size());
   for (size_t rank = 0; rank < timeline.ranks.size(); ++rank) {
     bubbles.push_back(timeline.bubble(static_cast<int>(rank)));
   }

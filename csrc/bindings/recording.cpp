@@ -65,7 +65,7 @@ void bind_recorded_values(py::module_& m) {
           [](const Recording& self) { return static_cast<double>(self.duration_ns) / 1e9; })
       .def_property_readonly(
           "devices",
-          [](py::object self) {
+          [](const py::object& self) {
             const auto& recording = self.cast<const Recording&>();
             py::list parts;
             for (const auto& device : recording.devices) {

@@ -124,7 +124,7 @@ class PythonSizer {
               const std::vector<c10::Device>& devices,
               const std::vector<std::pair<py::function, py::function>>& keepers,
               std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
-              const std::optional<ScalerTensors>& scaler, BatchSizerOptions options)
+              const std::optional<ScalerTensors>& scaler, const BatchSizerOptions& options)
       : scaler_(scaler ? std::make_unique<GradScaler>(scaler->first, scaler->second) : nullptr),
         weight_fn_(std::move(weight_fn)),
         splitter_(std::move(splitter)),

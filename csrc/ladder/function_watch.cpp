@@ -280,6 +280,7 @@ std::vector<ChangedStorage> FunctionWatch::changes() {
   }
   forget_gone(changes_);
   std::vector<ChangedStorage> found;
+  found.reserve(changes_.size());
   for (auto& [key, change] : changes_) {
     found.push_back(change);
   }

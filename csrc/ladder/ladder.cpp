@@ -126,7 +126,7 @@ std::optional<Rungs> Ladder::next(const Kind& kind, const Rungs& failed, Room ro
       known->margin = std::min(known->margin + kMoreMargin, kMostMargin);
     }
     known->chosen_in = {};
-    const auto rungs = choose(*known, room);
+    auto rungs = choose(*known, room);
     if (rungs != failed) {
       return rungs;
     }

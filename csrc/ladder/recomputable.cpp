@@ -35,6 +35,7 @@ class Recomputable::Parts final : public ladder::Modules,
   std::vector<int32_t> coarse() const override {
     const std::lock_guard lock(mutex_);
     std::vector<int32_t> all;
+    all.reserve(names_.size());
     for (size_t i = 0; i < names_.size(); ++i) {
       all.push_back(static_cast<int32_t>(i));
     }

@@ -171,11 +171,13 @@ std::vector<size_t> cut_by_cost(std::span<const double> before, const Takers& ta
     longest = ideal + gap;
     best = cut_within(before, takers, longest);
   }
-  for (double below = gap / 8; below > ideal / 1024; below /= 2) {
+  double below = gap / 8;
+  while (below > ideal / 1024) {
     if (auto better = cut_within(before, takers, longest - below)) {
       best = std::move(better);
       longest -= below;
     }
+    below /= 2;
   }
   return std::move(*best);
 }

@@ -65,6 +65,7 @@ struct Handed {
 
 std::vector<Load> loads_of(const Cut& step) {
   std::vector<Load> loads;
+  loads.reserve(step.of_rank.size());
   for (const auto& [from, to] : step.of_rank) {
     loads.push_back({step.before[to].linear - step.before[from].linear,
                      step.before[to].quadratic - step.before[from].quadratic});

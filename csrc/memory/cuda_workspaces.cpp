@@ -10,8 +10,8 @@ namespace {
 using Sized = std::pair<at::DataPtr, size_t>;
 using UsualBytes = size_t (*)();
 
-const at::DataPtr& pointer_of(const Sized& workspace) {
-  return workspace.first;
+const at::DataPtr* pointer_of(const Sized& workspace) {
+  return &workspace.first;
 }
 
 size_t size_of(const Sized& workspace, UsualBytes /*usual*/) {
@@ -19,8 +19,8 @@ size_t size_of(const Sized& workspace, UsualBytes /*usual*/) {
 }
 
 // Of a torch that does not keep the size.
-[[maybe_unused]] const at::DataPtr& pointer_of(const at::DataPtr& workspace) {
-  return workspace;
+[[maybe_unused]] const at::DataPtr* pointer_of(const at::DataPtr& workspace) {
+  return &workspace;
 }
 
 [[maybe_unused]] size_t size_of(const at::DataPtr& /*workspace*/, UsualBytes usual) {
@@ -35,9 +35,9 @@ void add(std::vector<CudaWorkspace>& found, at::cuda::WorkspaceMapWithMutex& kep
     return;
   }
   for (const auto& [handle_and_stream, workspace] : kept.map) {
-    const at::DataPtr& pointer = pointer_of(workspace);
-    if (pointer.device() == device) {
-      found.push_back({pointer.get(), static_cast<int64_t>(size_of(workspace, usual))});
+    const auto* const pointer = pointer_of(workspace);
+    if (pointer->device() == device) {
+      found.push_back({pointer->get(), static_cast<int64_t>(size_of(workspace, usual))});
     }
   }
 }

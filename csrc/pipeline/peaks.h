@@ -28,6 +28,7 @@ class Peaks {
   }
   std::vector<std::pair<c10::Device, int64_t>> bytes() const {
     std::vector<std::pair<c10::Device, int64_t>> result;
+    result.reserve(devices_.size());
     for (size_t i = 0; i < devices_.size(); ++i) {
       result.emplace_back(devices_[i], scopes_[i]->peak_bytes());
     }

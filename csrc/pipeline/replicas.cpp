@@ -89,6 +89,7 @@ bool Replicas::is_broken() const {
 
 std::vector<std::shared_ptr<Participant>> Replicas::participants() const {
   std::vector<std::shared_ptr<Participant>> all;
+  all.reserve(reducers_.size());
   for (const auto& reducer : reducers_) {
     all.push_back(reducer.participant);
   }

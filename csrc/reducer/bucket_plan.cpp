@@ -161,6 +161,7 @@ BucketPlan plan_buckets(const Infos& parameters, const PlanOptions& options) {
 
 std::string to_json(const BucketPlan& plan) {
   std::vector<std::vector<int64_t>> lists;
+  lists.reserve(plan.buckets.size());
   for (const auto& bucket : plan.buckets) {
     lists.push_back(bucket.parameters);
   }

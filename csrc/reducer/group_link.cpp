@@ -29,7 +29,8 @@ GroupLink::GroupLink(Group of)
       traffic(traffic_of(group.get())) {}
 
 void GroupLink::open_board() {
-  if ((store = group->getStore())) {
+  store = group->getStore();
+  if (store) {
     number = static_cast<uint64_t>(store->add("brimful/reducers/" + std::to_string(rank), 1));
     key = prefix_of(number);
   } else {

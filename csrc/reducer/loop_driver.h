@@ -113,7 +113,7 @@ class LoopDriver final : public PlainLoop, private EngineDriver {
   void begin_plain_step(Status verdict);
   void end_plain_backward();
   void plain_backward_died() noexcept;
-  void end_failed_backward(std::exception_ptr error);
+  void end_failed_backward(const std::exception_ptr& error);
   void abort_step(FailureKind kind, const std::string& text);
   Ending finish_step();
   void take_sums();

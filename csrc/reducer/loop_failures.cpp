@@ -63,12 +63,12 @@ void LoopDriver::require_success(const Ending& ending) {
   throw_step_failed(s_.attempt.step - 1, failures);
 }
 
-void LoopDriver::end_failed_backward(std::exception_ptr error) {
+void LoopDriver::end_failed_backward(const std::exception_ptr& error) {
+  const auto failure = failure_of(error);  // which may be own_error
   step_.own_error = nullptr;
   if (scope_.open) {
     scope_.died = true;
   } else {
-    const auto failure = failure_of(error);
     abort_step(failure.kind, failure.text);
   }
 }

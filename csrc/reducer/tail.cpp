@@ -100,6 +100,7 @@ void Tail::read() {
 
 std::vector<int64_t> Tail::rows(int64_t sparse) const {
   std::vector<int64_t> by_rank;
+  by_rank.reserve(rows_.size());
   for (const auto& rows : rows_) {
     by_rank.push_back(rows[sparse]);
   }

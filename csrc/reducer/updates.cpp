@@ -103,6 +103,7 @@ Updates::Updates(std::vector<at::Tensor> parameters, c10::Device device,
   }
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> values;
+  values.reserve(watched_.size());
   for (const auto i : watched_) {
     values.push_back(values_of(parameters_[i]));
   }

@@ -134,12 +134,14 @@ bool align(std::vector<TracedRows>& traces) {
     return Sample{static_cast<double>(traced.rows), static_cast<double>(traced.trace[event])};
   };
   std::vector<Sample> common;
+  common.reserve(traces.front().trace.size());
   for (size_t event = 0; event < traces.front().trace.size(); ++event) {
     common.push_back(sample_of(traces.front(), event));
   }
   for (size_t next = 1; next < traces.size(); ++next) {
     auto& traced = traces[next];
     std::vector<Sample> samples;
+    samples.reserve(traced.trace.size());
     for (size_t event = 0; event < traced.trace.size(); ++event) {
       samples.push_back(sample_of(traced, event));
     }

@@ -44,6 +44,7 @@ std::optional<int64_t> dimension_of_rows(const at::Tensor& whole,
 at::Tensor joined_by_steps(const std::vector<at::Tensor>& pieces, const std::vector<int64_t>& rows,
                            int64_t dim, int64_t steps) {
   std::vector<at::Tensor> unfolded;
+  unfolded.reserve(pieces.size());
   for (size_t i = 0; i < pieces.size(); ++i) {
     unfolded.push_back(pieces[i].unflatten(dim, {steps, rows[i]}));
   }

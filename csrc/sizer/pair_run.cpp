@@ -217,7 +217,7 @@ void PairRun::share_gradients() {
       }
     }
   };
-  each([](const at::Tensor& seed, at::Tensor part, const auto& /*tower*/) {
+  each([](const at::Tensor& seed, const at::Tensor& part, const auto& /*tower*/) {
     if (seed.defined()) {
       part.copy_(seed.reshape({-1}));
     }
@@ -286,6 +286,7 @@ void PairRun::require_same(const Towers& towers, int64_t begin, int64_t end) con
 
 std::vector<double> PairRun::losses() const {
   std::vector<double> losses;
+  losses.reserve(values_.size());
   for (const auto& value : values_) {
     losses.push_back(value.item<double>());
   }

@@ -47,7 +47,7 @@ std::optional<PeakModel> PeakModel::fit(std::vector<TracedRows> traces) {
     return PeakModel(collapsed);
   }
   if (other - traces.begin() >= 2) {  // a library takes another way there: it may not matter
-    const PeakModel model({traces.begin(), other});
+    PeakModel model({traces.begin(), other});
     const bool agrees = std::all_of(other, traces.end(), [&](const auto& traced) {
       const auto peak = static_cast<double>(memory::peak_bytes(traced.trace));
       return std::abs(static_cast<double>(model.peak_bytes(traced.rows)) - peak) <=

@@ -3,7 +3,7 @@
 namespace brimful {
 
 Retry::Retry(RetryPolicy& policy, int64_t rows, int64_t max_retries, ExecutionPlan first)
-    : policy_(policy), rows_(rows), max_retries_(max_retries), plan_(first) {}
+    : policy_(policy), rows_(rows), max_retries_(max_retries), plan_(std::move(first)) {}
 
 ExecutionPlan Retry::next(c10::Device device) const {
   return policy_.next(rows_, plan_, failures_ + 1, max_retries_, device);

@@ -43,7 +43,7 @@ class BRIMFUL_API Retry {
 
   const ExecutionPlan& plan() const { return plan_; }
   /// What was run, where that is not the plan as it was.
-  void set_plan(ExecutionPlan plan) { plan_ = plan; }
+  void set_plan(ExecutionPlan plan) { plan_ = std::move(plan); }
   bool may_repeat() const { return failures_ < max_retries_; }
   /// May be repeated with a smaller plan.
   bool may_shrink() const { return may_repeat() && plan_.piece_rows > 1; }

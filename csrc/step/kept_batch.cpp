@@ -146,6 +146,7 @@ void KeptBatch::end() {
 
 void KeptBatch::learn(const KeptBatch& other) {
   std::vector<bool> seen;
+  seen.reserve(other.entries_.size());
   for (const auto& entry : other.entries_) {
     seen.push_back(entry.changed);
   }

@@ -15,6 +15,7 @@ void require_known_parameters(StageRun& stage, const InFlight& flight) {
   }
   std::vector<at::Tensor> outputs = flight.outputs;
   std::vector<at::Tensor> popped;
+  popped.reserve(flight.skips.popped.size() + flight.caller_leaves.size());
   for (const auto& [name, tensor] : flight.skips.stashed) {
     outputs.push_back(tensor);
   }
@@ -154,7 +155,7 @@ void RankRun::finish_loss(StageRun& stage, int microbatch, const Value& output) 
   require_loss(piece);
   result_.losses[microbatch] = {alone(piece.loss), piece.weight};
   flight.weight = piece.weight;
-  flight.outputs.assign(1, piece.weight > 0 ? std::move(piece.loss) : at::Tensor());
+  flight.outputs.assign(1, piece.weight > 0 ? piece.loss : at::Tensor());
 }
 
 void RankRun::keep_outputs(StageRun& stage, int microbatch, Value output) {

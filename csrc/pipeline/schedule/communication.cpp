@@ -13,7 +13,7 @@ namespace {
 using Ranks = std::vector<std::vector<Action>>;
 
 /// A message's way: what makes it, and the receive and what uses it on another rank.
-struct Message {
+struct MessageWay {
   Action send;
   int from_rank;
   int to_rank;
@@ -21,7 +21,7 @@ struct Message {
 };
 
 /// What F, B or I sends to another rank; nothing for others, and where the other stage is on the same rank.
-std::vector<Message> message_of(const Places& places, int place) {
+std::vector<MessageWay> message_of(const Places& places, int place) {
   const auto& action = places.action(place);
   if (action.kind == ActionKind::backward_weight) {
     return {};
@@ -55,7 +55,7 @@ Ranks receives_when_sent(const Places& places) {
 /// Receives as late as FIFO channels allow: a message is received before it is used, and before any that was sent after
 /// it.
 Ranks receives_before_use(const Places& places) {
-  std::map<std::pair<int, int>, std::vector<Message>> channels;
+  std::map<std::pair<int, int>, std::vector<MessageWay>> channels;
   Ranks ranks(places.schedule().ranks.size());
   for (int place = 0; place < places.size(); ++place) {
     for (const auto& message : message_of(places, place)) {

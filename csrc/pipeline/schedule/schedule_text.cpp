@@ -140,7 +140,7 @@ std::string to_csv(const Schedule& schedule) {
     for (size_t i = 0; i < actions.size(); ++i) {
       text += (i == 0 ? "" : ",") + to_string(actions[i]);
     }
-    text += "\n";
+    text += '\n';
   }
   return text;
 }

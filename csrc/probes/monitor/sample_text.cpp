@@ -203,8 +203,9 @@ std::string to_prometheus(const Sample& sample) {
     text += labels.empty() ? "" : "{" + labels + "}";
     text += " " + number(metric.value) + "\n";
   }
-  return std::accumulate(lines.begin(), lines.end(), std::string(),
-                         [](auto text, const auto& entry) { return text + entry.second; });
+  return std::accumulate(
+      lines.begin(), lines.end(), std::string(),
+      [](std::string text, const auto& entry) { return std::move(text) + entry.second; });
 }
 
 }  // namespace brimful::probes

@@ -70,6 +70,7 @@ class Findings {
     std::stable_sort(found_.begin(), found_.end(),
                      [](const Scored& a, const Scored& b) { return a.score > b.score; });
     std::vector<OomFinding> findings;
+    findings.reserve(found_.size());
     for (auto& scored : found_) {
       findings.push_back(std::move(scored.finding));
     }

@@ -203,6 +203,7 @@ std::vector<OpRecord> op_ring_records() {
   auto& ours = ring();
   const std::lock_guard lock(ours.mutex);
   std::vector<OpRecord> records;
+  records.reserve(ours.entries.size());
   for (const auto& entry : ours.entries) {
     records.push_back(entry.record);
   }

@@ -17,9 +17,10 @@ namespace {
 constexpr size_t kSummaryColumns = 11;
 constexpr size_t kWords = 3;  // columns that are not numbers
 using Cells = std::array<std::string, kSummaryColumns>;
-const Cells kTitles{"module",     "input",         "output",       "calls",
-                    "parameters", "multiply-adds", "buffers",      "activations",
-                    "saved",      "forward peak",  "backward peak"};
+Cells titles() {
+  return {"module",  "input",       "output", "calls",        "parameters",   "multiply-adds",
+          "buffers", "activations", "saved",  "forward peak", "backward peak"};
+}
 
 std::string shape_text(const std::vector<int64_t>& shape) {
   std::string text;
@@ -161,7 +162,7 @@ void charge(std::vector<ModuleRow>& modules, const std::vector<MemorySpan>& span
 }
 
 std::string to_string(const StepSummary& summary) {
-  std::vector<Cells> table{kTitles};
+  std::vector<Cells> table{titles()};
   for (const ModuleRow& row : summary.modules) {
     table.push_back(cells_of(row));
     table.back()[0].insert(0, 2 * static_cast<size_t>(row.depth), ' ');
@@ -185,7 +186,7 @@ std::string to_string(const StepSummary& summary) {
 
 std::string to_html(const StepSummary& summary) {
   Fields fields;
-  fields.lists["head"].push_back(row_fields(kTitles, 0));
+  fields.lists["head"].push_back(row_fields(titles(), 0));
   auto& modules = fields.lists["modules"];
   for (const ModuleRow& row : summary.modules) {
     modules.push_back(row_fields(cells_of(row), row.depth));
