@@ -64,13 +64,14 @@ void LoopDriver::require_success(const Ending& ending) {
 }
 
 void LoopDriver::end_failed_backward(const std::exception_ptr& error) {
-  const auto failure = failure_of(error);  // which may be own_error
-  step_.own_error = nullptr;
-  if (scope_.open) {
+  if (scope_.open) {  // there may be no error then
+    step_.own_error = nullptr;
     scope_.died = true;
-  } else {
-    abort_step(failure.kind, failure.text);
+    return;
   }
+  const auto failure = failure_of(error);
+  step_.own_error = nullptr;  // which `error` may be
+  abort_step(failure.kind, failure.text);
 }
 
 void LoopDriver::plain_backward_died() noexcept {
