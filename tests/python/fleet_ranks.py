@@ -40,7 +40,7 @@ class Plan:
     dies: tuple[str, int] | None = None
     torn_in: int | None = None  # a collective of its own fails behind this step's sizer.step
     stops: tuple[str, int] | None = None  # the same, for a SIGSTOP
-    holds: bool = False  # it waits before the step HELD until Ranks.go_on_with_one_more
+    holds: bool = False  # it waits before the step HELD until Ranks.go_on_with_more
     width: int = 16
     version: str = "one"
     pause_s: float = 0.0  # after each step
@@ -304,15 +304,29 @@ class Ranks:
             assert time.monotonic() < until, (line, self.lines(index))
             time.sleep(0.01)
 
-    def go_on_with_one_more(self, plan):
-        """A process is started that joins those who hold, and they go on when it has asked for it, or has ended."""
+    def go_on_with_more(self, plan, count=1):
+        """Processes are started that join those who hold; these go on when they see that all ask, or one ended."""
         self.wait_for(0, f"s {HELD - 1}")
-        index = self.start(plan)
-        until = time.monotonic() + WATCHDOG_S
-        while not (self.store.check(["brimful/members/joins/1"]) or self.pipes[index].poll()):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        members = range(1, len(self.processes) + 1)
+        pipes = [self.pipes[self.start(plan)] for _ in range(count)]
+
+        def reach(numbers):
+            until = time.monotonic() + WATCHDOG_S
+            while any(self.number(key) < number for key, number in numbers.items()):
+                if any(pipe.poll() for pipe in pipes):
+                    return
+                assert time.monotonic() < until, numbers
+                time.sleep(0.01)
+
+        reach({"joins/1": count})
+        beats = [f"beat/{member}" for member in members]
+        reach({beat: self.number(beat) + 2 for beat in beats})  # each looks after each beat
         self.store.set("go on", "")
+
+    def number(self, key):
+        """What the members have set."""
+        key = f"brimful/members/{key}"
+        return int(self.store.get(key)) if self.store.check([key]) else 0
 
     def answers(self, within_s=WATCHDOG_S):
         """By process: ("ended", its result), ("raised", (type, message)) or ("killed", None)."""

@@ -123,7 +123,7 @@ def test_one_dies_while_a_rank_that_joined_is_given_the_state(victim, point):
         for index in range(2):
             ranks.start(Plan(dies=(point, 0) if index == victim else None, **slow))
         joins = Plan(**slow)
-        ranks.go_on_with_one_more(replace(joins, dies=("first_heal", 0)) if victim == 2 else joins)
+        ranks.go_on_with_more(replace(joins, dies=("first_heal", 0)) if victim == 2 else joins)
         answers = ranks.answers()
         ended = [result for how, result in answers if how == "ended"]
         assert len(ended) == 2 and {result["progress"] for result in ended} == {16}, answers
@@ -136,7 +136,7 @@ def test_a_process_joins_after_a_step_and_has_the_state_of_the_others():
         plan = Plan(world_size=2, pause_s=0.1, epochs=4, holds=True)
         for _ in range(2):
             ranks.start(plan)
-        ranks.go_on_with_one_more(plan)
+        ranks.go_on_with_more(plan)
         ended = [result for _, result in ranks.answers()]
         assert {result["progress"] for result in ended} == {16}
         assert ranks.rows_bad(plan) == 0 and exact_bad(plan, ended, 1e-12) == 0
@@ -152,7 +152,7 @@ def test_a_process_with_another_model_or_version_is_refused_before_it_is_in(othe
         plan = Plan(world_size=2, holds=True)
         for _ in range(2):
             ranks.start(plan)
-        ranks.go_on_with_one_more(Plan(world_size=2, **other))
+        ranks.go_on_with_more(Plan(world_size=2, **other))
         *ended, (how, error) = ranks.answers()
         assert how == "raised" and error[0] == "PlanMismatch" and says in error[1], error
         assert all(how == "ended" and result["epoch"] == 1 for how, result in ended)
@@ -178,7 +178,7 @@ def test_a_rank_that_is_cut_off_while_state_is_given_is_not_waited_for(victim):
     with Ranks() as ranks:
         for index in range(2):
             ranks.start(replace(plan, stops=("broadcast", 0) if index == victim else None))
-        ranks.go_on_with_one_more(plan)
+        ranks.go_on_with_more(plan)
         ranks.wait_for(1 - victim, "s 15")
         os.kill(ranks.processes[victim].pid, signal.SIGCONT)
         answers = ranks.answers()

@@ -81,9 +81,7 @@ def test_without_a_whole_replica_all_ranks_are_left_out():
 def test_a_replica_joins_with_all_its_ranks():
     with Ranks(PipelineRank) as ranks:
         plan = start(ranks, None, None, world_size=2, pipeline_size=2, holds=True)
-        ranks.wait_for(0, "s 1")
-        ranks.start(plan)
-        ranks.go_on_with_one_more(plan)
+        ranks.go_on_with_more(plan, count=2)
         ended, _ = require_healed(ranks, plan, killed=0)
         assert {result["epoch"] for result in ended} == {2} and len(ended) == 4
         assert any(line[0] == "s" for line in ranks.lines(2))  # it did its share
