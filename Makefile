@@ -6,6 +6,8 @@ OLDEST_TORCH := 2.11.0
 TORCH ?= $(DEFAULT_TORCH)
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
+# Tests wait for other processes, a sixth of their time.
+WORKERS = $(shell expr $(JOBS) + 1)
 
 VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(CURDIR)/$(VENV)/bin
@@ -24,7 +26,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-cpp test-consumer test-layers test-python test-cuda-sim test-slow test-oldest smoke wheel sdist soak gpu build \
-  package configure lint lint-static stubtest tidy format bench docs pictures asan tsan setup setup-clang \
+  package configure lint style lint-static stubtest tidy format bench docs pictures asan tsan setup setup-clang \
   setup-browser setup-integrations setup-oldest clean distclean
 
 help: ## Show this list
@@ -45,11 +47,11 @@ test-layers: setup
 	@$(BIN)/python tools/check_layers.py
 
 test-python: build
-	@$(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
 
 # The simulated device has to be loaded before torch, so these are processes of their own (tests/cuda_sim).
 SIMULATE = SIM_CUDA_MEMORY_MB=6144 $(BIN)/python tests/cuda_sim/run.py --libraries
-SIMULATED = $(SIMULATE) $(BUILD)/cuda_sim -- $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
+SIMULATED = $(SIMULATE) $(BUILD)/cuda_sim -- $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
 
 test-cuda-sim: build ## Run the tests marked gpu on the simulated CUDA device, and that device's own
 	@$(SIMULATED) -m "gpu and not real_gpu and not slow" tests/python tests/cuda_sim/tests
@@ -62,7 +64,7 @@ soak: build ## Thousands of random faults in random steps of random models (minu
 	@$(BIN)/python -m pytest -m slow tests/python/faults/test_soak.py
 
 test-slow: build setup-integrations ## Run the tests with trainers, Ray and Optuna, in their environment, and all of torch's operators
-	@$(VENV)-integrations/bin/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile \
+	@$(VENV)-integrations/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile \
 	  -m "slow or not slow" tests/integrations tests/python/project/test_migration.py
 	@$(SIMULATED) -m "gpu and slow" tests/cuda_sim/tests
 
@@ -108,22 +110,30 @@ package: configure
 configure: setup
 	@$(BIN)/cmake --preset dev -B $(BUILD) $(CONFIGURE) --log-level=WARNING
 
-lint: lint-static stubtest tidy ## Check format, style, layers, types; builds, to check the stubs against the module
+MYPY = $(BIN)/python -m mypy
+STUBTEST = MYPYPATH=$(BUILD)/python $(BIN)/python -m mypy.stubtest brimful._C --mypy-config-file pyproject.toml \
+  --allowlist tools/stubtest.allow
+TIDY = $(BIN)/python tools/tidy.py $(BUILD) --jobs $(JOBS)
 
-lint-static: setup
+# mypy uses one processor.
+lint: style build ## Check format, style, layers, types; builds, to check the stubs against the module
+	@{ $(MYPY) && $(STUBTEST); } & types=$$!; $(TIDY); tidy=$$?; wait $$types && exit $$tidy
+
+style: setup
 	@$(BIN)/clang-format --dry-run -Werror $(CPP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python tools/check_layers.py
-	@$(BIN)/python -m mypy
+
+lint-static: style
+	@$(MYPY)
 
 stubtest: build
-	@MYPYPATH=$(BUILD)/python $(BIN)/python -m mypy.stubtest brimful._C --mypy-config-file pyproject.toml \
-	  --allowlist tools/stubtest.allow
+	@$(STUBTEST)
 
 # It needs the flags of a build folder, not what is built in it.
 tidy: configure
-	@$(BIN)/python tools/tidy.py $(BUILD) --jobs $(JOBS)
+	@$(TIDY)
 
 format: setup ## Rewrite the sources in the project's format
 	@$(BIN)/clang-format -i $(CPP)
