@@ -22,6 +22,8 @@ export PYTHON
 # peer of a store: a name server that drops one question in thirty would cost five seconds each time.
 test-python test-cuda-sim test-slow smoke soak: export OMP_WAIT_POLICY = passive
 test-python test-cuda-sim test-slow smoke soak: export RES_OPTIONS = timeout:1 attempts:1
+# Many containers set it. Tests start hundreds of interpreters, each of which would compile what it imports again.
+unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

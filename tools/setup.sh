@@ -77,8 +77,7 @@ fi
 # 3. The environment.
 say "installing torch $torch and the build tools in $venv (some minutes the first time)"
 "$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
-# Compiling all of it takes 20 s: Python compiles what is imported.
-"$venv/bin/python" -m pip --disable-pip-version-check install --no-compile "torch==$torch" -r tools/requirements.txt
+"$venv/bin/python" -m pip --disable-pip-version-check install "torch==$torch" -r tools/requirements.txt
 
 # The CUDA headers that torch pulls in are incomplete: what they lack depends on the torch. Without a toolkit and without
 # the missing parts, brimful is built without its CUDA sources.

@@ -14,7 +14,7 @@ echo "brimful set-up: installing $(grep -v '^#' tools/requirements-integrations.
 echo "import site; site.addsitedir('$(packages "$base")')" >"$(packages "$venv")/brimful-base.pth"
 "$base/bin/python" -m pip list --format freeze --disable-pip-version-check |
   grep -v -e '^pip=' -e '^brimful=' >"$venv/constraints.txt"
-# As in setup.sh: Python compiles what is imported.
+# Compiling all of it would take as long as the rest: Python compiles what is imported.
 "$venv/bin/python" -m pip --quiet --disable-pip-version-check install --no-compile \
   -c "$venv/constraints.txt" -r tools/requirements-integrations.txt
 echo "$key" >"$venv/brimful-setup"
