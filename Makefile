@@ -6,8 +6,6 @@ OLDEST_TORCH := 2.11.0
 TORCH ?= $(DEFAULT_TORCH)
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
-# Tests wait for other processes, a sixth of their time.
-WORKERS = $(shell expr $(JOBS) + 1)
 
 VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(CURDIR)/$(VENV)/bin
@@ -49,11 +47,11 @@ test-layers: setup
 	@$(BIN)/python tools/check_layers.py
 
 test-python: build
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
 
 # The simulated device has to be loaded before torch, so these are processes of their own (tests/cuda_sim).
 SIMULATE = SIM_CUDA_MEMORY_MB=6144 $(BIN)/python tests/cuda_sim/run.py --libraries
-SIMULATED = $(SIMULATE) $(BUILD)/cuda_sim -- $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
+SIMULATED = $(SIMULATE) $(BUILD)/cuda_sim -- $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
 
 test-cuda-sim: build ## Run the tests marked gpu on the simulated CUDA device, and that device's own
 	@$(SIMULATED) -m "gpu and not real_gpu and not slow" tests/python tests/cuda_sim/tests
@@ -66,7 +64,7 @@ soak: build ## Thousands of random faults in random steps of random models (minu
 	@$(BIN)/python -m pytest -m slow tests/python/faults/test_soak.py
 
 test-slow: build setup-integrations ## Run the tests with trainers, Ray and Optuna, in their environment, and all of torch's operators
-	@$(VENV)-integrations/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile \
+	@$(VENV)-integrations/bin/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile \
 	  -m "slow or not slow" tests/integrations tests/python/project/test_migration.py
 	@$(SIMULATED) -m "gpu and slow" tests/cuda_sim/tests
 
