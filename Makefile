@@ -26,7 +26,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-cpp test-consumer test-layers test-python test-cuda-sim test-slow test-oldest smoke wheel sdist soak gpu build \
-  package configure lint style lint-static stubtest tidy format bench docs pictures asan tsan setup setup-clang \
+  package configure lint lint-static stubtest tidy format bench docs pictures asan tsan setup setup-clang \
   setup-browser setup-integrations setup-oldest clean distclean
 
 help: ## Show this list
@@ -110,23 +110,19 @@ package: configure
 configure: setup
 	@$(BIN)/cmake --preset dev -B $(BUILD) $(CONFIGURE) --log-level=WARNING
 
-MYPY = $(BIN)/python -m mypy
 STUBTEST = MYPYPATH=$(BUILD)/python $(BIN)/python -m mypy.stubtest brimful._C --mypy-config-file pyproject.toml \
   --allowlist tools/stubtest.allow
 TIDY = $(BIN)/python tools/tidy.py $(BUILD) --jobs $(JOBS)
 
 # mypy uses one processor.
-lint: style build ## Check format, style, layers, types; builds, to check the stubs against the module
-	@{ $(MYPY) && $(STUBTEST); } & types=$$!; $(TIDY); tidy=$$?; wait $$types && exit $$tidy
+lint: lint-static build ## Check format, style, layers, types; builds, to check the stubs against the module
+	@{ $(BIN)/python -m mypy && $(STUBTEST); } & types=$$!; $(TIDY); tidy=$$?; wait $$types && exit $$tidy
 
-style: setup
+lint-static: setup
 	@$(BIN)/clang-format --dry-run -Werror $(CPP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python tools/check_layers.py
-
-lint-static: style
-	@$(MYPY)
 
 stubtest: build
 	@$(STUBTEST)

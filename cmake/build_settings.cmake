@@ -23,8 +23,8 @@ if(BRIMFUL_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   endif()
 endif()
 
-# g++ looks for garbage again and again while it compiles torch's headers: 5 to 9 % of the time. Where there is memory, it need
-# not before it has 2 GiB.
+# g++ collects its garbage again and again while it compiles torch's headers: 5 to 9 % of the time. With 4 GB for each
+# core it may wait until it holds 2 GiB.
 cmake_host_system_information(RESULT _memory_mb QUERY TOTAL_PHYSICAL_MEMORY)
 cmake_host_system_information(RESULT _cores QUERY NUMBER_OF_LOGICAL_CORES)
 math(EXPR _memory_mb "${_memory_mb} / ${_cores}")

@@ -133,8 +133,8 @@ void ArrayBases::add_unlisted_tensors(py::list& objects) const {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects.ptr()) && !tensors.empty(); ++i) {
     tensors.erase(PyList_GET_ITEM(objects.ptr(), i));
   }
-  for (PyObject* const tensor :
-       tensors) {  // NOLINT(*-pointer-iteration-order): nor has the heap an order
+  // NOLINTNEXTLINE(*-pointer-iteration-order): the heap has no order either
+  for (PyObject* const tensor : tensors) {
     objects.append(py::handle(tensor));
   }
 }

@@ -127,8 +127,8 @@ Monitor::Monitor(const MonitorOptions& options) {
 Monitor::~Monitor() {
   stop();
   if (impl_->owner != getpid()) {
-    [[maybe_unused]] const auto* const left =
-        impl_.release();  // its thread and whatever it had locked are the parent's
+    // Its thread and whatever it had locked are the parent's.
+    [[maybe_unused]] const auto* const left = impl_.release();
   }
 }
 
