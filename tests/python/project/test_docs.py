@@ -165,11 +165,11 @@ def test_commands_exist():
     assert wanted <= targets, wanted - targets
 
 
-def anchors_of(page):
-    headings = re.findall(
-        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M
-    )
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+def headings_of(page):
+    """Without their level, as the anchors of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -178,7 +178,17 @@ def test_links_between_files_lead_somewhere(page):
     for target, anchor in LINK.findall(text):
         file = page.parent / target if target else page
         assert file.exists(), target
-        assert not anchor or anchor in anchors_of(file), f"{target}#{anchor}"
+        assert not anchor or anchor in headings_of(file), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in LINKING if page.name != "CHANGELOG.md"],  # whose releases have the same ones
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_a_heading_stands_once_in_a_page(page):
+    headings = headings_of(page)
+    assert sorted(headings) == sorted(set(headings))
 
 
 def test_every_public_header_is_in_the_reference():
