@@ -34,7 +34,7 @@ double ask(const std::vector<brimful::ControlRecord>& records) {
   double sum = static_cast<double>(brimful::worst(records)) + brimful::total_weight(records) +
                brimful::mean_loss(records) + brimful::next_total_weight(records);
   sum += static_cast<double>(brimful::ranks_with_another_ref(records).size());
-  sum += brimful::nobody_steps(records) ? 1 : 0;
+  sum += brimful::no_rank_steps(records) ? 1 : 0;
   sum += brimful::updated_alike(records) ? 1 : 0;
   return sum + brimful::next_buffer_source(records);
 }

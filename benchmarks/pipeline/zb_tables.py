@@ -17,9 +17,8 @@ from benchmarks import common
 IDS = ("pipeline.zb_tables",)
 PERIOD = ("zb_h2", "zbv")
 
-
-FIVE = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
-EIGHT = (*FIVE, "zbv")
+TABLE_5 = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
+TABLE_8 = (*TABLE_5, "zbv")
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,13 @@ class Row:
 
 
 def _five(p: int, m: int, times: tuple[float, ...], layers: int, *rates: float) -> Row:
-    return Row(5, p, m, *times, layers, dict(zip(FIVE, rates, strict=True)))
+    return Row(5, p, m, *times, layers, dict(zip(TABLE_5, rates, strict=True)))
 
 
 def _eight(p: int, m: int, times: tuple[float, ...], layers: int, *rates: float) -> Row:
     *work, hop = times  # profiled for one of a rank's two stages
     whole = [2 * time for time in work]
-    return Row(8, p, m, *whole, hop, layers, dict(zip(EIGHT, rates, strict=True)))
+    return Row(8, p, m, *whole, hop, layers, dict(zip(TABLE_8, rates, strict=True)))
 
 
 ROWS = (

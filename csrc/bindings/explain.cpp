@@ -53,11 +53,11 @@ void bind_ring(py::module_& m) {
   m.def(
       "_op_ring_index_findings",
       [] {
-        std::vector<std::string> words;
+        std::vector<std::string> texts;
         for (const auto& finding : op_ring_index_findings()) {
-          words.push_back(finding.words());
+          texts.push_back(to_string(finding));
         }
-        return words;
+        return texts;
       },
       NoGil());
 }

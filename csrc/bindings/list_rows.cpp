@@ -204,8 +204,9 @@ bool is_column(const py::handle& object, Kind kind, const std::optional<detail::
   TORCH_CHECK_VALUE(
       rows < 2 || !std::all_of(object.begin(), object.end(),
                                [&](const auto& entry) { return is_array_of(entry, rows); }),
-      "a list has as many arrays as there are rows, and each of them as many rows (rows: ", rows,
-      "): it may be cut by its entries or by theirs; pass a tuple of arrays, a list of tensors "
+      "a list of the batch may hold a row in each entry, or a column (rows: ", rows,
+      ", arrays: ", rows,
+      " of as many rows each); pass a tuple of arrays, a list of tensors "
       "with a batch_dim each, or size_fn and split_fn");
   return true;
 }

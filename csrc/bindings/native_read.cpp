@@ -84,8 +84,8 @@ std::string to_string(PyObject* name) {
 
 std::string error_text(const py::error_already_set& error) {
   const auto text = taken(PyObject_Str(error.value().ptr()));
-  const auto words = text ? to_string(text.ptr()) : "";
-  return type_name(error.value().ptr()) + (words.empty() ? "" : ": " + words);
+  const auto message = text ? to_string(text.ptr()) : "";
+  return type_name(error.value().ptr()) + (message.empty() ? "" : ": " + message);
 }
 
 std::string type_name(PyObject* object) {

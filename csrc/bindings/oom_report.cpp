@@ -52,9 +52,9 @@ std::optional<OomProgram> read_program() {
 void bind_oom_report(py::module_& m) {
   py::class_<OomFinding>(m, "OomFinding", "A cause of an out-of-memory error, and what to change.")
       .def_property_readonly("cause", [](const OomFinding& self) { return name_of(self.cause); })
-      .BRIMFUL_FIELDS(def_readonly, OomFinding, bytes, words, advice)
+      .BRIMFUL_FIELDS(def_readonly, OomFinding, bytes, text, advice)
       .def("__repr__", [](const OomFinding& self) {
-        return std::string("<OomFinding ") + name_of(self.cause) + ": " + self.words + ">";
+        return std::string("<OomFinding ") + name_of(self.cause) + ": " + self.text + ">";
       });
   py::class_<OomFacts>(m, "OomReport", "What filled the memory when a request was refused.")
       .BRIMFUL_FIELDS(def_readonly, OomFacts, device, request_bytes, used_bytes, limit_bytes,

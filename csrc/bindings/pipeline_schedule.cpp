@@ -41,7 +41,7 @@ std::vector<std::vector<std::string>> texts_of(const Schedule& schedule) {
 Schedule communicating(const Schedule& schedule, const std::string& receives) {
   const bool early = receives == "when_sent";
   TORCH_CHECK_VALUE(early || receives == "before_use",
-                    "receives are put before_use or when_sent (receives: '", receives, "')");
+                    "receives must be 'before_use' or 'when_sent' (receives: '", receives, "')");
   return with_communication(schedule, early ? ReceivePlace::when_sent : ReceivePlace::before_use);
 }
 
@@ -52,7 +52,8 @@ CheckResult checked(const Schedule& schedule, std::optional<int64_t> channel_cap
                                                  {"by_message", ChannelKind::by_message}};
   const auto kind = kinds.find(channels);
   TORCH_CHECK_VALUE(kind != kinds.end(),
-                    "channels are by_rank, by_stage or by_message (channels: '", channels, "')");
+                    "channels must be 'by_rank', 'by_stage' or 'by_message' (channels: '", channels,
+                    "')");
   return check(schedule, {channel_capacity, kind->second});
 }
 

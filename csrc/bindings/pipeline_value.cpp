@@ -99,7 +99,7 @@ py::object as_object(const pipeline::Value& value) {
                                      : py::object(py::tuple(py::cast(value.tensors)));
   }
   const auto* form = dynamic_cast<const PythonForm*>(value.form.get());
-  TORCH_CHECK_TYPE(form != nullptr, "a stage of Python got a value of another language (form: ",
+  TORCH_CHECK_TYPE(form != nullptr, "a stage in Python got a structure from a stage in C++ (form: ",
                    value.form->to_string(), "); pass tensors between such stages");
   size_t next = 0;
   return rebuilt(form->skeleton(), BlockMasks::close, [&](const py::handle& leaf) -> py::object {

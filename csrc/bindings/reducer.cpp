@@ -20,7 +20,8 @@ std::optional<c10::ScalarType> dtype_of(const py::object& dtype) {
   if (dtype.is_none()) {
     return std::nullopt;
   }
-  TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "wire_dtype must be a torch.dtype");
+  TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "wire_dtype must be a torch.dtype (wire_dtype: ",
+                   py::repr(dtype).cast<std::string>(), "); pass torch.bfloat16, say");
   return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
 }
 

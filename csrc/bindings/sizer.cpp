@@ -225,8 +225,8 @@ class PythonSizer {
     const auto forward = [&](int64_t begin, int64_t end) {
       return call_python([&] {
         TORCH_CHECK_VALUE(source.batch,
-                          "a rank without any data cannot take part in the model's own collectives "
-                          "(lockstep: true)");
+                          "a rank without data cannot take part in the model's own collectives "
+                          "(lockstep: true); give all ranks the same number of batches");
         return as_piece_loss(
             loss_fn(model, splitter_->slice(source.batch, source.rows, begin, end)), end - begin);
       });

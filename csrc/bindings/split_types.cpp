@@ -51,8 +51,8 @@ void register_split(const py::object& type, const py::object& rows_of,
   for (const auto& [name, function] :
        {std::pair("rows_of", rows_of), std::pair("slice_rows", slice_rows)}) {
     TORCH_CHECK_TYPE(function.is_none() || PyCallable_Check(function.ptr()) != 0, name,
-                     " is called with an object of the type (", name, ": ",
-                     py::repr(function).cast<std::string>(), "); pass a function");
+                     " must be callable (", name, ": ", py::repr(function).cast<std::string>(),
+                     "); pass a function");
   }
   py::reinterpret_borrow<py::dict>(own_splits)[type] = py::make_tuple(rows_of, slice_rows);
 }

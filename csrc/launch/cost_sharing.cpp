@@ -277,7 +277,8 @@ void CostSharing::load(const GlobalSamplerState& saved) {
                     "the state is of rows with other costs (rows: ", costs_->of_row.size(),
                     "); pass the same cost");
   for (const auto& [name, values] : now) {
-    TORCH_CHECK_VALUE(saved.contains(name), "the state is not a sampler's (missing: ", name, ")");
+    TORCH_CHECK_VALUE(saved.contains(name), "the state is not a sampler's (missing: ", name,
+                      "); load what state_dict() of a GlobalSampler returned");
   }
   if (saved.at("split") != now.at("split")) {
     return;
@@ -301,7 +302,8 @@ void CostSharing::load(const GlobalSamplerState& saved) {
                       [](double number) { return std::isfinite(number) && number > 0; }) &&
           std::all_of(places.begin(), places.end(), place) &&
           std::all_of(seen.begin(), seen.end(), fine),
-      "the state is not a sampler's (damaged: ranks' times)");
+      "the state is not a sampler's (damaged: ranks' times); load what state_dict() of a "
+      "GlobalSampler returned");
   history_.place = static_cast<int64_t>(crossover[0]);
   history_.stride = static_cast<int64_t>(crossover[1]);
   history_.slowness = slowness;

@@ -76,8 +76,8 @@ struct GlobalSampler::State {
     }
     const auto ahead = static_cast<int64_t>(handed.size());
     TORCH_CHECK_VALUE(ahead < options.lag,
-                      "a batch was asked for whose share depends on an outcome that was not noted "
-                      "(asked for ahead: ",
+                      "the loader asks too far ahead: this batch's share depends on an outcome "
+                      "that was not noted yet (batches not noted: ",
                       ahead, ", lag: ", options.lag,
                       "); pass a larger lag (num_workers * prefetch_factor + 2 for a DataLoader of "
                       "Python, max_jobs "
@@ -162,7 +162,8 @@ void GlobalSampler::State::load(const GlobalSamplerState& saved) {
   for (const auto* name : {"size", "order", "epoch", "row"}) {
     const auto found = saved.find(name);
     TORCH_CHECK_VALUE(found != saved.end() && found->second.size() == now.at(name).size(),
-                      "the state is not a sampler's (missing or damaged: ", name, ")");
+                      "the state is not a sampler's (missing or damaged: ", name,
+                      "); load what state_dict() of a GlobalSampler returned");
   }
   TORCH_CHECK_VALUE(saved.at("size") == now.at("size"),
                     "the state is of another data set (rows: ", saved.at("size")[0],
@@ -172,7 +173,8 @@ void GlobalSampler::State::load(const GlobalSamplerState& saved) {
                     saved.at("order")[0] != 0, ", seed modulo 2^32: ", saved.at("order")[1], ")");
   const double row = saved.at("row")[0];
   TORCH_CHECK_VALUE(row >= 0 && row <= static_cast<double>(size),
-                    "the state is not a sampler's (row: ", row, ")");
+                    "the state is not a sampler's (row: ", row,
+                    "); load what state_dict() of a GlobalSampler returned");
   auto read = sharing->among(world_size, options);
   read->load(saved);
   sharing = std::move(read);

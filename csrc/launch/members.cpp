@@ -52,7 +52,7 @@ void require_options(const MembersOptions& options) {
                     "a group has at least one rank (world_size: ", options.world_size, ")");
   TORCH_CHECK_VALUE(
       options.heartbeat.count() > 0 && options.dead_after >= 3 * options.heartbeat,
-      "a process counts as dead after three heartbeats at the earliest (heartbeat_ms: ",
+      "heartbeat_ms must be positive, and dead_after_ms at least three times it (heartbeat_ms: ",
       options.heartbeat.count(), ", dead_after_ms: ", options.dead_after.count(), ")");
   TORCH_CHECK_VALUE(
       options.patience.count() > 0 && options.connect.count() > 0 && options.timeout.count() > 0,
@@ -60,11 +60,12 @@ void require_options(const MembersOptions& options) {
       ", connect_ms: ", options.connect.count(), ", timeout_ms: ", options.timeout.count(), ")");
   const int ranks = options.pipeline_size;
   TORCH_CHECK_VALUE(ranks >= 1 && options.pipeline_rank >= 0 && options.pipeline_rank < ranks,
-                    "a process is one of its pipeline's ranks (pipeline_rank: ",
+                    "pipeline_rank must be from 0 to pipeline_size - 1 (pipeline_rank: ",
                     options.pipeline_rank, ", pipeline_size: ", ranks, ")");
-  TORCH_CHECK_VALUE(options.world_size % ranks == 0,
-                    "the first group has whole replicas (world_size: ", options.world_size,
-                    ", pipeline_size: ", ranks, "); start pipeline_size processes for each");
+  TORCH_CHECK_VALUE(
+      options.world_size % ranks == 0,
+      "world_size must be a multiple of pipeline_size (world_size: ", options.world_size,
+      ", pipeline_size: ", ranks, "); start pipeline_size processes for each");
   TORCH_CHECK_VALUE(ranks == 1 || !options.replica.empty(),
                     "the ranks of a pipeline find each other by its name (replica: none, "
                     "pipeline_size: ",

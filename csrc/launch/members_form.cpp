@@ -142,8 +142,8 @@ std::optional<Membership> Members::State::form(const MemberList& list, int64_t e
 }
 
 bool Members::State::meet(const std::string& place, bool ready) {
-  TORCH_CHECK(current_.has_value(), "a process that is in no group meets no other (place: ", place,
-              "); call enter first");
+  TORCH_CHECK(current_.has_value(), "this process is in no group yet (place: ", place,
+              "); call enter() first");
   const auto until = std::chrono::steady_clock::now() + options_.patience;
   return asked([&] {
     return launch::all_or_none(

@@ -131,11 +131,13 @@ void RowSharing::load(const GlobalSamplerState& saved) {
   for (const auto& [name, count] : {std::pair{"split", 3}, {"rule", 3}}) {
     const auto found = saved.find(name);
     TORCH_CHECK_VALUE(found != saved.end() && found->second.size() == static_cast<size_t>(count),
-                      "the state is not a sampler's (missing or damaged: ", name, ")");
+                      "the state is not a sampler's (missing or damaged: ", name,
+                      "); load what state_dict() of a GlobalSampler returned");
   }
   for (const auto* name : {"decided", "shares", "slowest_ms", "speeds"}) {
     TORCH_CHECK_VALUE(saved.contains(name),
-                      "the state is not a sampler's (missing or damaged: ", name, ")");
+                      "the state is not a sampler's (missing or damaged: ", name,
+                      "); load what state_dict() of a GlobalSampler returned");
   }
   if (saved.at("split") != split()) {
     return;

@@ -159,12 +159,12 @@ std::optional<int64_t> cuda_recent_free_bytes() noexcept {
   static std::array<Known, kIndices> all;
   static std::mutex mutex;
   return of_device({}, [](c10::DeviceIndex index) {
-    constexpr int kTold = 63;
+    constexpr int kRepeats = 63;
     const int64_t reserved_bytes = cuda_counters(index).reserved_bytes;
     const std::lock_guard lock(mutex);
     auto& known = all[static_cast<unsigned char>(index)];
     if (reserved_bytes != known.reserved_bytes || known.left-- == 0) {
-      known = {reserved_bytes, cuda_memory(index).free_bytes, kTold};
+      known = {reserved_bytes, cuda_memory(index).free_bytes, kRepeats};
     }
     return known.free_bytes;
   });

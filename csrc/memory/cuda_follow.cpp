@@ -115,10 +115,10 @@ int64_t cuda_followed_bytes(c10::DeviceIndex index) {
 
 std::optional<std::string> cuda_refusal() {
   static std::once_flag once;
-  std::optional<std::string> words;
+  std::optional<std::string> refusal;
   if (is_refused.load(std::memory_order_relaxed)) {
     std::call_once(once, [&] {
-      words =
+      refusal =
           "this CUDA allocator does not report its blocks, so only the CPU's are tracked "
           "(allocator: " +
           caching::get()->name() +
@@ -126,7 +126,7 @@ std::optional<std::string> cuda_refusal() {
           "backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF, no change_current_allocator)";
     });
   }
-  return words;
+  return refusal;
 }
 
 }  // namespace brimful::memory

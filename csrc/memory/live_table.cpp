@@ -95,8 +95,8 @@ void after_fork_in_child() {
 
 void warn_of_cuda() noexcept {
   try {
-    if (const auto words = cuda_refusal()) {
-      log(LogLevel::warning, *words);
+    if (const auto refusal = cuda_refusal()) {
+      log(LogLevel::warning, *refusal);
     }
   } catch (...) {  // a sink that fails must not end a step
   }

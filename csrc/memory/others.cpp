@@ -35,7 +35,7 @@ HeldByOthers held_by_others_under(const std::string& root, int64_t tensor_bytes)
   if (!status.empty()) {
     held.process_bytes = at_least_0(process.anonymous_bytes - tensor_bytes);
   }
-  const auto tell = [&](int64_t bytes, int64_t free_bytes, const std::string& where) {
+  const auto note = [&](int64_t bytes, int64_t free_bytes, const std::string& where) {
     held.free_bytes = free_bytes;
     held.others_bytes = at_least_0(bytes - free_bytes - process.anonymous_bytes);
     held.where = where;
@@ -44,11 +44,11 @@ HeldByOthers held_by_others_under(const std::string& root, int64_t tensor_bytes)
   const auto total = number_after(meminfo, "MemTotal:");
   const auto available = number_after(meminfo, "MemAvailable:");
   if (total && available) {
-    tell(*total * kKiB, *available * kKiB, "/proc/meminfo");
+    note(*total * kKiB, *available * kKiB, "/proc/meminfo");
   }
   for (const auto& bound : cgroup_bounds(root, process)) {
     if (!held.free_bytes || bound.free_bytes < *held.free_bytes) {
-      tell(bound.bytes, bound.free_bytes, bound.where);
+      note(bound.bytes, bound.free_bytes, bound.where);
     }
   }
   return held;

@@ -139,7 +139,7 @@ void Pipeline::State::meet(Call& call) {
     call.retry.set_plan(ExecutionPlan::in_pieces(call.rows, all.microbatches));
   }
   agreed_.made = all.kind == Status::ok;
-  hear_meeting(call, all);
+  read_meeting(call, all);
   if (call.runs && all.links > 0) {
     connect(call, all.links);
   }
@@ -167,16 +167,16 @@ void Pipeline::State::connect(Call& call, int64_t name) {
   if (all.kind != Status::ok) {
     options.peers->drop_links();
   }
-  hear_meeting(call, all);
+  read_meeting(call, all);
 }
 
-void Pipeline::State::hear_meeting(Call& call, const PeerVerdict& all) {
+void Pipeline::State::read_meeting(Call& call, const PeerVerdict& all) {
   call.runs = all.kind == Status::ok;
   if (call.runs || call.refused) {
     return;
   }
-  call.is_told = all.rank >= 0;
-  if (!call.is_told) {
+  call.failed_elsewhere = all.rank >= 0;
+  if (!call.failed_elsewhere) {
     call.refused = std::make_exception_ptr(c10::ValueError({"step", "attempt.cpp", 0}, all.text));
   }
 }
@@ -193,7 +193,7 @@ void Pipeline::State::find_ref(Call& call) {
     return;
   }
   ControlRecord record;
-  if (!call.refused && !call.is_told) {
+  if (!call.refused && !call.failed_elsewhere) {
     record.next_weight = rows;
   }
   try {
@@ -318,7 +318,7 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
   return own;
 }
 
-void Pipeline::State::hear_replicas(Call& call, StepResult& result,
+void Pipeline::State::read_replicas(Call& call, StepResult& result,
                                     const std::vector<ControlRecord>& records,
                                     PeerVerdict& verdict) const {
   if (verdict.kind == Status::ok && !ranks_with_another_ref(records).empty()) {
@@ -327,8 +327,9 @@ void Pipeline::State::hear_replicas(Call& call, StepResult& result,
                      "scalers with different scales; load a state_dict of the same step on all")));
     verdict = own_verdict(call, result);
   }
-  if (const auto words = call.group.divergence(); verdict.kind == Status::ok && !words.empty()) {
-    result.failure = failure_outside(std::make_exception_ptr(PlanMismatch(words)));
+  if (const auto divergence = call.group.divergence();
+      verdict.kind == Status::ok && !divergence.empty()) {
+    result.failure = failure_outside(std::make_exception_ptr(PlanMismatch(divergence)));
     verdict = own_verdict(call, result);
   }
   for (int replica = 0; replica < std::ssize(records); ++replica) {
@@ -374,7 +375,7 @@ PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
   std::vector<ControlRecord> records;
   noting(result, [&] { records = call.group.finish(); });
   own = own_verdict(call, result);
-  hear_replicas(call, result, records, own);
+  read_replicas(call, result, records, own);
   own.broken = replicas->is_broken();
   return agree(own);
 }

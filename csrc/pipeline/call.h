@@ -59,10 +59,10 @@ struct Call {
   StepGroup group;  ///< the replicas' reducers, and parameters that are in none
   Retry retry;      ///< its plan is the attempt's
   bool trains = true;
-  std::exception_ptr refused{};  ///< what went wrong before the first action
-  bool is_told = false;          ///< on another rank, which says so
-  bool captured = false;         ///< what an attempt changes can be restored
-  std::exception_ptr lost{};     ///< nothing can be put back: why not
+  std::exception_ptr refused{};   ///< what went wrong before the first action
+  bool failed_elsewhere = false;  ///< on another rank, which says so
+  bool captured = false;          ///< what an attempt changes can be restored
+  std::exception_ptr lost{};      ///< nothing can be put back: why not
   bool runs = true;   ///< false: all ranks of this pipeline know of it, and none waits for messages
   double ref = 1;     ///< losses' weights are divided by it on all replicas
   uint32_t mark = 0;  ///< of what the replicas must have alike

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
@@ -43,18 +44,33 @@ void throw_standard(const std::exception& error, const std::string& text) {
                     std::runtime_error>(error, text);
 }
 
-std::vector<std::string> advice_for(int stage, const std::vector<int>& recomputed) {
+std::vector<std::string> advice_for(int stage, const TriedStep& tried,
+                                    const std::optional<int64_t>& limit_bytes) {
   const auto number = std::to_string(stage);
   const bool is_recomputed =
-      std::find(recomputed.begin(), recomputed.end(), stage) != recomputed.end();
-  return {
+      std::find(tried.recomputed.begin(), tried.recomputed.end(), stage) != tried.recomputed.end();
+  std::vector<std::string> advice{
       is_recomputed
           ? "checkpoint parts of stage " + number +
                 " within it (torch.utils.checkpoint), whose backward holds all of one microbatch"
           : "checkpoint the activations of stage " + number + " (torch.utils.checkpoint)",
-      "move layers from stage " + number + " to others, or add stages",
-      "use a schedule that holds fewer microbatches, such as 1f1b",
-      "use a smaller batch, or a device with more memory"};
+      "move layers from stage " + number + " to others, or add stages"};
+  if (tried.schedule != "1f1b") {
+    advice.emplace_back("use a schedule that holds fewer microbatches, such as 1f1b");
+  }
+  if (tried.is_fixed) {
+    advice.emplace_back(
+        "give a schedule of more microbatches, the name of one, or a function that makes one for a "
+        "number of microbatches");
+  } else if (std::ssize(tried.splits) > tried.max_retries && tried.splits.back().piece_rows > 1) {
+    advice.push_back("allow more retries (max_retries: " + std::to_string(tried.max_retries) + ")");
+  }
+  if (limit_bytes) {
+    advice.push_back(
+        "raise the memory limit (memory.set_limit, now: " + format_bytes(*limit_bytes) + ")");
+  }
+  advice.emplace_back("use a smaller batch, or a device with more memory");
+  return advice;
 }
 
 std::string recomputed_text(const std::vector<int>& recomputed) {
@@ -98,38 +114,36 @@ void rethrow(ActionFailure failure) {
   }
 }
 
-BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<TriedSplit> tried,
-                        int64_t max_retries, c10::Device device, bool is_fixed,
-                        const std::vector<int>& recomputed) {
+BatchTooLarge too_large(const ActionFailure& failure, TriedStep tried, c10::Device device) {
   TooLargeFacts facts;
   facts.rank = failure.rank;
   facts.device = device.str();
   facts.limit_bytes = memory::stats(device).limit_bytes;
-  facts.advice = advice_for(failure.action.stage, recomputed);
+  facts.advice = advice_for(failure.action.stage, tried, facts.limit_bytes);
   std::ostringstream text;
-  if (is_fixed) {
-    facts.advice.emplace_back(
-        "give a schedule of more microbatches, the name of one, or a function that makes one for a "
-        "number of microbatches");
+  if (tried.is_fixed) {
     text << "the schedule is fixed, so no other number of microbatches was tried (microbatches: "
-         << tried.back().pieces << ", rows: " << rows;
+         << tried.splits.back().pieces << ", rows: " << tried.rows;
   } else {
-    text << "no number of microbatches fits (rows: " << rows << ", retries: " << tried.size() - 1
-         << ", max_retries: " << max_retries;
+    text << "no number of microbatches fits (rows: " << tried.rows
+         << ", retries: " << tried.splits.size() - 1 << ", max_retries: " << tried.max_retries;
   }
   text << ", device: " << facts.device;
-  text << recomputed_text(recomputed);
+  text << recomputed_text(tried.recomputed);
   if (facts.limit_bytes) {
     text << ", limit: " << format_bytes(*facts.limit_bytes);
   }
   text << "): memory ran out in the " << to_string(failure) << ".\nTried: ";
-  for (size_t i = 0; i < tried.size(); ++i) {
-    text << (i == 0 ? "" : "; ") << tried[i].pieces << " of " << tried[i].piece_rows
-         << " rows (peak: " << format_peak(tried[i].peak_bytes) << ")";
+  for (size_t i = 0; i < tried.splits.size(); ++i) {
+    const auto& split = tried.splits[i];
+    text << (i == 0 ? "" : "; ") << split.pieces
+         << (split.pieces == 1 ? " microbatch of " : " microbatches of ") << split.piece_rows
+         << (split.piece_rows == 1 ? " row" : " rows")
+         << " (peak: " << format_peak(split.peak_bytes) << ")";
   }
   text << ".\nTry next: " << format_numbered(facts.advice)
        << ".\nThe last error was: " << failure.text;
-  facts.tried = std::move(tried);
+  facts.tried = std::move(tried.splits);
   return BatchTooLarge(text.str(), std::move(facts));
 }
 

@@ -3,6 +3,7 @@
 #include "pipeline/executor/executor.h"
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace brimful::pipeline {
@@ -10,9 +11,17 @@ namespace brimful::pipeline {
 /// The error of the action with to_string(failure) in its message: see Pipeline::step().
 [[noreturn]] void rethrow(ActionFailure failure);
 
+/// How a step was tried that did not fit.
+struct TriedStep {
+  int64_t rows = 0;
+  std::vector<TriedSplit> splits;  ///< in microbatches
+  int64_t max_retries = 0;
+  std::string schedule;
+  bool is_fixed = false;        ///< the schedule, with its number of microbatches
+  std::vector<int> recomputed;  ///< stages
+};
+
 /// What a step raises that no number of microbatches would save.
-BatchTooLarge too_large(const ActionFailure& failure, int64_t rows, std::vector<TriedSplit> tried,
-                        int64_t max_retries, c10::Device device, bool is_fixed,
-                        const std::vector<int>& recomputed);
+BatchTooLarge too_large(const ActionFailure& failure, TriedStep tried, c10::Device device);
 
 }  // namespace brimful::pipeline

@@ -126,9 +126,10 @@ void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& v
       rethrow(std::move(*result.failure));
     }
     if (own_verdict(call, result).kind == verdict.kind) {
-      throw too_large(*result.failure, call.rows, call.retry.tried(), options.max_retries,
-                      device_of(*result.failure), options.fixed_schedule.has_value(),
-                      recomputing->numbers(call.order));
+      throw too_large(*result.failure,
+                      {call.rows, call.retry.tried(), options.max_retries, call.order.name,
+                       options.fixed_schedule.has_value(), recomputing->numbers(call.order)},
+                      device_of(*result.failure));
     }
   }
   const auto where =

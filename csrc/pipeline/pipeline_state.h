@@ -66,7 +66,7 @@ struct Pipeline::State {
   void meet(Call& call);
   /// Links between the ranks, beside their group.
   void connect(Call& call, int64_t name);
-  void hear_meeting(Call& call, const PeerVerdict& all);
+  void read_meeting(Call& call, const PeerVerdict& all);
   void find_ref(Call& call);
   StepResult run(Call& call);
   StepResult run_actions(const Call& call, std::exception_ptr refused);
@@ -75,7 +75,7 @@ struct Pipeline::State {
   /// Ends an attempt on all ranks of all replicas, and returns how it has ended.
   PeerVerdict close(Call& call, StepResult& result);
   PeerVerdict own_verdict(const Call& call, const StepResult& result) const;
-  void hear_replicas(Call& call, StepResult& result, const std::vector<ControlRecord>& records,
+  void read_replicas(Call& call, StepResult& result, const std::vector<ControlRecord>& records,
                      PeerVerdict& verdict) const;
   /// Of what failed in none of the actions.
   ActionFailure failure_outside(std::exception_ptr error) const;
@@ -110,7 +110,7 @@ struct Pipeline::State {
   void return_gradients(const StepResult& result, double scale) const;
   /// Where ranks have more to exchange than a verdict they learn what failed in it. Gradients that have overflowed on one
   /// rank make another rank's not finite: the scalers of all skip the step.
-  void tell_settled(const Call& call, const PeerVerdict& verdict, std::exception_ptr failed);
+  void post_settled(const Call& call, const PeerVerdict& verdict, std::exception_ptr failed);
 
   // pipeline.cpp
   void capture(Call& call);

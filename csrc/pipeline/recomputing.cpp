@@ -80,9 +80,8 @@ bool Recomputing::drop_refused(const Call& call, const StepResult& result) {
       any = refused_[i] = true;
       all_[i] = Recompute::no;
       log(LogLevel::warning, "stage " + number_and_name(executor_.stages()[i], numbers[i]) +
-                                 " cannot be recomputed in backward, and the step is repeated "
-                                 "without: " +
-                                 refusal);
+                                 " cannot be recomputed in backward: " + refusal +
+                                 "; the step is repeated without that");
     }
   }
   return any;

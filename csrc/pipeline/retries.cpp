@@ -110,8 +110,8 @@ Ended Pipeline::State::attempt(Call& call, PeerVerdict& verdict, StepResult& sta
     meet(call);
   }
   const Peaks peaks(options.devices);
-  call.split =
-      call.refused || call.is_told ? std::vector<int64_t>(call.microbatches()) : split_of(call);
+  call.split = call.refused || call.failed_elsewhere ? std::vector<int64_t>(call.microbatches())
+                                                     : split_of(call);
   StepResult result;
   try {
     result = run(call);

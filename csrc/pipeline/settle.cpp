@@ -26,7 +26,7 @@ void Pipeline::State::settle(Call& call, const PeerVerdict& verdict, const StepR
   auto failed = thrown_by([&] { call.group.accept(scale, true); });
   failed = thrown_by([&] { tied.sum_gradients(failed); });
   failed = failed ? failed : thrown_by([&] { return_gradients(result, scale); });
-  failed = thrown_by([&] { tell_settled(call, verdict, failed); });
+  failed = thrown_by([&] { post_settled(call, verdict, failed); });
   if (failed) {
     undo(call);
     std::rethrow_exception(failed);
@@ -42,7 +42,7 @@ void Pipeline::State::return_gradients(const StepResult& result, double scale) c
   }
 }
 
-void Pipeline::State::tell_settled(const Call& call, const PeerVerdict& verdict,
+void Pipeline::State::post_settled(const Call& call, const PeerVerdict& verdict,
                                    std::exception_ptr failed) {
   const bool scaled = options.scaler != nullptr && options.scaler->enabled();
   if (options.peers && (scaled || agreed_.any_tied || verdict.has_more)) {

@@ -33,8 +33,10 @@ TiedWeights::TiedWeights(std::vector<std::pair<std::string, at::Tensor>> own,
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> known;
   for (auto& [name, parameter] : own) {
-    TORCH_CHECK_VALUE(parameter.defined() && parameter.is_leaf(),
-                      "a tied weight is a parameter (name: ", name, ")");
+    TORCH_CHECK_VALUE(
+        parameter.defined() && parameter.is_leaf(),
+        "tied names a tensor that is no parameter (name: ", name,
+        "); name the stages' parameters themselves, not results of operations on them");
     TORCH_CHECK_VALUE(std::none_of(known.begin(), known.end(),
                                    [&p = parameter](const auto& k) { return k.is_same(p); }),
                       "a tied weight was named twice (name: ", name,

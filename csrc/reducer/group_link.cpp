@@ -157,9 +157,10 @@ struct Latest {
   }
   bool known() const { return longest_ms - waited_ms >= kLateBy; }
   std::string text() const {
-    return "rank " + std::to_string(rank) + " came " +
-           std::to_string(static_cast<double>(longest_ms - waited_ms) / 1000.0).substr(0, 3) +
-           " s after the first, which did not wait so long";
+    const auto seconds = std::to_string(static_cast<double>(longest_ms - waited_ms) / 1000.0);
+    return "rank " + std::to_string(rank) + " began to wait " +
+           seconds.substr(0, seconds.find('.') + 2) +
+           " s after the first rank, which had given up by then";
   }
 };
 }  // namespace
@@ -221,8 +222,10 @@ void GroupLink::throw_broken(int64_t at_step, const std::string& waiting_for,
   }
   detail::throw_rank_failed(first, at_step, kind,
                             "the process group broke in step " + std::to_string(at_step) + ": " +
-                                (missing.empty() ? "no rank is missing" : missing) +
-                                " (cause: " + cause + ")");
+                                (missing.empty() ? "no rank is known to be missing" : missing) +
+                                " (cause: " + cause + "); look at " +
+                                (first < 0 ? "the other ranks'" : "that rank's") +
+                                " output, and start the job again");
 }
 
 }  // namespace brimful

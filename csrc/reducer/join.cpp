@@ -9,7 +9,7 @@ namespace brimful {
 namespace {
 [[noreturn]] void throw_ended(int64_t with_data, int world_size) {
   TORCH_CHECK(false, "data ended on some ranks (ranks that have more: ", with_data, " of ",
-              world_size, "; throw_on_early_termination: true)");
+              world_size, "; throw_on_early_termination: true); end the epoch on this rank too");
 }
 }  // namespace
 

@@ -95,14 +95,16 @@ void Reducer::register_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook,
   auto& s = s_->engine.state();
   TORCH_CHECK_VALUE(hook, "there is no hook to register (hook: null)");
   TORCH_CHECK_VALUE(!s.hooks.is_set(),
-                    "a reducer has one communication hook (registered already: true)");
+                    "the reducer has a communication hook already (registered: true); register one "
+                    "hook, and combine several in a function of your own");
   TORCH_CHECK_VALUE(!s.layout.wire_dtype,
                     "a hook decides itself how gradients travel (wire_dtype: ",
                     c10::toString(*s.layout.wire_dtype), "); leave wire_dtype out");
   s_->loop.settle();
   const std::lock_guard<std::mutex> lock(s.attempt.mutex);
   TORCH_CHECK_VALUE(s.attempt.mode == Mode::idle,
-                    "a hook is registered between steps (in a step: true)");
+                    "a communication hook was registered within a step (in a step: true); register "
+                    "it before the first step");
   // Another hook, or none, would send other sizes: gloo kills a process for that.
   std::vector<uint8_t> own(name.begin(), name.end());
   own.resize(64);

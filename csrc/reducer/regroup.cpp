@@ -18,7 +18,7 @@ namespace {
 /// By then the order of buckets is learned and their sizes are tuned; an earlier plan is learned again.
 constexpr int64_t kLearnedAfter = 64;
 
-/// Of a rank, as long as a control record: gloo ends a process whose peer is elsewhere and sends another size.
+/// What a rank has when it regroups. As long as a control record: gloo ends a process whose peer sends another size.
 struct Standing {
   int64_t progress = 0;
   int64_t whole = 1;
@@ -76,8 +76,9 @@ void move_gradients(const std::vector<at::Tensor>& parameters) {
 
 void require_between_steps(EngineState& s) {
   const std::lock_guard<std::mutex> lock(s.attempt.mutex);
-  TORCH_CHECK_VALUE(s.attempt.mode == Mode::idle,
-                    "a reducer regroups between steps (in a step: true)");
+  TORCH_CHECK_VALUE(
+      s.attempt.mode == Mode::idle,
+      "a reducer was regrouped within a step (in a step: true); regroup it between steps");
   TORCH_CHECK_VALUE(
       !s.hooks.is_set(),
       "a reducer with a communication hook cannot regroup, since the hook may hold the "
@@ -98,7 +99,8 @@ void require_between_steps(EngineState& s) {
     }
     throw RankFailed(
         -1, step, Status::error,
-        "a rank failed while the ranks formed a new group (cause: " + std::string(e.what()) + ")");
+        "a rank failed while the ranks formed a new group (cause: " + std::string(e.what()) +
+            "); look at the other ranks' output, and start the job again");
   }
 }
 }  // namespace

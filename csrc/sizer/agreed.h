@@ -14,7 +14,7 @@ struct Agreed {
   int buffer_source = 0;
   bool at_end = false;
   bool owed = false;   ///< the other ranks wait for a repetition that has not begun
-  ControlRecord next;  ///< this rank's, of the step that comes
+  ControlRecord next;  ///< what this rank announces of the step that comes
 };
 
 }  // namespace brimful

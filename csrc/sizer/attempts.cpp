@@ -269,7 +269,7 @@ Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepI
     outcome.attempts.push_back(note);
     return again;
   }
-  agreed_.at_end = !result.records.empty() && nobody_steps(result.records);
+  agreed_.at_end = !result.records.empty() && no_rank_steps(result.records);
   if (result.own == Status::error) {
     std::rethrow_exception(result.error);
   }
@@ -279,8 +279,8 @@ Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepI
     throw_failure(result, input, outcome, pairs);
   }
   if (verdict != Status::retry) {
-    if (const auto words = group_.divergence(); !words.empty()) {
-      throw PlanMismatch(words);  // on all ranks
+    if (const auto divergence = group_.divergence(); !divergence.empty()) {
+      throw PlanMismatch(divergence);  // on all ranks
     }
     require_same_mark(result.records);
     require_weight(result.records);

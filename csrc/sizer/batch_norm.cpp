@@ -100,7 +100,9 @@ void BatchNorms::warn() {
   log(LogLevel::warning,
       "the batch is split, and BatchNorm normalises every piece by itself: the result depends on "
       "the split (modules: " +
-          coupled + "); choose batch_norm=\"freeze\", \"rescale\" or \"refuse\", or use GroupNorm");
+          coupled +
+          "); use batch_norm=\"refuse\" or GroupNorm to avoid that; \"rescale\" and \"freeze\" "
+          "correct the running statistics only");
 }
 
 void BatchNorms::hold() {

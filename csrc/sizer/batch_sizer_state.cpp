@@ -40,9 +40,9 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
   TORCH_CHECK_VALUE(options_.pieces >= 1,
                     "a batch has at least one piece (pieces: ", options_.pieces, ")");
   TORCH_CHECK_VALUE(!options_.piece_rows || (*options_.piece_rows >= 1 && options_.pieces == 1),
-                    "a piece has at least one row, and takes the place of a number of pieces "
-                    "(piece_rows: ",
-                    options_.piece_rows.value_or(0), ", pieces: ", options_.pieces, ")");
+                    "piece_rows must be positive, and excludes pieces (piece_rows: ",
+                    options_.piece_rows.value_or(0), ", pieces: ", options_.pieces,
+                    "); pass one of them");
   if (!options_.required_bytes && options_.standing_bytes) {
     options_.required_bytes = [standing_bytes = options_.standing_bytes] {
       const auto bytes = standing_bytes();
@@ -125,7 +125,7 @@ bool BatchSizer::State::begin_loop(Next next, const StepInput& first) {
   agreed_.at_end = false;
   const auto records = group_.exchange(agreed_.next);
   adopt(records);
-  agreed_.at_end = nobody_steps(records);
+  agreed_.at_end = no_rank_steps(records);
   return !agreed_.at_end;
 }
 
@@ -157,8 +157,10 @@ void BatchSizer::State::check_input(const StepInput& input) {
     TORCH_CHECK_VALUE(
         input.rows && sum == *input.rows &&
             std::all_of(input.split->begin(), input.split->end(), [](auto n) { return n > 0; }),
-        "split does not cover the batch (sum of split: ", sum, ", rows: ", input.rows.value_or(0),
-        ")");
+        "split must be positive numbers of rows that add up to the batch (sum of split: ", sum,
+        ", least: ",
+        input.split->empty() ? 0 : *std::min_element(input.split->begin(), input.split->end()),
+        ", rows: ", input.rows.value_or(0), "); pass Outcome.split of the same batch");
   }
   check_limit();
   if (!input.accumulate) {
@@ -268,8 +270,8 @@ Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work, P
   }
   if (bad_input) {
     const auto failure = failure_of(bad_input);
-    agreed_.at_end =
-        nobody_steps(group_.run_failed(failure.kind, failure.text, agreed_.next, pairs != nullptr));
+    agreed_.at_end = no_rank_steps(
+        group_.run_failed(failure.kind, failure.text, agreed_.next, pairs != nullptr));
     agreed_.next = {};
     std::rethrow_exception(bad_input);
   }
@@ -318,7 +320,8 @@ void BatchSizer::State::load_state(const std::map<std::string, double>& state) {
   const OneCall::Entered entered(calls_under_way_, "load_state");
   const auto get = [&](const char* name) {
     const auto found = state.find(name);
-    TORCH_CHECK_VALUE(found != state.end(), "the sizer's state lacks an entry (name: ", name, ")");
+    TORCH_CHECK_VALUE(found != state.end(), "the sizer's state lacks an entry (name: ", name,
+                      "); load what state_dict() of a BatchSizer returned");
     return found->second;
   };
   const double piece_rows = get("piece_rows");

@@ -66,7 +66,7 @@ void Forecasts::keep_in(Entries& entries, Entry entry) {
 }
 
 std::optional<SharedForecast> Forecasts::find(const RowKind& kind) {
-  for (auto* const entries : {&rehearsed_, &told_}) {
+  for (auto* const entries : {&rehearsed_, &derived_}) {
     if (const auto found = find_in(*entries, kind); found != entries->end()) {
       return found->forecast;
     }
@@ -74,30 +74,30 @@ std::optional<SharedForecast> Forecasts::find(const RowKind& kind) {
   if (find_in(distrusted_, kind) != distrusted_.end()) {
     return std::nullopt;
   }
-  auto forecast = tell(kind);
+  auto forecast = derive(kind);
   if (!forecast) {
     return std::nullopt;
   }
-  keep_in(told_, {kind, {}, forecast});
+  keep_in(derived_, {kind, {}, forecast});
   return forecast;
 }
 
 SharedForecast Forecasts::keep(const RowKind& kind, Rehearsal rehearsal) {
   auto forecast = rehearsal.forecast();
   keep_in(rehearsed_, {kind, std::move(rehearsal), forecast});
-  std::erase_if(told_, [&](const auto& entry) { return entry.kind.form == kind.form; });
+  std::erase_if(derived_, [&](const auto& entry) { return entry.kind.form == kind.form; });
   return forecast;
 }
 
 void Forecasts::distrust(const RowKind& kind) {
-  const auto told = find_in(told_, kind);
-  if (told != told_.end()) {
-    told_.erase(told);
+  const auto derived = find_in(derived_, kind);
+  if (derived != derived_.end()) {
+    derived_.erase(derived);
     keep_in(distrusted_, {kind, {}, nullptr});
   }
 }
 
-SharedForecast Forecasts::tell(const RowKind& kind) {
+SharedForecast Forecasts::derive(const RowKind& kind) {
   std::map<std::vector<int64_t>, std::vector<Entries::iterator>> lines;
   for (auto entry = rehearsed_.begin(); entry != rehearsed_.end(); ++entry) {
     if (auto direction = direction_of(entry->kind, kind); entry->forecast && !direction.empty()) {
@@ -115,7 +115,7 @@ SharedForecast Forecasts::tell(const RowKind& kind) {
   std::sort(line.begin(), line.end(), [&](const auto& a, const auto& b) {
     return a->kind.sizes[index] < b->kind.sizes[index];
   });
-  const auto told_by = [&](std::vector<TracedRows> Rehearsal::*piece) {
+  const auto derived_by = [&](std::vector<TracedRows> Rehearsal::*piece) {
     std::vector<TracedLength> known;
     known.reserve(line.size());
     for (const auto& entry : line) {
@@ -123,8 +123,8 @@ SharedForecast Forecasts::tell(const RowKind& kind) {
     }
     return traces_at(known, static_cast<double>(kind.sizes[index]));
   };
-  auto first = told_by(&Rehearsal::first);
-  auto second = told_by(&Rehearsal::second);
+  auto first = derived_by(&Rehearsal::first);
+  auto second = derived_by(&Rehearsal::second);
   if (!first || !second) {
     return nullptr;
   }

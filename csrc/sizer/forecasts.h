@@ -48,10 +48,10 @@ class BRIMFUL_API Forecasts {
   using Entries = std::list<Entry>;
   static Entries::iterator find_in(Entries& entries, const RowKind& kind);
   static void keep_in(Entries& entries, Entry entry);
-  SharedForecast tell(const RowKind& kind);
+  SharedForecast derive(const RowKind& kind);
 
   Entries rehearsed_;  ///< the last needed first
-  Entries told_;
+  Entries derived_;
   Entries distrusted_;
 };
 

@@ -63,7 +63,7 @@ std::optional<Run> run_around(const std::vector<Known>& known, double length) {
 
 /// What an allocation takes by the law, and the most that it may take.
 struct Range {
-  double told = 0;
+  double expected = 0;
   double most = 0;
 };
 
@@ -100,8 +100,8 @@ class Allocations {
     const bool rounded = off > kToleranceBytes;
     double margin = rounded ? std::max(kPagesBytes, kMoreRounding * off) : off;
     margin *= std::abs(at_length_[0]) + std::abs(at_length_[1]) + std::abs(at_length_[2]);
-    const double told = value(at_length_, event);
-    return {told, told + margin};
+    const double expected = value(at_length_, event);
+    return {expected, expected + margin};
   }
 
  private:
@@ -146,26 +146,27 @@ class Allocations {
   std::vector<Weights> at_known_;
 };
 
-enum class Told : uint8_t { well, not_known, uncertain };
+enum class Certainty : uint8_t { enough, not_known, uncertain };
 
-Told tell(const std::vector<Known>& known, double length, memory::Trace& most) {
+Certainty trace_at(const std::vector<Known>& known, double length, memory::Trace& most) {
   auto run = run_around(known, length);
   if (!run) {
-    return Told::not_known;
+    return Certainty::not_known;
   }
   const Allocations allocations(std::move(*run), length);
-  memory::Trace told;
+  memory::Trace expected;
   for (size_t event = 0; event < allocations.size(); ++event) {
     const auto range = allocations.bytes(event);
     const auto whole = [&](double bytes) {
       return allocations.sign(event) * std::max<int64_t>(std::llround(bytes), 1);
     };
-    told.push_back(whole(range.told));
+    expected.push_back(whole(range.expected));
     most.push_back(whole(range.most));
   }
-  const auto peak = static_cast<double>(memory::peak_bytes(told));
+  const auto peak = static_cast<double>(memory::peak_bytes(expected));
   const auto more = static_cast<double>(memory::peak_bytes(most)) - peak;
-  return more > std::max(kUncertainBytes, kUncertain * peak) ? Told::uncertain : Told::well;
+  return more > std::max(kUncertainBytes, kUncertain * peak) ? Certainty::uncertain
+                                                             : Certainty::enough;
 }
 }  // namespace
 
@@ -177,7 +178,7 @@ std::optional<std::vector<TracedRows>> traces_at(const std::vector<TracedLength>
       rows.insert(traced.rows);
     }
   }
-  std::vector<TracedRows> told;
+  std::vector<TracedRows> expected;
   for (const auto count : rows) {
     std::vector<Known> with;
     for (const auto& one : known) {
@@ -188,15 +189,15 @@ std::optional<std::vector<TracedRows>> traces_at(const std::vector<TracedLength>
       }
     }
     TracedRows traced{count, {}};
-    const auto how = tell(with, length, traced.trace);
-    if (how == Told::uncertain) {
+    const auto how = trace_at(with, length, traced.trace);
+    if (how == Certainty::uncertain) {
       return std::nullopt;
     }
-    if (how == Told::well) {
-      told.push_back(std::move(traced));
+    if (how == Certainty::enough) {
+      expected.push_back(std::move(traced));
     }
   }
-  return told.size() < 2 ? std::nullopt : std::optional(std::move(told));
+  return expected.size() < 2 ? std::nullopt : std::optional(std::move(expected));
 }
 
 }  // namespace brimful

@@ -36,8 +36,8 @@ void Rehearser::run(int64_t rows) {
     checked = std::min(checked, rows);
   }
   while (model_ && checked > kFirstRows + 1 && checked <= rows) {
-    const auto told = static_cast<double>(model_->peak_bytes(checked));
-    if (!trace(checked) || is_good(told, rows)) {
+    const auto forecast = static_cast<double>(model_->peak_bytes(checked));
+    if (!trace(checked) || is_good(forecast, rows)) {
       break;
     }
     checked *= 2;
@@ -54,9 +54,9 @@ int64_t Rehearser::checked_rows() const {
                                          : now.largest_rows(*model_, kCheckedRows) * 4 / 5;
 }
 
-bool Rehearser::is_good(double told, int64_t rows) const {
+bool Rehearser::is_good(double forecast, int64_t rows) const {
   const auto peak = static_cast<double>(memory::peak_bytes(traced_.second.back().trace));
-  return std::abs(told - peak) <= kGoodEnough * peak &&
+  return std::abs(forecast - peak) <= kGoodEnough * peak &&
          (!model_ || model_->guessed_share(room().largest_rows(*model_, rows)) <= kMostGuessed);
 }
 

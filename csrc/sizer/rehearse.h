@@ -29,7 +29,7 @@ class Rehearser {
   ForecastRoom room() const { return {options_.device, margin_}; }
   /// The check must not run out of memory itself.
   int64_t checked_rows() const;
-  bool is_good(double told, int64_t rows) const;
+  bool is_good(double forecast, int64_t rows) const;
   /// False if they do not fit.
   bool trace(int64_t rows);
   void trace_few(int64_t rows, KeptBatch& few);

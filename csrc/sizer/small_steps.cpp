@@ -31,10 +31,10 @@ void SmallSteps::run(int64_t rows, const StepWith& step_with) {
     trace(kSmallestRows, step_with(kSmallestRows));
     trace(kSmallestRows + 1, step_with(kSmallestRows + 1));
     for (int64_t few = kFirstCheckedRows; few < rows && model_; few *= 2) {
-      const auto told = static_cast<double>(model_->peak_bytes(few));
+      const auto forecast = static_cast<double>(model_->peak_bytes(few));
       trace(few, step_with(few));
       const auto peak = static_cast<double>(memory::peak_bytes(traces_.back().trace));
-      if (std::abs(told - peak) <= kCloseEnough * peak &&
+      if (std::abs(forecast - peak) <= kCloseEnough * peak &&
           (!model_ || model_->guessed_share(rows) <= kMostGuessedOfStep)) {
         break;
       }

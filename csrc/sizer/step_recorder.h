@@ -19,7 +19,7 @@ class BRIMFUL_API StepRecorder {
   void end_attempt(int64_t pieces, int64_t piece_rows, int64_t peak_bytes, bool out_of_memory);
   /// Another attempt follows.
   void note_retry(bool cache_released);
-  /// Does nothing for a step without an attempt.
+  /// Does nothing where no attempt began since the last call.
   void end_step(bool stood, std::optional<int64_t> limit_bytes,
                 Clock::time_point now = Clock::now());
   Report report(int64_t piece_rows) const;

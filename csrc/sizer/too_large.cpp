@@ -109,16 +109,17 @@ void advise_on_work(const Shortfall& shortfall, std::vector<std::string>& advice
   const bool mapping = is_of(shortfall, Shortfall::Of::mapping);
   if (shortfall.climbed) {
     advice.push_back(
-        "split the model over several devices (Pipeline), or its longest operators: what is held "
-        "between forward and backward is recomputed or offloaded already (while one operator "
-        "runs: " +
-        format_bytes(bytes) + ")");
+        "split the model over several devices (Pipeline), or split its largest operators (while "
+        "one runs: " +
+        format_bytes(bytes) +
+        "): what is held between forward and backward is recomputed or offloaded already");
   } else if (!rungs_of(shortfall, shortfall.tried.size() - 1).empty()) {
-    advice.push_back(shortfall.device.is_cpu()
-                         ? "let the ladder offload: set BRIMFUL_SCRATCH_DIR to a directory on a "
-                           "disk with room (one row was recomputed, and offloaded nothing)"
-                         : "free memory of the host, so that the ladder can offload to pinned "
-                           "memory (one row was recomputed, and offloaded nothing)");
+    advice.push_back(
+        shortfall.device.is_cpu()
+            ? "let the ladder offload: set BRIMFUL_SCRATCH_DIR to a directory on a disk with free "
+              "space (the last attempt recomputed modules and offloaded nothing)"
+            : "free memory of the host, so that the ladder can offload to pinned memory (the last "
+              "attempt recomputed modules and offloaded nothing)");
   } else if (shortfall.ladder_off && !could_split(shortfall)) {
     advice.push_back(
         "let the ladder recompute and offload what one row saves (ladder=[..., \"recompute\", "
@@ -251,7 +252,7 @@ TooLargeFacts facts_of(const Shortfall& shortfall) {
   return facts;
 }
 
-std::string words_for(const Shortfall& shortfall, const TooLargeFacts& facts) {
+std::string to_string(const Shortfall& shortfall, const TooLargeFacts& facts) {
   const bool of_optimizer = is_of(shortfall, Shortfall::Of::optimizer);
   std::ostringstream text;
   text << headline(shortfall) << " on rank " << shortfall.rank << " of " << shortfall.world_size
@@ -276,7 +277,7 @@ std::string words_for(const Shortfall& shortfall, const TooLargeFacts& facts) {
     text << " (limit: " << format_bytes(*facts.limit_bytes) << ")";
   }
   if (!facts.held.empty()) {
-    text << ".\nBeside tensors: " << listed(facts.held);
+    text << ".\nOutside this process's tensors: " << listed(facts.held);
     if (!shortfall.others.where.empty()) {
       text << " (source: " << shortfall.others.where << ")";
     }
@@ -304,8 +305,8 @@ Shortfall shortfall_on(c10::Device device, const std::function<StandingBytes()>&
 
 BatchTooLarge too_large(const Shortfall& shortfall) {
   auto facts = facts_of(shortfall);
-  const auto words = words_for(shortfall, facts);
-  return BatchTooLarge(words, std::move(facts));
+  const auto text = to_string(shortfall, facts);
+  return BatchTooLarge(text, std::move(facts));
 }
 
 }  // namespace brimful

@@ -51,7 +51,7 @@ Shortfall shortfall_on(c10::Device device, const std::function<StandingBytes()>&
 /// Only what may help here, the cheapest that frees much first.
 BRIMFUL_API std::vector<std::string> advice_for(const Shortfall& shortfall);
 BRIMFUL_API TooLargeFacts facts_of(const Shortfall& shortfall);
-BRIMFUL_API std::string words_for(const Shortfall& shortfall, const TooLargeFacts& facts);
+BRIMFUL_API std::string to_string(const Shortfall& shortfall, const TooLargeFacts& facts);
 /// The error of both.
 BatchTooLarge too_large(const Shortfall& shortfall);
 

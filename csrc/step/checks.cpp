@@ -67,8 +67,10 @@ void StepGroup::require_empty_gradients() {
     }
   });
   const auto nonzero = first_nonzero(values);
-  TORCH_CHECK_VALUE(!nonzero, "a gradient is not empty at the step's start (shape: ",
-                    owners[*nonzero].sizes(), "); call optimizer.zero_grad() before every step");
+  TORCH_CHECK_VALUE(
+      !nonzero, "a gradient is not empty at the step's start (shape: ", owners[*nonzero].sizes(),
+      "); call optimizer.zero_grad() after optimizer.step(), or pass accumulate=True to add to the "
+      "gradients");
   for_each_parameter(participants_, outside_,
                      [](const at::Tensor& parameter) { parameter.mutable_grad().reset(); });
 }

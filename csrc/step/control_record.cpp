@@ -98,14 +98,14 @@ double next_total_weight(const std::vector<ControlRecord>& records) {
       records, [](const auto& record) { return record.next == Next::no ? 0 : record.next_weight; });
 }
 
-bool nobody_continues(const std::vector<ControlRecord>& records) {
+bool no_rank_continues(const std::vector<ControlRecord>& records) {
   return std::all_of(records.begin(), records.end(),
                      [](const auto& record) { return record.next == Next::no; });
 }
 
-bool nobody_steps(const std::vector<ControlRecord>& records) {
+bool no_rank_steps(const std::vector<ControlRecord>& records) {
   const bool stop = stops(records);
-  return stop || nobody_continues(records);
+  return stop || no_rank_continues(records);
 }
 
 int next_buffer_source(const std::vector<ControlRecord>& records) {

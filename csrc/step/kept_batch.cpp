@@ -114,12 +114,11 @@ void KeptBatch::restore() {
   look_closely();
   for (auto& entry : entries_) {
     const auto& [name, tensor] = entry.named;
-    TORCH_CHECK_VALUE(
-        !entry.changed || entry.copy.defined(),
-        "a tensor of the batch was changed in place by work that is to be repeated with it "
-        "(tensor: ",
-        name, ", shape: ", tensor.sizes(),
-        "); change a copy of it there, as x = x / 255 does in the place of x.div_(255)");
+    TORCH_CHECK_VALUE(!entry.changed || entry.copy.defined(),
+                      "the step cannot be repeated: it changed a tensor of the batch in place, and "
+                      "there is no copy (tensor: ",
+                      name, ", shape: ", tensor.sizes(),
+                      "); change a copy instead: x = x / 255, not x.div_(255)");
     if (!entry.copy.defined() || (copies_ == Copies::all && !entry.changed)) {
       continue;
     }

@@ -138,7 +138,11 @@ class Job:
         core.reset()
         rows = core.next_step()
         if rows is None:
-            raise ValueError("the data set has no whole batch; pass a smaller batch_size")
+            size, batch_size = self.sampler._size, self.sampler._batch_size
+            raise ValueError(
+                f"the data set has no whole batch (rows: {size}, batch_size: {batch_size}); pass a smaller "
+                "batch_size, or more rows"
+            )
         batch = self.sampler.load(rows) if rows else NO_DATA
         self._outcome = None
         try:
@@ -184,8 +188,9 @@ class Job:
             agreed = module.regroup(entered.group, progress=self._progress, whole=self._whole)
         if agreed.source < 0:
             raise _C.HalfStepError(
-                "every rank was in the middle of its step when one died: after its gradients and before the end of "
-                f"`step` (steps: {max(agreed.progress)}); make no collective there, and load a checkpoint"
+                "a rank died while every rank was between its gradients and the end of `step` (steps: "
+                f"{max(agreed.progress)}), so that parameters may be half updated; make no collective of your own "
+                "there, and load a checkpoint"
             )
         behind = [
             rank

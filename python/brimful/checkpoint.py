@@ -166,7 +166,8 @@ class BucketPlan:
                 saved["plan"], saved["parameters"]
         except (KeyError, TypeError, ValueError):
             raise ValueError(
-                f"this is no bucket plan that state_dict gave (state: {state!r})"
+                f"this is no bucket plan that state_dict gave (state: {state!r}); load what state_dict() of a "
+                "BucketPlan returned"
             ) from None
         self._saved = saved
 

@@ -119,7 +119,7 @@ def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     name = getattr(function, "__name__", repr(function))
     given = ", ".join(f"{n}={value}" for n, value in zip(names[1:], args[1:], strict=False))
     raise TypeError(
-        f"Batch size was passed into `{name}` as the first argument when called."
+        f"Batch size was passed into `{name}` as the first argument when called. "
         f"Remove this as the decorator already does so: `{name}({given})`"
     )
 
@@ -129,9 +129,9 @@ def _ran_out(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, _C.RankFailed):
         return False
-    words = str(error)
-    return _C._is_out_of_memory_message(words) or (
-        "NCCL" not in words and any(text in words for text in _ACCELERATES)
+    message = str(error)
+    return _C._is_out_of_memory_message(message) or (
+        "NCCL" not in message and any(text in message for text in _ACCELERATES)
     )
 
 

@@ -74,7 +74,7 @@ class Members:
         ``part`` names this rank's part of the model, which is the same in all replicas.
 
         Raises ``PlanMismatch`` for another ``model``, ``LeftOut`` where the others went on without this process,
-        ``StoreLost`` without a store, and ``RuntimeError`` where nobody lets it in within ``patience_ms``.
+        ``StoreLost`` without a store, and ``RuntimeError`` where no member lets it in within ``patience_ms``.
         """
         return self._core.enter(model, part)
 
@@ -102,9 +102,10 @@ class Fleet(Job):
 
     All processes run this program, those that are started later too. ``data`` is a data set, ``batch_size`` that of all
     ranks together: a step has the same rows whoever is there. When a rank dies, the others form a new group, a step
-    that nobody finished is undone and repeated with its rows cut anew, and a rank that missed one which others finished
-    gets their parameters, buffers, optimizer and ``state`` (things with ``state_dict`` and ``load_state_dict``, such as
-    a scheduler). A process that joins gets the same. Random generators are each rank's own.
+    that no rank finished is undone and repeated with its rows cut anew, and a rank that missed one which others
+    finished gets their parameters, buffers, optimizer and ``state`` (things with ``state_dict`` and
+    ``load_state_dict``, such as a scheduler). A process that joins gets the same. Random generators are each rank's
+    own.
 
     ``version`` is the program's: a process with another one, or with another model, data or batch size, is refused.
     ``wrap`` has arguments for ``DistributedDataParallel``, ``sizes`` for ``BatchSizer``; ``model``, ``sizer`` and
@@ -192,7 +193,7 @@ class Fleet(Job):
             self.sizer._sampler = None
         made = self.sizer._core.calls - calls
         if self._outcome is None or made != 1:
-            raise RuntimeError(f"a step is one call of sizer.step (calls: {made}); call it once")
+            raise RuntimeError(f"the step function must call sizer.step once (calls: {made})")
         return result
 
     def _times(self) -> _C.Outcome | None:

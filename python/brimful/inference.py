@@ -73,7 +73,7 @@ def map_batches(
     anything else; and what ``fn`` raises. Waits for the device only where memory ran out. From any thread.
     """
     if not callable(fn):
-        raise TypeError(f"fn is called with pieces of the batch (type: {type(fn)})")
+        raise TypeError(f"fn must be callable (type: {type(fn)})")
     cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     rank, world_size = 0, 1

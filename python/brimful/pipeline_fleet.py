@@ -146,7 +146,7 @@ class PipelineFleet(Job):
             self.pipe._loss_fn = self._loss_fn
         if self._steps_made != 1:
             raise RuntimeError(
-                f"a step is one call of pipe.step (calls: {self._steps_made}); call it once"
+                f"the step function must call pipe.step once (calls: {self._steps_made})"
             )
         return result
 
@@ -187,5 +187,8 @@ def _whole_of(stages: Sequence[Any], loss_fn: Any, size: int) -> torch.nn.Module
         modules.append(loss_fn)
     for module in modules:
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"a fleet has stages that are modules (type: {type(module)})")
+            raise TypeError(
+                f"a PipelineFleet's stage must be a torch.nn.Module (type: {type(module)}); put the function into a "
+                "module"
+            )
     return torch.nn.ModuleList(modules)

@@ -86,11 +86,12 @@ class GlobalSampler(Sampler[list[int]]):
                 "a sampler needs batch_size, or cost and batch_cost, and not both (batch_size: "
                 f"{batch_size}, cost: {'None' if cost is None else 'given'}, batch_cost: {batch_cost})"
             )
+        self._size, self._batch_size = size, operator.index(batch)
         self._data = None if isinstance(data, int) else data
         self._collate, self._shuffle = collate_fn, shuffle
         self._core = _C._GlobalSampler(
             size=size,
-            batch_size=operator.index(batch),
+            batch_size=self._batch_size,
             cost=None if cost is None else _tensor_of(cost),
             rank=rank if rank is not None else dist.get_rank() if grouped else 0,
             world_size=(

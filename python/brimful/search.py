@@ -318,20 +318,20 @@ def _run(
             seen.ran_out(error)
             if options.on_oom == "raise":
                 raise
-            words = text_of(error).splitlines()[0]
+            message = text_of(error).splitlines()[0]
         finally:
             found = seen.facts()
             if not of_ray:
-                _tell_optuna(trial, found, memory.stats(device).limit_bytes)
+                _report_to_optuna(trial, found, memory.stats(device).limit_bytes)
     _clean()
     if options.on_oom == "split" and not seen.has_sizer:
-        words += " (no brimful.BatchSizer stepped in it, which splits batches)"
-    _log.warning("a trial ran out of memory and cannot win: %s", words)
+        message += " (no brimful.BatchSizer stepped in it, which splits batches)"
+    _log.warning("a trial ran out of memory and cannot win: %s", message)
     if of_ray:
         worst = math.inf if options.mode == "min" else -math.inf
-        return {**found, "oom_words": words, options.metric: worst}
-    trial.set_user_attr("oom_words", words)
-    raise _imported("optuna", "optuna").TrialPruned(words)
+        return {**found, "oom_message": message, options.metric: worst}
+    trial.set_user_attr("oom_message", message)
+    raise _imported("optuna", "optuna").TrialPruned(message)
 
 
 def _check_trial(options: _Options, trial: Any, of_ray: bool) -> None:
@@ -362,7 +362,7 @@ def _predict(peak_bytes: int, device: torch.device) -> None:
         raise WouldRunOut(peak_bytes, limit_bytes)
 
 
-def _tell_optuna(trial: Any, found: Mapping[str, int], limit_bytes: int | None) -> None:
+def _report_to_optuna(trial: Any, found: Mapping[str, int], limit_bytes: int | None) -> None:
     for name, value in found.items():
         trial.set_user_attr(name, value)
     if limit_bytes and hasattr(trial, "set_constraint"):

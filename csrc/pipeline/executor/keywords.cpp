@@ -73,7 +73,8 @@ std::shared_ptr<GivenKeywords> KeywordScope::keep() {
 
 Value keyword_value(const std::string& name) {
   TORCH_CHECK_VALUE(current != nullptr,
-                    "a keyword is asked for within a stage's forward (stage: none); call it there");
+                    "a keyword was asked for outside a stage's forward (stage: none); call "
+                    "keyword() in a forward");
   return current->get(name);
 }
 

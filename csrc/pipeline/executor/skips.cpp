@@ -198,7 +198,7 @@ at::Tensor SkipScope::pop(const std::string& name) {
   TORCH_CHECK_VALUE(
       !parcel.needs_gradient || parcel.version < 0 || version_of(left) == parcel.version,
       "a later stage has changed a tensor in place that was stashed (name: ", name,
-      "); stash a clone of it, or take the operation that is not in place");
+      "); stash a clone of it, or use the out-of-place operation");
   auto tensor = board_.lanes().fetch(std::move(parcel.message), device_);
   if (repeats || (trains_ && record_.repeated)) {
     record_.again.push_back({name, tensor});
@@ -218,8 +218,10 @@ at::Tensor SkipScope::pop_again(const std::string& name) const {
       return tensor.defined() && tensor.is_leaf() ? changeable(tensor) : tensor;
     }
   }
-  TORCH_CHECK_VALUE(false, "a backward pops what its forward has not popped (name: ", name,
-                    "); checkpoint with torch.utils.checkpoint, whose forwards are alike");
+  TORCH_CHECK_VALUE(
+      false,
+      "a forward that runs again in backward pops a tensor that the first one did not pop (name: ",
+      name, "); checkpoint with torch.utils.checkpoint, whose forwards are alike");
 }
 
 SkipsAgain::SkipsAgain() : outer_(std::exchange(current_again, this)) {}

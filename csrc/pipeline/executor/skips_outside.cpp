@@ -44,7 +44,8 @@ class Kept {
     const auto& by_thread = kept_[name];
     const auto own = by_thread.find(std::this_thread::get_id());
     const bool found = own != by_thread.end() || by_thread.size() == 1;
-    TORCH_CHECK_VALUE(found, "a checkpoint pops again what is not kept (name: ", name,
+    TORCH_CHECK_VALUE(found,
+                      "a checkpoint's second forward pops a tensor that is not kept (name: ", name,
                       ", threads: ", by_thread.size(),
                       "); checkpoint with use_reentrant=False, and give each thread's model names "
                       "of its own");

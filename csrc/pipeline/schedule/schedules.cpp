@@ -16,7 +16,7 @@ constexpr int64_t kMostForwards = int64_t{1} << 24;
 struct Turns {
   int warm_up;             ///< forwards before the first pair of a forward and a backward
   bool splits = false;     ///< backwards are I and W
-  int weights_behind = 0;  ///< that many backwards are done before the first W
+  int weights_behind = 0;  ///< the W of a microbatch follows the I of the one that is so many later
 };
 
 /// A forward and a backward in turn after a warm-up, until each list is at its end.
@@ -107,7 +107,7 @@ Schedule make(const char* name, int ranks, int stages_per_rank, int microbatches
   return schedule;
 }
 
-/// A schedule of turns in rounds; `turns_of` gets a rank and the forwards that its last stage waits for.
+/// A schedule of turns in rounds; `turns_of` gets a rank, and the number of forwards before its last stage's first one.
 template <typename TurnsOf>
 Schedule make_turns(const char* name, int ranks, int stages_per_rank, int microbatches,
                     const TurnsOf& turns_of) {
@@ -125,7 +125,7 @@ struct BuiltIn {
   int stages_per_rank;  ///< 0: any
   Schedule (*make)(int ranks, int stages_per_rank, int microbatches);
 };
-constexpr std::array<BuiltIn, 9> kBuiltIns{{
+constexpr auto kBuiltIns = std::to_array<BuiltIn>({
     {"gpipe", 1, [](int p, int, int m) { return gpipe(p, m); }},
     {"1f1b", 1, [](int p, int, int m) { return one_forward_one_backward(p, m); }},
     {"interleaved_1f1b", 0, &interleaved_1f1b},
@@ -135,7 +135,7 @@ constexpr std::array<BuiltIn, 9> kBuiltIns{{
     {"zbv", 2, [](int p, int, int m) { return zbv(p, m); }},
     {"dualpipev", 2, [](int p, int, int m) { return dualpipev(p, m); }},
     {"forward_only", 0, &forward_only},
-}};
+});
 
 /// Without capitals, underscores, and the "Schedule" of torch's classes.
 std::string plain_name(std::string_view name) {
@@ -155,6 +155,17 @@ bool is_called(const BuiltIn& built_in, std::string_view name) {
   return plain == plain_name(built_in.name) ||
          (built_in.name == "zb_h1" && plain == "interleavedzerobubble") ||
          (built_in.name == "zbv" && plain == "zbvzerobubble");
+}
+
+template <typename Condition>
+std::string names_where(const Condition& holds) {
+  std::string names;
+  for (const auto& built_in : kBuiltIns) {
+    if (holds(built_in)) {
+      names += (names.empty() ? "" : ", ") + std::string(built_in.name);
+    }
+  }
+  return names;
 }
 }  // namespace
 
@@ -228,21 +239,20 @@ std::vector<std::string> schedule_names() {
 }
 
 Schedule make_schedule(std::string_view name, int ranks, int stages_per_rank, int microbatches) {
-  std::string names;
   for (const auto& built_in : kBuiltIns) {
     if (is_called(built_in, name)) {
       TORCH_CHECK_VALUE(
           built_in.stages_per_rank == 0 || built_in.stages_per_rank == stages_per_rank,
           "this schedule is defined for ", built_in.stages_per_rank,
           built_in.stages_per_rank == 1 ? " stage" : " stages", " a rank only (schedule: ", name,
-          ", stages_per_rank: ", stages_per_rank,
-          "); interleaved_1f1b, looped_bfs and zb_h1 take any number");
+          ", stages_per_rank: ", stages_per_rank, "); these take any number: ",
+          names_where([](const BuiltIn& other) { return other.stages_per_rank == 0; }));
       return built_in.make(ranks, stages_per_rank, microbatches);
     }
-    names += (names.empty() ? "" : ", ") + std::string(built_in.name);
   }
   TORCH_CHECK_VALUE(false, "there is no schedule of this name (name: '", name, "'); take one of ",
-                    names, ", or Schedule::from_csv your own");
+                    names_where([](const BuiltIn&) { return true; }),
+                    ", or Schedule::from_csv your own");
 }
 
 }  // namespace brimful::pipeline

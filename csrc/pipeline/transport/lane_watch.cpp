@@ -45,8 +45,8 @@ void LaneWatch::look_here() {
     given_up_ = given_up_.empty() ? lane->trouble() : given_up_;
   }
   if (!given_up_.empty()) {
-    tell();
-  } else if (is_told()) {
+    post();
+  } else if (another_gave_up()) {
     given_up_ = "another rank has given up the connections between their devices";
   }
   if (!given_up_.empty()) {
@@ -55,7 +55,7 @@ void LaneWatch::look_here() {
   }
 }
 
-bool LaneWatch::is_told() {
+bool LaneWatch::another_gave_up() {
   const auto now = std::chrono::steady_clock::now();
   const bool waits = std::any_of(lanes_.begin(), lanes_.end(), [&](DeviceLane* lane) {
     return now - lane->waits_since() > kAskEvery;
@@ -63,7 +63,7 @@ bool LaneWatch::is_told() {
   return waits && board_->given_up(FailureBoard::Patience(0), kAskEvery);
 }
 
-void LaneWatch::tell() {
+void LaneWatch::post() {
   Failure why;
   why.text = given_up_;
   try {

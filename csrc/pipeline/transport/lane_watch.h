@@ -40,8 +40,8 @@ class LaneWatch {
  private:
   void look();
   void look_here();
-  bool is_told();
-  void tell();
+  bool another_gave_up();
+  void post();
   void abort() noexcept;
 
   c10::intrusive_ptr<c10d::Store> store_;

@@ -129,9 +129,10 @@ std::unique_ptr<DeviceLane> Peers::open_lane(const std::string& prefix, int from
 }
 
 void Peers::require_links(const std::vector<int>& rank_of_stage) const {
-  TORCH_CHECK_VALUE(!is_on_device() || placed_ == rank_of_stage,
-                    "a schedule places stages on other ranks than the first one, for which the "
-                    "devices were connected; give every schedule of a pipeline the same places");
+  TORCH_CHECK_VALUE(
+      !is_on_device() || placed_ == rank_of_stage,
+      "a schedule places stages on different ranks than this pipeline's first schedule, for which "
+      "the devices were connected; place each stage on the same rank in every schedule");
 }
 
 std::unique_ptr<Channel> Peers::channel(int from, int to, int number) {

@@ -89,7 +89,9 @@ PeerVerdict Peers::receive(int peer, int tag) {
   const auto bytes = std::min<uint64_t>(wire.failure_bytes, kFailureBytes);
   auto failure = decode_failure({wire.failure.begin(), wire.failure.begin() + bytes});
   if (!failure) {
-    throw std::runtime_error("what rank " + std::to_string(peer) + " sent is no verdict");
+    throw std::runtime_error(
+        "rank " + std::to_string(peer) +
+        " sent no verdict that this rank can read; run the same version of brimful on all ranks");
   }
   static_cast<Failure&>(verdict) = std::move(*failure);
   return verdict;
@@ -151,7 +153,8 @@ PeerVerdict Peers::agree(const PeerVerdict& own) {
     } catch (const std::exception&) {
       broke = "the pipeline's process group broke" +
               (mine.kind == Status::ok ? "" : " after: " + mine.text) +
-              " (error: " + brimful::to_string(std::current_exception()) + ")";
+              " (error: " + brimful::to_string(std::current_exception()) +
+              "); look at the other ranks' output, and start the job again";
       verdict = mine;
       verdict.kind = Status::error;
       verdict.rank = rank();

@@ -77,7 +77,7 @@ c10::IValue to_ivalue(const Value& value) {
         std::vector<c10::IValue>(value.tensors.begin(), value.tensors.end()));
   }
   const auto* form = dynamic_cast<const IValueForm*>(value.form.get());
-  TORCH_CHECK_TYPE(form != nullptr, "a value of another language reached a stage of C++ (form: ",
+  TORCH_CHECK_TYPE(form != nullptr, "a stage in C++ got a structure from a stage in Python (form: ",
                    value.form->to_string(), "); pass tensors between such stages");
   size_t next = 0;
   return rebuilt(form->skeleton(), [&](const at::Tensor&) { return value.tensors.at(next++); });

@@ -37,10 +37,10 @@ void explain_assertion(const ErrorText& error, const ErrorEvidence& evidence, Ex
   }
   if (!evidence.indices.empty() && out.kind != "value") {
     for (const auto& finding : evidence.indices) {
-      out.evidence.push_back(finding.words());
+      out.evidence.push_back(to_string(finding));
     }
     out.kind = "index";
-    out.cause = evidence.indices.front().words();
+    out.cause = to_string(evidence.indices.front());
   }
   add_operators(evidence, out);
   if (out.cause.empty()) {

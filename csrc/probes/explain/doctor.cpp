@@ -126,18 +126,19 @@ std::vector<Finding> check_limits(const LimitFacts& facts) {
 std::vector<Finding> check_gpus(const GpuReport& report, bool wanted) {
   if (report.gpus.empty()) {
     const bool absent = report.problem.find("no NVIDIA driver here") == 0;
-    return {
-        {"NVML",
-         absent && !wanted ? Health::ok
-         : absent          ? Health::warn
-                           : Health::fail,
-         report.problem,
-         wanted ? "without a driver training runs on the CPU; in containers pass --gpus all" : ""}};
+    return {{"NVML",
+             absent && !wanted ? Health::ok
+             : absent          ? Health::warn
+                               : Health::fail,
+             report.problem,
+             wanted && absent
+                 ? "without a driver training runs on the CPU; in containers pass --gpus all"
+                 : ""}};
   }
   std::vector<Finding> findings{
       {"NVML", report.problem.empty() ? Health::ok : Health::warn,
        "driver " + report.driver + (report.problem.empty() ? "" : "; " + report.problem),
-       report.problem.empty() ? "" : "correct CUDA_VISIBLE_DEVICES"}};
+       report.problem.starts_with("CUDA_VISIBLE_DEVICES") ? "correct CUDA_VISIBLE_DEVICES" : ""}};
   for (const auto& gpu : report.gpus) {
     Finding finding;
     finding.name = "GPU " + std::to_string(gpu.index) +

@@ -216,14 +216,14 @@ constexpr std::array<std::string_view, 26> kMistakes{
 
 const ErrorRule* rule_for(std::string_view text) {
   const auto* found = std::find_if(kRules.begin(), kRules.end(), [&](const ErrorRule& rule) {
-    return contains(text, rule.words) && contains(text, rule.more);
+    return contains(text, rule.part) && contains(text, rule.more);
   });
   return found == kRules.end() ? nullptr : found;
 }
 
 bool is_mistake(std::string_view text) {
   return std::any_of(kMistakes.begin(), kMistakes.end(),
-                     [&](std::string_view words) { return contains(text, words); });
+                     [&](std::string_view part) { return contains(text, part); });
 }
 
 const AssertRule* assertion_in(std::string_view text) {

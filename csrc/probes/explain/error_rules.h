@@ -4,9 +4,9 @@
 
 namespace brimful::probes {
 
-/// What an error's message shows beyond shortage_in(), where the message alone decides.
+/// An explanation that the message alone decides. It comes before those by shortage_in() (step/oom.h).
 struct ErrorRule {
-  std::string_view words;
+  std::string_view part;
   std::string_view more;  ///< must be there too; may be empty
   const char* kind;
   std::optional<bool> is_memory;

@@ -15,7 +15,7 @@ void apply(const ErrorRule& rule, const ErrorEvidence& evidence, Explanation& ou
   if (out.kind == "shared_memory") {
     add_bytes(out, "free in /dev/shm now", evidence.shm_free_bytes);
   }
-  if (!rule.is_memory && evidence.oom_kills) {
+  if (!rule.is_memory.has_value() && evidence.oom_kills) {
     out.evidence.push_back("kills by the kernel because memory ran out in this cgroup: " +
                            std::to_string(*evidence.oom_kills));
     if (*evidence.oom_kills > 0) {
@@ -29,7 +29,7 @@ void explain_other(const ErrorText& error, const ErrorEvidence& evidence, Explan
   if (index && !evidence.indices.empty()) {
     out.kind = "index";
     out.is_memory = false;
-    out.cause = evidence.indices.front().words();
+    out.cause = to_string(evidence.indices.front());
     out.remedy = "compare the indices with the size of what they index";
     return;
   }

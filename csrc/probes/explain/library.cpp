@@ -20,20 +20,21 @@ constexpr std::array<std::string_view, 10> kVague{"CUBLAS_STATUS_EXECUTION_FAILE
                                                   "CUFFT_EXEC_FAILED",
                                                   "CUFFT_INTERNAL_ERROR"};
 
-struct Words {
-  const char* with_room;
-  const char* unknown;
-  const char* mend;
-  const char* look;
+/// What a status means, by what is known of the free memory.
+struct Meaning {
+  const char* cause_with_room;
+  const char* cause_unknown;
+  const char* remedy_with_room;
+  const char* remedy_prefix;  ///< where it is unknown
 };
-constexpr Words kNoHandle{
+constexpr Meaning kNoHandle{
     "a library could not start or has no engine for this call, and memory is not short",
     "a library could not start or has no engine for this call: often an OOM in disguise; how much "
     "was free is not known",
     "check that driver, CUDA, cuDNN and torch fit together (`brimful doctor`), and that no earlier "
     "kernel failed: run once with CUDA_LAUNCH_BLOCKING=1",
     ""};
-constexpr Words kNotRun{
+constexpr Meaning kNotRun{
     "a library's kernel failed, and memory is not short: an earlier kernel broke the context, or "
     "the "
     "GPU does not support the call's shapes or dtypes",
@@ -52,12 +53,12 @@ bool is_vague_status(std::string_view text) {
 
 void explain_library(const ErrorText& error, const ErrorEvidence& evidence, bool certain,
                      Explanation& out) {
-  const Words& words = is_vague_status(error.text) ? kNotRun : kNoHandle;
+  const Meaning& meaning = is_vague_status(error.text) ? kNotRun : kNoHandle;
   const auto need = need_of(error.text, evidence);
   const bool is_short = evidence.free_bytes && *evidence.free_bytes < need.bytes;
   add_bytes(out, "free on the device before the call", evidence.free_bytes);
   if (evidence.free_bytes) {
-    out.evidence.push_back("the call needs: " + format_bytes(need.bytes) + " (" + need.words + ")");
+    out.evidence.push_back("the call needs: " + format_bytes(need.bytes) + " (" + need.text + ")");
   }
   if (evidence.refused) {
     out.evidence.emplace_back("torch's allocator refused a request in the same step");
@@ -77,13 +78,13 @@ void explain_library(const ErrorText& error, const ErrorEvidence& evidence, bool
   out.kind = "library";
   if (evidence.free_bytes) {
     out.is_memory = false;
-    out.cause = words.with_room;
-    out.remedy = words.mend;
+    out.cause = meaning.cause_with_room;
+    out.remedy = meaning.remedy_with_room;
     return;
   }
-  out.cause = words.unknown;
+  out.cause = meaning.cause_unknown;
   out.remedy =
-      std::string(words.look) +
+      std::string(meaning.remedy_prefix) +
       "see how much is free just before (torch.cuda.mem_get_info()), or run the step under "
       "brimful.op_ring(), which notes it";
 }

@@ -73,7 +73,7 @@ LibraryNeed need_of(const std::string& error, const ErrorEvidence& evidence) {
   LibraryNeed need;
   for (const auto& part : parts) {
     need.bytes += part.bytes;
-    need.words += (need.words.empty() ? "" : "; ") + format_bytes(part.bytes) + " " + part.words;
+    need.text += (need.text.empty() ? "" : "; ") + format_bytes(part.bytes) + " " + part.text;
   }
   return need;
 }

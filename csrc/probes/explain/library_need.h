@@ -8,7 +8,7 @@ namespace brimful::probes {
 /// What a call of a CUDA library takes of the device beside tensors.
 struct LibraryNeed {
   int64_t bytes = 0;
-  std::string words;  ///< what it is made of, or that it is not known
+  std::string text;  ///< what it is made of, or that it is not known
 };
 
 /// By the error's message and the evidence alone.

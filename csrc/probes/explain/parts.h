@@ -9,8 +9,8 @@
 /// What explain_error is made of, one for each kind of error.
 namespace brimful::probes {
 
-inline bool contains(std::string_view text, std::string_view words) {
-  return text.find(words) != std::string_view::npos;
+inline bool contains(std::string_view text, std::string_view part) {
+  return text.find(part) != std::string_view::npos;
 }
 
 /// The error's own line: the first, or the one behind the last traceback in a log.
@@ -30,7 +30,7 @@ void add_bytes(Explanation& out, const char* what, const std::optional<int64_t>&
 bool is_mistake_by_type(const ErrorText& error);
 /// The line in which a BatchTooLarge says what does not fit; nothing if there is none.
 std::optional<std::string> too_large_in(const std::string& text);
-/// Whether the message is an allocator's of the host, with no type: numpy's, the operating system's.
+/// Whether the message is that of a host's allocator (NumPy's, the operating system's), with no exception type.
 bool is_refusal_of_host(std::string_view text);
 /// A library's status that stands for anything: a broken context, a shape, or a shortage.
 bool is_vague_status(std::string_view text);

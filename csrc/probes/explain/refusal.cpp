@@ -43,8 +43,9 @@ std::optional<int64_t> first_of(const std::string& text,
 }
 
 // As brimful's sizer, map_batches, pipeline and steps with `accumulate` begin a BatchTooLarge.
-constexpr std::array<std::string_view, 8> kTooLarge{
+constexpr std::array<std::string_view, 9> kTooLarge{
     "no split of the batch fits",
+    "the loss over all pairs does not fit, whatever the split",
     "in lockstep no rank may split further by itself",
     "the optimizer's step would run out of memory, whatever the split",
     "no piece that was tried fits",
@@ -144,9 +145,9 @@ bool is_refusal_of_host(std::string_view text) {
 }
 
 std::optional<std::string> too_large_in(const std::string& text) {
-  for (const auto words : kTooLarge) {
-    if (const auto behind = line_behind(text, words)) {
-      return std::string(words) + *behind;
+  for (const auto begin : kTooLarge) {
+    if (const auto behind = line_behind(text, begin)) {
+      return std::string(begin) + *behind;
     }
   }
   return std::nullopt;
@@ -180,7 +181,7 @@ void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Expl
   const bool expandable = contains(evidence.allocator_settings, "expandable_segments:True");
   const bool host = is_a(error, "MemoryError") ||
                     std::any_of(kHostWords.begin(), kHostWords.end(),
-                                [&](std::string_view words) { return contains(text, words); });
+                                [&](std::string_view begin) { return contains(text, begin); });
   const auto likely = line_behind(text, "Likely cause: ");
   const auto next = line_behind(text, "Try next: ");
   if (likely && next) {  // brimful looked where it happened

@@ -18,8 +18,8 @@ std::string lower(std::string text) {
 }
 
 template <size_t n>
-bool has_any(const std::string& text, const std::array<std::string_view, n>& words) {
-  return std::any_of(words.begin(), words.end(),
+bool has_any(const std::string& text, const std::array<std::string_view, n>& names) {
+  return std::any_of(names.begin(), names.end(),
                      [&](std::string_view word) { return text.find(word) != std::string::npos; });
 }
 

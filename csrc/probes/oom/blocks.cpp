@@ -56,8 +56,7 @@ class Known {
 };
 
 /// No more than the parameters' bytes are gradients of parameters: the rest only has their sizes.
-void tell_gradients_apart(OomFacts& facts, const std::vector<LiveBlock>& blocks,
-                          const Known& known) {
+void separate_gradients(OomFacts& facts, const std::vector<LiveBlock>& blocks, const Known& known) {
   int64_t own = 0;
   int64_t all = 0;
   for (const LiveBlock& block : blocks) {
@@ -110,7 +109,7 @@ void read_blocks(OomFacts& facts, const std::vector<LiveBlock>& blocks) {
   }
   if (facts.program) {
     const Known known(facts.program->labels);
-    tell_gradients_apart(facts, blocks, known);
+    separate_gradients(facts, blocks, known);
     read_data(facts, blocks, known);
   }
   std::vector<std::pair<uint32_t, OomSite>> sorted;

@@ -88,10 +88,10 @@ class Findings {
   }
 
   /// What is a sign of a fault comes before what is merely large.
-  void add(OomCause cause, int64_t bytes, bool sign, std::string words, std::string advice) {
+  void add(OomCause cause, int64_t bytes, bool sign, std::string text, std::string advice) {
     if (is_part(bytes, sign ? kSignPart : kLeastPart)) {
       found_.push_back({bytes + (sign ? needed(facts_) : 0),
-                        {cause, bytes, std::move(words), std::move(advice)}});
+                        {cause, bytes, std::move(text), std::move(advice)}});
     }
   }
 

@@ -9,7 +9,7 @@ std::string to_html(const OomFacts& facts) {
   using Json = nlohmann::ordered_json;
   Json causes = Json::array();
   for (const OomFinding& finding : findings(facts)) {
-    causes.push_back({{"cause", finding.words}, {"advice", finding.advice}});
+    causes.push_back({{"cause", finding.text}, {"advice", finding.advice}});
   }
   Json lines = Json::array();
   for (const OomSite& site : facts.sites) {

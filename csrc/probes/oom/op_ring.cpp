@@ -52,17 +52,17 @@ std::string to_string(const at::Tensor& tensor) {
   return out.str();
 }
 
-void add_tensors(const c10::IValue& value, std::vector<std::string>& words) {
+void add_tensors(const c10::IValue& value, std::vector<std::string>& texts) {
   constexpr size_t kMost = 8;
-  if (words.size() >= kMost) {
+  if (texts.size() >= kMost) {
     return;
   }
   if (value.isTensor() && value.toTensor().defined() &&
       !value.toTensor().unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
-    words.push_back(to_string(value.toTensor()));
+    texts.push_back(to_string(value.toTensor()));
   } else if (value.isTensorList()) {
     for (const at::Tensor& tensor : value.toTensorVector()) {
-      add_tensors(tensor, words);
+      add_tensors(tensor, texts);
     }
   }
 }
@@ -153,11 +153,11 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& function
 
 }  // namespace
 
-std::string IndexFinding::words() const {
-  const bool below = lowest < first_allowed;
-  return (where.empty() ? "" : where + ": ") + op + " got index " +
-         std::to_string(below ? lowest : highest) + ", allowed are " +
-         std::to_string(first_allowed) + " to " + std::to_string(last_allowed);
+std::string to_string(const IndexFinding& finding) {
+  const bool below = finding.lowest < finding.first_allowed;
+  return (finding.where.empty() ? "" : finding.where + ": ") + finding.op + " got index " +
+         std::to_string(below ? finding.lowest : finding.highest) + ", allowed are " +
+         std::to_string(finding.first_allowed) + " to " + std::to_string(finding.last_allowed);
 }
 
 void start_op_ring(OpSite site) {

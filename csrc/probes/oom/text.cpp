@@ -67,7 +67,7 @@ std::string to_short_string(const OomFacts& facts) {
   std::ostringstream out;
   const auto causes = findings(facts);
   if (!causes.empty()) {
-    out << "\nLikely cause: " << causes.front().words
+    out << "\nLikely cause: " << causes.front().text
         << ".\nTry next: " << numbered_advice(causes, kShortAdvice) << ".";
   }
   write_room(out, facts);
@@ -86,7 +86,7 @@ std::string to_string(const OomFacts& facts) {
   write_room(out, facts);
   out << "\n\nCauses, the most likely first:";
   for (const OomFinding& finding : findings(facts)) {
-    out << "\n- " << finding.words << ".\n  Try: " << finding.advice << ".";
+    out << "\n- " << finding.text << ".\n  Try: " << finding.advice << ".";
   }
   out << "\n\nIn use, by category: " << categories(facts) << "\nBy line:";
   write_sites(out, facts, facts.sites.size());

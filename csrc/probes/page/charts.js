@@ -182,9 +182,9 @@ class Chart {
     for (let at = Math.ceil(this.from / step) * step; at <= this.to; at += step) {
       const x = Math.round(this.x(at));
       shape(this.plot, "line", {class: "grid", x1: x, x2: x, y1: this.height, y2: this.height + 5});
-      const words = this.axis === "time" ? timeText(at, step) : this.eventText(at);
+      const label = this.axis === "time" ? timeText(at, step) : this.eventText(at);
       const anchor = x > this.width - 30 ? "end" : x < 20 ? "start" : "middle";
-      shape(this.plot, "text", {x, y: this.height + 19, "text-anchor": anchor}, words);
+      shape(this.plot, "text", {x, y: this.height + 19, "text-anchor": anchor}, label);
     }
   }
   /// Columns have the same number of events each.
@@ -337,31 +337,31 @@ class Chart {
     this.cursor.setAttribute("x2", pixel);
     this.cursor.style.visibility = "visible";
     this.tip.replaceChildren();
-    if (this.isStack) this.tellColumn(this.shown[0], this.chosen[0][pixel]);
-    else this.tellTotals(pixel);
+    if (this.isStack) this.listColumn(this.shown[0], this.chosen[0][pixel]);
+    else this.listTotals(pixel);
     const isRight = pixel > this.width / 2;
     this.tip.style.left = isRight ? "" : `${MARGIN.left + pixel + 14}px`;
     this.tip.style.right = isRight ? `${this.width - pixel + MARGIN.right + 14}px` : "";
     this.tip.style.top = `${this.svg.offsetTop + MARGIN.top}px`;
     this.tip.style.visibility = "visible";
   }
-  tellColumn(timeline, column) {
+  listColumn(timeline, column) {
     if (column < 0) return;
     const when = `${timeText(timeline.time_us[column])}, step ${timeline.step[column]}, `
       + PHASES[timeline.phase[column]];
     element(this.tip, "div", {}, when);
-    this.tellRows([["in use", timeline.used[column], "", ""],
+    this.listRows([["in use", timeline.used[column], "", ""],
       ...[...timeline[this.way]].reverse().filter(series => series.values[column] !== 0)
         .map(series => [series.name, series.values[column], series.style, ""])]);
   }
-  tellTotals(pixel) {
+  listTotals(pixel) {
     const time = this.from + (this.to - this.from) * pixel / this.width;
     element(this.tip, "div", {}, timeText(time));
     const rows = this.shown.map((timeline, k) =>
       [timeline.name, timeline.used[this.chosen[k][pixel]] ?? 0, "", `--c:${this.hue(k)}`]);
-    this.tellRows(rows.sort((a, b) => b[1] - a[1]).slice(0, 12));
+    this.listRows(rows.sort((a, b) => b[1] - a[1]).slice(0, 12));
   }
-  tellRows(rows) {
+  listRows(rows) {
     const table = element(this.tip, "table");
     for (const [name, bytes, style, css] of rows) {
       const row = element(table, "tr");

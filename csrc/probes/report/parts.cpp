@@ -19,7 +19,7 @@ constexpr size_t kAllColumns = 4 * kChartColumns;
 constexpr size_t kLeastColumns = 1024;
 constexpr size_t kSiteRows = 40;
 
-/// From below; what changes least comes first.
+/// Of the stacked areas, the lowest first: what changes least lies below.
 constexpr std::array kStack{
     Category::other,           Category::parameters, Category::buffers,
     Category::optimizer_state, Category::gradients,  Category::activations,

@@ -15,7 +15,7 @@ extern const char* const kSummaryTable;  ///< summary.html
 namespace {
 
 constexpr size_t kSummaryColumns = 11;
-constexpr size_t kWords = 3;  // columns that are not numbers
+constexpr size_t kTexts = 3;  // columns that are not numbers
 using Cells = std::array<std::string, kSummaryColumns>;
 Cells titles() {
   return {"module",  "input",       "output", "calls",        "parameters",   "multiply-adds",
@@ -126,7 +126,7 @@ std::string line_of(const Cells& cells, const std::array<size_t, kSummaryColumns
   for (size_t column = 0; column < kSummaryColumns; ++column) {
     const std::string padding(widths[column] - cells[column].size(), ' ');
     line += column == 0 ? "" : "  ";
-    line += column < kWords ? cells[column] + padding : padding + cells[column];
+    line += column < kTexts ? cells[column] + padding : padding + cells[column];
   }
   return line.substr(0, line.find_last_not_of(' ') + 1);
 }
@@ -134,7 +134,7 @@ std::string line_of(const Cells& cells, const std::array<size_t, kSummaryColumns
 Fields row_fields(const Cells& cells, int64_t depth) {
   Fields row{{{"module", cells[0]}, {"indent", std::to_string(depth + 1)}}};
   for (size_t column = 1; column < kSummaryColumns; ++column) {
-    row.lists[column < kWords ? "words" : "numbers"].push_back({{{"text", cells[column]}}});
+    row.lists[column < kTexts ? "texts" : "numbers"].push_back({{{"text", cells[column]}}});
   }
   return row;
 }

@@ -120,7 +120,7 @@ int64_t time_of(const DeviceRecording& device, size_t events) {
   return events == 0 ? 0 : device.events[events - 1].time_ns;
 }
 
-/// Behind how many events the most was in use.
+/// The number of events after which the most was in use; 0: before the first one.
 size_t events_to_peak(const DeviceRecording& device) {
   State state(device);
   int64_t most = state.used_bytes();
@@ -166,7 +166,7 @@ memory::Peak peak_of(const DeviceRecording& device, size_t events) {
   return peak;
 }
 
-/// The bytes of each site's blocks, the first `standing_blocks` for a beginning.
+/// By site, the bytes in use before the first event.
 std::vector<int64_t> bytes_of_sites(const DeviceRecording& device) {
   uint32_t last = 0;
   for (const auto& block : device.blocks) {

@@ -21,7 +21,8 @@ struct TimelineColumn {
 struct Timeline {
   memory::Peak peak;  ///< sites and modules numbered as in the recording
   int64_t peak_ns = 0;
-  std::vector<uint32_t> sites;  ///< that held the most at a time of their own, the most first
+  std::vector<uint32_t>
+      sites;  ///< with the highest peaks, each at its own moment; the highest first
   std::vector<TimelineColumn> columns;
 };
 

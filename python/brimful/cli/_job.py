@@ -137,7 +137,7 @@ def job_table(lines: Sequence[Line], now: float, silent_s: float | None = None) 
     jobs = ", ".join(sorted({line["job"] for line in lines if line["job"]})) or "job"
     head = f"{jobs}: {len(lines)} of {size} ranks"
     if missing:
-        head += f"; nothing of rank {', '.join(map(str, missing[:8]))}"
+        head += f"; no sample of rank {', '.join(map(str, missing[:8]))}"
         head += ", ..." if len(missing) > 8 else ""
     return f"{head}\n{_aligned([_COLUMNS, *rows])}"
 

@@ -20,15 +20,30 @@ def main(arguments: Sequence[str]) -> int:
         "recordings are the ranks of one run.",
     )
     parser.add_argument("recordings", nargs="+", metavar="RECORDING", help="files of memory.record")
-    parser.add_argument("-o", "--output", metavar="HTML", help="the page (default: report.html)")
-    parser.add_argument("--diff", action="store_true", help="two recordings: what differs")
-    parser.add_argument("--perfetto", metavar="JSON", help="a trace for ui.perfetto.dev instead")
     parser.add_argument(
-        "--memory-viz", metavar="PICKLE", help="a snapshot for pytorch.org/memory_viz instead"
+        "-o",
+        "--output",
+        metavar="HTML",
+        help="where to write the page (default: report.html, if no trace or snapshot is asked for)",
+    )
+    parser.add_argument("--diff", action="store_true", help="compare two recordings on the page")
+    parser.add_argument(
+        "--perfetto", metavar="JSON", help="write a trace for ui.perfetto.dev; no page without -o"
+    )
+    parser.add_argument(
+        "--memory-viz",
+        metavar="PICKLE",
+        help="write a snapshot for pytorch.org/memory_viz; no page without -o",
     )
     given = parser.parse_args(arguments)
     if given.diff and len(given.recordings) != 2:
         parser.error(f"--diff needs two recordings (given: {len(given.recordings)})")
+    others = {"--perfetto": given.perfetto, "--memory-viz": given.memory_viz}
+    asked = " and ".join(name for name, path in others.items() if path)
+    if given.diff and asked and not given.output:
+        parser.error(
+            f"--diff is for a page, and none is written ({asked}: given); add -o, or leave --diff out"
+        )
     try:
         for path in _write(given):
             print(path)

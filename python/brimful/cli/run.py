@@ -86,19 +86,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--op-ring",
         action=argparse.BooleanOptionalAction,
-        help="keep the last operators, for errors of a device: microseconds an operator (default: once CUDA is in use)",
+        help="record the last operators, to explain errors of a device; costs microseconds per operator (default: from "
+        "the moment that CUDA is in use)",
     )
     parser.add_argument(
         "--modules",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="the peak by module too: microseconds a module's forward",
+        help="show the peak by module too; costs microseconds per forward of a module",
     )
     parser.add_argument(
         "--oom-page",
         metavar="FOLDER",
-        help="where memory runs out, oom-PID.html is written here (default: the working directory; or the file that "
-        "BRIMFUL_OOM_REPORT names)",
+        help="folder for the page of the last out-of-memory error, oom-PID.html or oom-rankR-PID.html (default: the "
+        "file that BRIMFUL_OOM_REPORT names, else the working directory)",
     )
     parser.add_argument(
         "--no-oom-page", dest="oom_page", action="store_const", const="", help="write none"
@@ -229,14 +230,14 @@ def _own_part(error: BaseException, code: CodeType) -> TracebackType | None:
 def _report(finder: LeakFinder) -> str:
     peak = memory.peak_by_category()
     parts = sorted(peak.by_category.items(), key=lambda part: -part[1])
-    words = ", ".join(f"{name} {_C._format_bytes(size)}" for name, size in parts if size > 0)
-    lines = [f"peak {_C._format_bytes(peak.bytes)} (step {peak.step}, {peak.phase}): {words}"]
+    uses = ", ".join(f"{name} {_C._format_bytes(size)}" for name, size in parts if size > 0)
+    lines = [f"peak {_C._format_bytes(peak.bytes)} (step {peak.step}, {peak.phase}): {uses}"]
     by_line: dict[str, Counter[str]] = {}  # of whatever module and category
     for use in peak.by_site:
         by_line.setdefault(str(use.site), Counter())[use.category] += use.bytes
     for site, kinds in sorted(by_line.items(), key=lambda part: -part[1].total())[:_LARGEST]:
-        words = ", ".join(name for name, _ in kinds.most_common())
-        lines.append(f"  {_C._format_bytes(kinds.total())} of {words}: {site}")
+        names = ", ".join(name for name, _ in kinds.most_common())
+        lines.append(f"  {_C._format_bytes(kinds.total())} of {names}: {site}")
     modules = {name: sum(use.values()) for name, use in peak.by_module.items() if name}
     lines += [
         f"  {_C._format_bytes(size)} in module {name}"

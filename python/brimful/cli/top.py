@@ -20,7 +20,13 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="brimful top", description=__doc__)
     parser.add_argument("--once", action="store_true", help="show once and end")
     parser.add_argument("--json", action="store_true", help="one JSON line each time")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds (1)")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds between two looks (default: 1)",
+    )
     parser.add_argument("--pid", type=int, help="show this process and what it started, too")
     parser.add_argument(
         "--job",
@@ -32,7 +38,8 @@ def main(arguments: Sequence[str]) -> int:
         "--silent",
         type=float,
         metavar="S",
-        help="with --job: a rank is silent after so many seconds (10, or ten steps)",
+        help="with --job: seconds without a sample after which a rank is marked SILENT (default: 10, or ten steps "
+        "where these take longer)",
     )
     given = parser.parse_args(arguments)
     if not given.interval > 0:

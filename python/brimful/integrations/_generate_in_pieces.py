@@ -66,7 +66,7 @@ def _in_pieces(
         tokens = whole(*args, **kwargs)
         if not isinstance(tokens, torch.Tensor):
             raise ValueError(
-                "memory ran out, and of pieces only tokens are put together (result: "
+                "memory ran out, and only tokens of pieces can be joined (result: "
                 f"{type(tokens).__name__}); leave out return_dict_in_generate"
             )
         records.note(where, tokens)

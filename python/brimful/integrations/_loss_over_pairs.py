@@ -92,7 +92,7 @@ class LossOverPairs:
         for name in ("cu_seq_lens_q", "offsets"):
             if any(name in column for column in features):
                 raise ValueError(
-                    f"texts without padding are one row, which is not cut (entry: {name}); "
+                    f"the batch's texts are flattened into one row, which cannot be cut (entry: {name}); "
                     + (
                         "set model[0].unpad_inputs = False"
                         if name != "offsets"

@@ -62,7 +62,8 @@ class Rules:
             return inputs, share
         if "pixel_values" in inputs:
             raise ValueError(
-                f"images of a batch of GRPOTrainer are not cut by rows; {_SMALLER}, without BrimfulCallback"
+                f"a batch of GRPOTrainer with images cannot be cut by rows (entry: pixel_values); {_SMALLER}, without "
+                "BrimfulCallback"
             )
         if self._loss_type in _OVER_TOKENS_OF_ALL:
             inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * (share * factor)
@@ -111,7 +112,7 @@ class Rules:
             self._over_pairs[name] = LossOverPairs(self._trainer, loss)
         if isinstance(losses, dict) and self._over_pairs and self._processes() > 1:
             raise ValueError(
-                "ranks whose batches are of different datasets cannot compare their rows (losses: "
+                "a loss over pairs cannot be computed over ranks when each dataset has its own loss (losses: "
                 f"{', '.join(losses)}); pass one loss for all datasets, or train with one process"
             )
 

@@ -61,8 +61,8 @@ class BrimfulStrategy(DDPStrategy):
             return
         if not self.lightning_module.automatic_optimization:
             raise ValueError(
-                "a batch runs in pieces where Lightning steps, not training_step (automatic_optimization: False); "
-                "leave out sizer, or leave the steps to Lightning"
+                "sizer= needs automatic optimization (automatic_optimization: False); leave sizer out, or set "
+                "automatic_optimization to True"
             )
         self.sizer = brimful.BatchSizer(self.model, self.optimizers, **self._sizer_options)
 

@@ -74,11 +74,11 @@ class BrimfulCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         stats = brimful.memory.stats(args.device)
-        told = {"peak_bytes": stats.peak_bytes, "used_bytes": stats.used_bytes}
+        figures = {"peak_bytes": stats.peak_bytes, "used_bytes": stats.used_bytes}
         if self.sizer is not None and (steps := self.sizer.report().history):
-            told |= {"pieces": steps[-1].pieces, "retries": steps[-1].retries}
-        logs.update(told)
-        state.log_history[-1].update(told)
+            figures |= {"pieces": steps[-1].pieces, "retries": steps[-1].retries}
+        logs.update(figures)
+        state.log_history[-1].update(figures)
         brimful.memory.reset_peak(args.device)
 
 

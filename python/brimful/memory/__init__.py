@@ -119,7 +119,9 @@ def set_limit(device: str | torch.device, bytes: int | Literal["auto"] | None) -
                 f"a limit is a whole number of bytes, 'auto' or None (bytes: {bytes!r}); write int(...) around it"
             ) from None
         if bytes >= 1 << 63:
-            raise ValueError(f"a limit has 63 bits at most (bytes: {bytes}); None removes it")
+            raise ValueError(
+                f"the limit is too large (bytes: {bytes}, most: 2^63 - 1); None removes the limit"
+            )
     memory_set_limit(device, bytes)
 
 
@@ -247,9 +249,9 @@ class SiteTable(list[SiteUse]):
             rows.append((f"{use.bytes:,}", str(use.blocks), use.phase, steps, str(use.site)))
         widths = [max(len(row[k]) for row in rows) for k in range(4)]
         lines = []
-        for size, blocks, *words, line in rows:
+        for size, blocks, *texts, line in rows:
             cells = [size.rjust(widths[0]), blocks.rjust(widths[1])]
-            cells += [word.ljust(width) for word, width in zip(words, widths[2:], strict=True)]
+            cells += [text.ljust(width) for text, width in zip(texts, widths[2:], strict=True)]
             lines.append("  ".join([*cells, line]))
         return "\n".join(lines)
 

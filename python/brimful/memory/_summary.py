@@ -73,7 +73,7 @@ def summary(
     splitter = _C.Splitter(batch_dim=batch_dim, size_fn=size_fn, split_fn=split_fn)
     rows = splitter.rows_of(batch)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"a limit is a number of bytes (limit: {limit!r})")
+        raise ValueError(f"limit must be a positive whole number of bytes (limit: {limit!r})")
     if limit is not None and not train:
         raise ValueError("a plan for a limit is one of training (train: False); leave limit out")
     if rows < 1:

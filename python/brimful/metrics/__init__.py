@@ -261,7 +261,7 @@ class _Once:
             self._failed.add(key)
             with suppress(Exception):  # a handler of the program's
                 logging.getLogger("brimful").warning(
-                    "metrics go on without what failed, which is logged once (what: %s): %s",
+                    "metrics go on, but a part of them failed; further failures of it are not logged (what: %s): %s",
                     name,
                     text_of(error),
                 )

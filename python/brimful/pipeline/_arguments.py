@@ -111,7 +111,7 @@ def schedule(value: Any) -> Any:
         found = value(microbatches)
         if not isinstance(found, _C.Schedule):
             raise TypeError(
-                f"the function that makes schedules returned none (type: {type(found)}); return a Schedule"
+                f"the function that makes schedules returned no Schedule (type: {type(found)}); return a Schedule"
             )
         return found
 

@@ -105,8 +105,10 @@ def balance(
     stages = _arguments.whole_number("n", n, 1)
     layers = len(list(model.named_children()))
     if stages > layers:
-        raise ValueError(f"every stage has a layer at least (n: {stages}, layers: {layers})")
+        raise ValueError(
+            f"there are more stages than layers (n: {stages}, layers: {layers}); ask for fewer stages"
+        )
     if by not in ("time", "bytes"):
-        raise ValueError(f'layers are counted by "time" or "bytes" (by: {by!r})')
+        raise ValueError(f'by must be "time" or "bytes" (by: {by!r})')
     costs = (_times if by == "time" else _bytes)(model, sample, loss_fn or _sum)
     return _C._balanced(costs, stages)

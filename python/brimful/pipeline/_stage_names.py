@@ -69,7 +69,7 @@ class StageNames:
     def load_state_dict(
         self, state: Mapping[str, Any], *, strict: bool, others_have_theirs: bool
     ) -> tuple[list[str], list[str]]:
-        """Missing keys, and those that nobody here takes."""
+        """Missing keys, and those that no stage here takes."""
         missing, errors = [], []
         for prefix, module in self.modules:
             own = {

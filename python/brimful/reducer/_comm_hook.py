@@ -16,7 +16,7 @@ def check_comm_hook(hook: object) -> None:
     Annotations that are text are evaluated; those that cannot be are not looked at.
     """
     if not callable(hook):
-        raise TypeError(f"a communication hook is callable (type: {type(hook)})")
+        raise TypeError(f"hook must be callable (type: {type(hook)})")
     try:
         signature = inspect.signature(hook, eval_str=True)
     except (ValueError, TypeError, NameError, AttributeError, SyntaxError):

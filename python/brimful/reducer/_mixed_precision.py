@@ -246,8 +246,8 @@ def _remove(handles: list[RemovableHandle]) -> None:
 def _require_no_script(module: torch.nn.Module, name: str) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
-            "a TorchScript module keeps its parameters to itself (mixed_precision: given, module: "
-            f"{name or type(module).__name__}); script none of it, or cast it yourself"
+            "mixed_precision cannot replace the parameters of a TorchScript module (module: "
+            f"{name or type(module).__name__}); leave it unscripted, or cast it yourself"
         )
 
 

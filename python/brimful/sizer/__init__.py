@@ -110,7 +110,7 @@ def _checked(batch: Any, loss_fn: Any, split: Sequence[int] | None) -> list[int]
 def _require_callable(**functions: Callable[..., Any] | None) -> None:
     for name, function in functions.items():
         if function is not None and not callable(function):
-            raise TypeError(f"{name} is called with a batch ({name}: {function!r})")
+            raise TypeError(f"{name} must be callable ({name}: {function!r})")
 
 
 def _by_length(
@@ -124,8 +124,8 @@ def _by_length(
         return None
     if not whole_rows:
         raise ValueError(
-            "rows by length lie in dimension 0, and ranks keep no step with each other in them (by_length, with "
-            "batch_dim, size_fn, split_fn or lockstep); pass one or the other"
+            "by_length cannot be combined with batch_dim, size_fn, split_fn or lockstep (by_length: given); leave "
+            "by_length out, or the others"
         )
     return ByLength(how, trim_fn, weight_fn, few=few)
 
@@ -614,7 +614,7 @@ class BatchSizer:
         self._loops = 0
 
     def _fail(self, error: BaseException) -> None:
-        """Inform the other ranks, which wait in their next step; nobody does after the last one."""
+        """Inform the other ranks, which wait in their next step; none does after the last one."""
         self._core.report_failure(is_out_of_memory(error), text_of(error))
         mark_reported(error)
         raise error

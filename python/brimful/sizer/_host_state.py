@@ -45,7 +45,7 @@ def _require(optimizers: Sequence[_Optimizer]) -> None:
             for option in ("differentiable", "capturable"):
                 if group.get(option):
                     raise ValueError(
-                        f"an optimizer's step on the host is no part of a graph ({option}: True, ladder: 'state'); "
+                        f"an optimizer with this option cannot step on the host ({option}: True, ladder: 'state'); "
                         f"leave {option} out, or 'state' out of ladder"
                     )
 
@@ -222,14 +222,16 @@ class HostState:
     def _log(self) -> None:
         moved = [homes for of in self._homes.values() for homes in of.values()]
         every = sum(len(g["params"]) for optimizer in self._homes for g in optimizer.param_groups)
-        where = "in a file" if self._device.type == "cpu" else "on the host"
+        on_cpu = self._device.type == "cpu"
+        where = "in a file" if on_cpu else "on the host"
         logging.getLogger("brimful").info(
-            "the optimizer's state is %s from here on (parameters: %d of %d, bytes: %s), and stepped on the CPU by "
-            "torch's fused kernel",
+            "from here on the optimizer's state lies %s (parameters moved: %d of %d, bytes: %s); torch's fused kernel "
+            "for the CPU makes the step of %s parameters",
             where if moved else "where it was",
             len(moved),
             every,
             _C._format_bytes(sum(home.nbytes for homes in moved for home in homes.values())),
+            "all" if on_cpu else "these",
         )
 
     def adopt(self) -> None:

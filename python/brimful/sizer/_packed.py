@@ -137,7 +137,7 @@ class Packed:
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, torch.Tensor) and self.tokens in leaf.shape:
                     raise ValueError(
-                        "an entry may have a column for each token or not "
+                        "it is not known whether an entry has a column for each token "
                         f"(entry: {name}, shape: {tuple(leaf.shape)}); leave it out, or make it in loss_fn"
                     )
 

@@ -33,10 +33,13 @@ def is_cut(name: str, value: Any, width: int) -> bool:
 
 def require_usual(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns. Raises ValueError for entries of other shapes."""
-    ids = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    entry = "input_ids" if batch.get("input_ids") is not None else "inputs_embeds"
+    ids = batch[entry]
     if not isinstance(ids, torch.Tensor) or ids.dim() < 2:
+        needed = "[rows, tokens]" if entry == "input_ids" else "[rows, tokens, features]"
+        shape_text = f", shape: {list(ids.shape)}" if isinstance(ids, torch.Tensor) else ""
         raise ValueError(
-            "input_ids is a tensor with a row for each sequence and a column for each token"
+            f"{entry} must be a tensor of shape {needed} (type: {type(ids).__name__}{shape_text})"
         )
     rows, width = ids.shape[:2]
     for name, value in batch.items():
@@ -53,7 +56,7 @@ def require_usual(batch: Mapping[str, Any]) -> tuple[int, int]:
                 )
         elif width in shape[1:]:
             raise ValueError(
-                f"an entry may have a column for each token or not (entry: {name}, shape: {shape}); pass "
+                f"it is not known whether an entry has a column for each token (entry: {name}, shape: {shape}); pass "
                 "by_length=length_fn, which gives the rows' lengths, with trim_fn, which says how it is trimmed"
             )
     return rows, width

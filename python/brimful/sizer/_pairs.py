@@ -50,6 +50,6 @@ def check(embed_fn: Any, pair_loss: Any, own: bool, gathered_gradient: bool) -> 
             raise TypeError(f"{name} must be callable (type: {type(function)})")
     if not gathered_gradient and not own:
         raise ValueError(
-            "the gradient of a loss over all rows needs nothing gathered (gathered_gradient: False, own: False); "
-            "leave gathered_gradient out, or pass own=True"
+            "gathered_gradient=False is only for a loss over the rank's own rows (gathered_gradient: False, own: "
+            "False); leave gathered_gradient out, or pass own=True"
         )

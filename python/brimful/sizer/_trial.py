@@ -77,7 +77,7 @@ class Trial:
         self._pieces = max(self._pieces, outcome.pieces)
         if self._whole and any(attempt.ran_out for attempt in outcome.attempts):
             raise torch.OutOfMemoryError(
-                f"a batch ran in pieces only, and is to run whole (pieces: {outcome.pieces})"
+                f"the batch ran only in pieces, but was to run whole (pieces: {outcome.pieces})"
             )
 
     def ran_out(self, error: BaseException) -> None:

@@ -239,7 +239,7 @@ TEST_CASE("A rank that is gone takes its replica out, and one that is whole join
 TEST_CASE("What can be no rank of a replica is refused", "[launch][members]") {
   Store store;
   store.world_size = 3;
-  CHECK(catching([&] { store.make_rank("a", 0); }).text.find("whole replicas") !=
+  CHECK(catching([&] { store.make_rank("a", 0); }).text.find("multiple of pipeline_size") !=
         std::string::npos);
   store.world_size = 2;
   CHECK(catching([&] { store.make_rank("a", 2); }).type == Caught::Type::value_error);

@@ -24,14 +24,20 @@ class Random {
   std::mt19937 engine_;
 };
 
+/// Whether there is a built-in one of this name for so many stages a rank.
+inline bool is_defined(const std::string& name, int stages_per_rank) {
+  if (name == "zbv" || name == "dualpipev") {
+    return stages_per_rank == 2;
+  }
+  return stages_per_rank == 1 || (name != "gpipe" && name != "1f1b" && name != "zb_h2");
+}
+
 /// A built-in one for at most so many ranks and microbatches, with or without communication.
 inline Schedule random_schedule(Random& random, int ranks, int microbatches) {
   const auto names = schedule_names();
   const auto& name = names[random.below(static_cast<int>(names.size()))];
-  const bool any = name == "interleaved_1f1b" || name == "looped_bfs" || name == "zb_h1";
-  const int stages_per_rank = name == "zbv" || name == "dualpipev" ? 2
-                              : any                                ? 1 + random.below(2)
-                                                                   : 1;
+  const bool both = is_defined(name, 1) && is_defined(name, 2);
+  const int stages_per_rank = both ? 1 + random.below(2) : is_defined(name, 1) ? 1 : 2;
   auto schedule =
       make_schedule(name, 1 + random.below(ranks), stages_per_rank, 1 + random.below(microbatches));
   switch (random.below(3)) {

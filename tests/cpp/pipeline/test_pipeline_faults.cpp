@@ -338,7 +338,7 @@ TEST_CASE("A batch that fits in no number of microbatches says where memory ran 
   }
   CAPTURE(text);
   CHECK(text.find("forward of microbatch 0 in stage 1") != std::string::npos);
-  CHECK(text.find("5 of 3 rows") != std::string::npos);
+  CHECK(text.find("5 microbatches of 3 rows") != std::string::npos);
   CHECK(all_close(trained.model.gradients(), trained.expected));
   trained.planted.arm(-1, -1, 0);
   trained.require_good_step(2);

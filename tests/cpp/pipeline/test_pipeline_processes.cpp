@@ -106,6 +106,7 @@ TEST_CASE("Processes give the gradients of the whole model", "[pipeline][process
   const auto wanted = GENERATE(values<Case>({{"1f1b", 2, 1},
                                              {"gpipe", 3, 1},
                                              {"interleaved_1f1b", 2, 2},
+                                             {"looped_bfs", 2, 2},
                                              {"zb_h1", 2, 1},
                                              {"zb_h2", 3, 1},
                                              {"zbv", 2, 2},

@@ -40,11 +40,12 @@ std::vector<BadInput> bad_inputs() {
        [](Trainer&, StepInput& input, PieceWork&) { input.weight = -2; }},
       {"a weight of the batch that is NaN", Type::value_error, "(weight: nan)",
        [=](Trainer&, StepInput& input, PieceWork&) { input.weight = kNaN; }},
-      {"a split that does not cover the batch", Type::value_error, "(sum of split: 3, rows: 4)",
+      {"a split that does not cover the batch", Type::value_error,
+       "(sum of split: 3, least: 1, rows: 4)",
        [](Trainer&, StepInput& input, PieceWork&) {
          input.split = Split{1, 2};
        }},
-      {"a split with an empty piece", Type::value_error, "split does not cover the batch",
+      {"a split with an empty piece", Type::value_error, "split must be positive numbers of rows",
        [](Trainer&, StepInput& input, PieceWork&) {
          input.split = Split{4, 0};
        }},

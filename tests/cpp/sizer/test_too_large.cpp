@@ -52,14 +52,15 @@ using Kinds = std::vector<std::string>;
 TEST_CASE("The error that no split fits says what is known", "[sizer][too large]") {
   const auto shortfall = example();
   const auto facts = facts_of(shortfall);
-  CHECK(words_for(shortfall, facts) ==
+  CHECK(to_string(shortfall, facts) ==
         "no split of the batch fits on rank 1 of 1 (device: cpu, rows: 8, retries: 3, max_retries: "
         "8).\n"
         "Tried: 1 piece of 8 rows (peak: 62.0 MiB); 2 pieces of 4 rows (peak: 61.0 MiB); 4 pieces "
         "of 2 rows (peak: 60.0 MiB); 8 pieces of 1 row (peak: 60.0 MiB).\n"
         "The last peak: parameters 6.0 MiB, gradients 2.0 MiB, optimizer state 8.0 MiB, buffers "
         "1.0 MiB, other tensors 3.0 MiB, activations and temporaries 40.0 MiB (limit: 64.0 MiB).\n"
-        "Beside tensors: this process 100.0 MiB, others 500.0 MiB, free 1000.0 MiB (source: "
+        "Outside this process's tensors: this process 100.0 MiB, others 500.0 MiB, free 1000.0 MiB "
+        "(source: "
         "/proc/meminfo).\n"
         "Try next: 1. raise the memory limit (memory.set_limit, now: 64.0 MiB, free beyond it: "
         "956.0 MiB); 2. checkpoint activations (torch.utils.checkpoint; activations and "
@@ -86,15 +87,15 @@ TEST_CASE("What is not known is left out", "[sizer][too large]") {
   CHECK(facts.held.empty());
   REQUIRE(facts.bytes.size() == 2);
   CHECK(facts.bytes[0] == std::pair<std::string, int64_t>("other tensors", 20 * kMiB));
-  const auto words = words_for(shortfall, facts);
-  CHECK(words.find("Beside tensors") == std::string::npos);
+  const auto words = to_string(shortfall, facts);
+  CHECK(words.find("Outside this process's tensors") == std::string::npos);
   CHECK(words.find("limit") == std::string::npos);
   shortfall = example();
   shortfall.standing->trainable = 6 * kMiB;
   shortfall.standing->optimizer_state.reset();
-  CHECK(words_for(shortfall, facts_of(shortfall)).find("optimizer state: not known") !=
+  CHECK(to_string(shortfall, facts_of(shortfall)).find("optimizer state: not known") !=
         std::string::npos);
-  CHECK_NOTHROW(words_for({}, facts_of({})));
+  CHECK_NOTHROW(to_string({}, facts_of({})));
 }
 
 TEST_CASE("An optimizer without room has the same facts, and other advice", "[sizer][too large]") {
@@ -106,12 +107,13 @@ TEST_CASE("An optimizer without room has the same facts, and other advice", "[si
   shortfall.optimizer_bytes = 50 * kMiB;
   const auto facts = facts_of(shortfall);
   CHECK(
-      words_for(shortfall, facts) ==
+      to_string(shortfall, facts) ==
       "the optimizer's step would run out of memory, whatever the split, on rank 1 of 1 (device: "
       "cpu, rows: 8).\n"
       "The peak would be: parameters 6.0 MiB, gradients 0 B, optimizer state 8.0 MiB, buffers 1.0 "
       "MiB, other tensors 5.0 MiB, the optimizer's step 50.0 MiB (limit: 64.0 MiB).\n"
-      "Beside tensors: this process 100.0 MiB, others 500.0 MiB, free 1000.0 MiB (source: "
+      "Outside this process's tensors: this process 100.0 MiB, others 500.0 MiB, free 1000.0 MiB "
+      "(source: "
       "/proc/meminfo).\n"
       "Try next: 1. raise the memory limit (memory.set_limit, now: 64.0 MiB, free beyond it: "
       "956.0 MiB); 2. take an optimizer with less state; 3. freeze parameters that need no "
@@ -128,14 +130,14 @@ TEST_CASE("A mapping that does not fit is reported without what is for training"
   auto shortfall = example();
   shortfall.of = Shortfall::Of::mapping;
   shortfall.rows_done = 3;
-  const auto words = words_for(shortfall, facts_of(shortfall));
+  const auto words = to_string(shortfall, facts_of(shortfall));
   CHECK(
       words.rfind("a piece of one row does not fit on rank 1 of 1 (device: cpu, rows: 8, done: 3, "
                   "retries: 3, max_retries: 8).\nTried: 1 piece of 8 rows",
                   0) == 0);
   CHECK(kinds(shortfall) == Kinds{"raise the", "compute in", "use a"});
   shortfall.tried.resize(2);
-  CHECK(words_for(shortfall, facts_of(shortfall)).rfind("no piece that was tried fits on", 0) == 0);
+  CHECK(to_string(shortfall, facts_of(shortfall)).rfind("no piece that was tried fits on", 0) == 0);
   CHECK(kinds(shortfall) == Kinds{"raise max_retries,", "raise the", "compute in", "use a"});
 }
 
@@ -169,7 +171,7 @@ TEST_CASE("Only advice that applies is given", "[sizer][too large]") {
     CHECK(advice_for(shortfall)[0] == "raise max_retries, or begin with more pieces (pieces=4)");
     shortfall.of = Shortfall::Of::lockstep;
     CHECK(kinds(shortfall) == with({"begin with", "raise the"}, rest));
-    CHECK(words_for(shortfall, facts_of(shortfall)).rfind("in lockstep no rank may split", 0) == 0);
+    CHECK(to_string(shortfall, facts_of(shortfall)).rfind("in lockstep no rank may split", 0) == 0);
   }
   SECTION("fragments") {
     shortfall.fragmented = true;
@@ -197,7 +199,7 @@ TEST_CASE("Only advice that applies is given", "[sizer][too large]") {
           Kinds{"raise the", "let the", "compute in", "freeze parameters", "use a"});
     CHECK(advice_for(shortfall)[1].rfind("let the ladder offload: set BRIMFUL_SCRATCH_DIR", 0) ==
           0);
-    CHECK(words_for(shortfall, facts_of(shortfall))
+    CHECK(to_string(shortfall, facts_of(shortfall))
               .find("; 8 pieces of 1 row, 2 modules recomputed (0, 1) (peak: 60.0 MiB).") !=
           std::string::npos);
     shortfall.device = c10::Device(c10::DeviceType::CUDA, 0);

@@ -40,6 +40,7 @@ TEST_CASE("A record survives its bytes bit by bit", "[step]") {
   record.next_weight = value + 1;
   record.ref = 0x89ABCDEF;
   record.work_ms = static_cast<float>(value);
+  record.plan = 0x76543210;
   record.updated = {1, 0, 1, 1, 0, 0, 0, 1};
   const auto back = decode(encode(record));
   CHECK(back.verdict == record.verdict);
@@ -52,6 +53,7 @@ TEST_CASE("A record survives its bytes bit by bit", "[step]") {
   CHECK(same_bits(back.next_weight, record.next_weight));
   CHECK(back.ref == record.ref);
   CHECK(same_bits(back.work_ms, record.work_ms));
+  CHECK(back.plan == record.plan);
   CHECK(back.updated == record.updated);
   CHECK(encode(record)[kUpdatedOffset + 2] == 1);
   CHECK(updated_alike({record, back}));
@@ -87,11 +89,11 @@ TEST_CASE("The mean loss is weighted, and 0 where nothing weighs", "[step]") {
 }
 
 TEST_CASE("The loop ends when every rank says that it has no more", "[step]") {
-  CHECK(nobody_continues({record_of(Status::ok, Next::no), record_of(Status::ok, Next::no)}));
+  CHECK(no_rank_continues({record_of(Status::ok, Next::no), record_of(Status::ok, Next::no)}));
   CHECK_FALSE(
-      nobody_continues({record_of(Status::ok, Next::no), record_of(Status::ok, Next::yes)}));
+      no_rank_continues({record_of(Status::ok, Next::no), record_of(Status::ok, Next::yes)}));
   CHECK_FALSE(
-      nobody_continues({record_of(Status::ok, Next::no), record_of(Status::ok, Next::unknown)}));
+      no_rank_continues({record_of(Status::ok, Next::no), record_of(Status::ok, Next::unknown)}));
 }
 
 TEST_CASE("The next step's weight is known if every rank knows its own", "[step]") {

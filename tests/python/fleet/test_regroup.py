@@ -73,7 +73,7 @@ def test_torchs_own_class_keeps_its_group(ranks):
 
 def test_options_of_members_that_contradict_each_other():
     store = torch.distributed.HashStore()
-    with pytest.raises(ValueError, match=r"three heartbeats.*dead_after_ms: 100"):
+    with pytest.raises(ValueError, match=r"three times it.*dead_after_ms: 100"):
         brimful.Members(store, world_size=1, dead_after_ms=100)
     with pytest.raises(ValueError, match="world_size: 0"):
         brimful.Members(store, world_size=0)
@@ -120,8 +120,18 @@ def test_a_fleet_of_one_trains_and_a_second_call_of_the_sizer_is_refused():
             fleet.sizer.step(batch, lambda model, piece: loss_of(model, piece[0]))
             fleet.model.zero_grad()
 
-    with pytest.raises(RuntimeError, match=r"a step is one call of sizer.step \(calls: 2\)"):
+    with pytest.raises(RuntimeError, match=r"must call sizer.step once \(calls: 2\)"):
         next(fleet.steps(twice, epochs=1))
+
+
+def test_a_fleet_whose_data_has_no_whole_batch_is_refused():
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(10, 3))
+    members = brimful.Members(torch.distributed.HashStore(), world_size=1)
+    fleet = brimful.Fleet(members, net, optimizer, data, batch_size=96, drop_last=True)
+    with pytest.raises(ValueError, match=r"no whole batch \(rows: 10, batch_size: 96\); pass"):
+        next(fleet.steps(lambda _: None, epochs=1))
 
 
 def test_a_sampler_loads_batches_by_itself():

@@ -230,7 +230,8 @@ def test_a_lag_that_is_too_small_is_named_with_the_right_one(ranks):
 def test_batches_that_nobody_notes_end_with_the_remedy():
     sampler = brimful.GlobalSampler(40, batch_size=4, rank=1, world_size=2)
     with pytest.raises(
-        ValueError, match=r"not noted .asked for ahead: 2, lag: 2.; pass a larger lag .num_workers"
+        ValueError,
+        match=r"not noted yet .batches not noted: 2, lag: 2.; pass a larger lag .num_workers",
     ):
         list(sampler)
 

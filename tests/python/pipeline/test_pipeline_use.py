@@ -120,7 +120,7 @@ BAD = {
     "a copy": (lambda: one(2, tied={"w": 3}), TypeError, "(w: 3)"),
     "group": (lambda: one(2, group="world"), TypeError, "ProcessGroup (type: <class 'str'>)"),
     "schedule": (lambda: one(2, schedule=3), TypeError, "of a number of microbatches (schedule: 3)"),
-    "no schedule": (lambda: one(2, schedule=str), TypeError, "returned none (type: <class 'str'>)"),
+    "no schedule": (lambda: one(2, schedule=str), TypeError, "returned no Schedule (type: <class 'str'>)"),
     "stages": (lambda: Pipeline(nn.Linear(6, 6)), TypeError, "cut the model with split_sequential"),
     "a number": (lambda: Pipeline(3), TypeError, "(stages: 3)"),
     "balance": (lambda: split_sequential(net(), 3), TypeError, "(balance: 3)"),

@@ -21,14 +21,17 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.pipeline import zb_tables  # noqa: E402
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 20)]
-RUNTIME = {
+RUNTIME = {  # classes for several stages a rank
     "looped_bfs": torch_schedules.ScheduleLoopedBFS,
     "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,
     "zb_h1": torch_schedules.ScheduleInterleavedZeroBubble,
     "zbv": torch_schedules.ScheduleZBVZeroBubble,
     "dualpipev": torch_schedules.ScheduleDualPipeV,
 }
-SINGLE = {"gpipe": torch_schedules.ScheduleGPipe, "1f1b": torch_schedules.Schedule1F1B}
+SINGLE = {  # for one
+    "gpipe": torch_schedules.ScheduleGPipe,
+    "1f1b": torch_schedules.Schedule1F1B,
+}
 
 
 def torch_order(name, ranks, stages_per_rank, microbatches):
@@ -203,7 +206,7 @@ def test_costs_that_make_no_sense_are_refused(costs, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("2f2b", 2, 2), r"no schedule of this name \(name: '2f2b'\); take one of gpipe, 1f1b"),
+        (("2f2b", 2, 2), r"no schedule of this name \(name: '2f2b'\); take one of gpipe, "),
         (("zbv", 2, 2), "defined for 2 stages a rank only"),
         (("gpipe", 0, 2), r"\(ranks: 0,"),
         (("gpipe", 2, -1), r"microbatches: -1\)"),

@@ -231,6 +231,17 @@ class TestPage:
         assert report([str(recorded), str(recorded)]) == 2
         assert "--diff" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("option", ["--perfetto", "--memory-viz"])
+    def test_a_difference_needs_a_page(self, recorded, option, tmp_path, capsys):
+        other, page = tmp_path / "other", tmp_path / "page.html"
+        arguments = [str(recorded), str(recorded), "--diff", option, str(other)]
+        with pytest.raises(SystemExit):
+            report(arguments)
+        assert f"none is written ({option}: given); add -o" in capsys.readouterr().err
+        assert not other.exists()
+        assert report([*arguments, "-o", str(page)]) == 0
+        assert page.exists() and other.exists()
+
     def test_the_command(self, recorded, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         assert brimful_main(["report", str(recorded)]) == 0

@@ -499,7 +499,7 @@ def test_the_largest_batch_is_where_a_sizer_begins(limit):
     for wrong in (0, -1):
         with pytest.raises(ValueError, match=rf"at least one row.*piece_rows: {wrong}"):
             brimful.BatchSizer(model, piece_rows=wrong)
-    with pytest.raises(ValueError, match="takes the place of a number of pieces"):
+    with pytest.raises(ValueError, match="excludes pieces"):
         brimful.BatchSizer(model, piece_rows=8, pieces=2)
 
 

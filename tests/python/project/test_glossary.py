@@ -32,6 +32,19 @@ IN_MESSAGES = REPLACED | {
     r"\b(nobody|somebody)\b": "no rank, another rank",
     r"\b(wire|foreign)\b": "reduction dtype, torch's DistributedDataParallel",
 }
+#: Parts of names that the glossary has another word for.
+IN_NAMES = {
+    "tell",
+    "tells",
+    "told",
+    "hear",
+    "hears",
+    "heard",
+    "mend",
+    "foreign",
+    "nobody",
+    "somebody",
+}
 
 
 def prose_of(page: Path) -> str:
@@ -100,6 +113,20 @@ def texts_of(source: Path) -> list[str]:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))
 def test_messages_of_sources_use_the_words_of_the_glossary(source: Path) -> None:
     assert replaced_in("\n".join(texts_of(source)), IN_MESSAGES) == {}
+
+
+def test_names_in_sources_use_the_words_of_the_glossary() -> None:
+    scripts = sorted((ROOT / "csrc").rglob("*.js"))
+    parts = re.compile(r"[A-Z]?[a-z]+")
+    found = [
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in [*SOURCES, *MODULES, *scripts]
+        for name in set(
+            re.findall(r"[A-Za-z_]\w+", re.sub(r'"[^"\n]*"|(//|#).*', "", path.read_text()))
+        )
+        if IN_NAMES & {part.lower() for part in parts.findall(name)}
+    ]
+    assert len(scripts) > 1 and found == []
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.relative_to(ROOT)))

@@ -706,7 +706,7 @@ BAD_VALUES = [
     ),
     (ValueError, "no rounding to feed back"),
     (NotImplementedError, "(keep_low_precision_grads: True); leave it out"),
-    (TypeError, "(mixed_precision: given, module: 0); script none of it"),
+    (TypeError, "of a TorchScript module (module: 0); leave it unscripted"),
 ]
 
 

@@ -432,7 +432,7 @@ def misuse_job(rank):
     with pytest.raises(brimful.PlanMismatch, match="fp16_compress_hook"):
         model.register_comm_hook(None, mine)
     model.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(ValueError, match="one communication hook"):
+    with pytest.raises(ValueError, match="communication hook already"):
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(ValueError, match="wire_dtype"):
         wrap(net(), wire_dtype=torch.bfloat16).register_comm_hook(None, mine)

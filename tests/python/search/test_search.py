@@ -102,14 +102,14 @@ def test_report_ends_a_trial_before_its_first_step(caplog):
     assert result["oom"] == 1 and result["loss"] == math.inf
     assert result["effective_batch"] == result["pieces"] == 0
     assert result["peak_bytes"] > LIMIT
-    assert "memory would run out" in result["oom_words"]
+    assert "memory would run out" in result["oom_message"]
     assert "cannot win" in caplog.text
 
 
 def test_report_does_not_let_a_batch_be_split_that_no_plan_predicted(monkeypatch):
     monkeypatch.setattr(brimful.BatchSizer, "plan", lambda *_, **__: None)
     result = guarded(on_oom="report")({"batch_size": TOO_LARGE})
-    assert result["oom"] == 1 and "is to run whole" in result["oom_words"]
+    assert result["oom"] == 1 and "was to run whole" in result["oom_message"]
     assert guarded(on_oom="report")({"batch_size": FITS})["oom"] == 0
 
 
@@ -127,8 +127,8 @@ def test_a_model_that_no_split_saves_is_reported_before_a_step():
     limit = held + int(1.5 * MIB)  # batch and parameters, but not momentum and gradients
     result = search.guard(train, metric="loss", limit=limit)({"batch_size": TOO_LARGE})
     assert result["oom"] == 1 and result["effective_batch"] == 0
-    assert "the optimizer's step would run out of memory" in result["oom_words"]
-    assert "no brimful.BatchSizer" not in result["oom_words"]
+    assert "the optimizer's step would run out of memory" in result["oom_message"]
+    assert "no brimful.BatchSizer" not in result["oom_message"]
 
 
 def test_raise_passes_the_error_on():
@@ -184,12 +184,12 @@ def test_peaks_decide_before_the_function_is_called():
     run = search.guard(
         called.append, "report", metric="loss", limit=LIMIT, peaks={FITS: MIB, TOO_LARGE: 30 * MIB}
     )
-    assert run({"batch_size": TOO_LARGE}) | {"oom_words": ""} == {
+    assert run({"batch_size": TOO_LARGE}) | {"oom_message": ""} == {
         "oom": 1,
         "effective_batch": 0,
         "pieces": 0,
         "peak_bytes": 30 * MIB,
-        "oom_words": "",
+        "oom_message": "",
         "loss": math.inf,
     }
     assert called == []
@@ -318,7 +318,7 @@ def test_on_cuda_a_trial_that_would_run_out_ends_before_its_first_step(on_cuda):
     result = run({"batch_size": TOO_LARGE})
     assert (result["oom"], result["effective_batch"]) == (1, 0)
     assert result["peak_bytes"] > limit
-    assert "memory would run out" in result["oom_words"]
+    assert "memory would run out" in result["oom_message"]
     assert memory.stats("cuda").ooms == ooms
 
 
@@ -331,7 +331,7 @@ def test_on_cuda_without_a_limit_a_trial_that_would_run_out_ends_before_its_firs
     assert run({"batch_size": FITS})["oom"] == 0
     result = run({"batch_size": TOO_LARGE})
     assert (result["oom"], result["effective_batch"]) == (1, 0)
-    assert "memory would run out" in result["oom_words"]
+    assert "memory would run out" in result["oom_message"]
     assert memory.stats("cuda").ooms == ooms
     assert search.guard(train, metric="loss", device="cuda")({"batch_size": TOO_LARGE})["oom"] == 0
     assert held.is_cuda

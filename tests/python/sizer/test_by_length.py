@@ -324,6 +324,10 @@ BAD = {
         lambda b: b.pop("attention_mask") is None or b.pop("labels"),
         "how long the rows are",
     ),
+    "tokens in a row": (
+        lambda b: b.update(input_ids=b["input_ids"][0]),
+        r"input_ids must be .* \[rows, tokens\] \(type: Tensor, shape: \[\d+\]\)",
+    ),
     "another mask": (lambda b: b.update(attention_mask=torch.ones(ROWS, 1, 9, 9)), "another shape"),
     "holes": (
         lambda b: b["attention_mask"][0].__setitem__(5, 0) or b["labels"][0].__setitem__(5, -100),

@@ -209,7 +209,7 @@ def test_a_batch_size_from_the_caller_is_refused_as_accelerate_does():
     error = raised(train, 128, "hello", "world")
     assert type(error) is TypeError
     assert str(error) == (
-        "Batch size was passed into `train` as the first argument when called."
+        "Batch size was passed into `train` as the first argument when called. "
         "Remove this as the decorator already does so: `train(first=hello, second=world)`"
     )
 

@@ -349,7 +349,7 @@ def test_bad_arguments():
         (
             (None, batch),
             TypeError,
-            "fn is called with pieces of the batch (type: <class 'NoneType'>)",
+            "fn must be callable (type: <class 'NoneType'>)",
         ),
         ((heavy, whole_numbers(0)), ValueError, "the batch is empty (rows: 0)"),
         ((heavy, "text"), TypeError, "the batch holds no tensor"),

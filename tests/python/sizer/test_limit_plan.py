@@ -63,7 +63,7 @@ def test_the_plan_gets_tighter_with_the_limit_and_holds():
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5, "1 GiB"])
 def test_what_is_no_limit_is_refused(limit):
-    with pytest.raises(ValueError, match="a limit is a number of bytes"):
+    with pytest.raises(ValueError, match="limit must be a positive whole number of bytes"):
         brimful.summary(nn.Linear(2, 2), torch.ones(2, 2), limit=limit)
     with pytest.raises(ValueError, match="one of training"):
         brimful.summary(nn.Linear(2, 2), torch.ones(2, 2), train=False, limit=1 << 20)

@@ -267,7 +267,10 @@ REFUSED = {
         lambda b: b.update(labels=torch.ones(1, 17).long()),
         "another shape than the tokens",
     ),
-    "mask": (lambda b: b.update(bias=torch.ones(1, 1, 18, 18)), "column for each token or not"),
+    "mask": (
+        lambda b: b.update(bias=torch.ones(1, 1, 18, 18)),
+        "not known whether an entry has a column for each token",
+    ),
     "numbers": (
         lambda b: (b.clear(), b.update(flattened("numbers", [5, 13]), seq_idx=torch.ones(1, 17))),
         "seq_idx has no number for each token",

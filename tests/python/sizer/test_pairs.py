@@ -362,11 +362,11 @@ def test_refused_arguments():
         sizer.pair_step(pairs(4), None, clip_loss(model))
     with pytest.raises(TypeError, match="pair_loss must be callable"):
         sizer.pair_step(pairs(4), embed, None)
-    with pytest.raises(ValueError, match="needs nothing gathered"):
+    with pytest.raises(ValueError, match="only for a loss over the rank's own rows"):
         sizer.pair_step(pairs(4), embed, clip_loss(model), gathered_gradient=False)
     with pytest.raises(ValueError, match="the batch is empty"):
         sizer.pair_step(pairs(0), embed, clip_loss(model))
-    with pytest.raises(ValueError, match="split does not cover the batch"):
+    with pytest.raises(ValueError, match="split must be positive numbers of rows"):
         sizer.pair_step(pairs(4), embed, clip_loss(model), split=[1, 2])
     sizer.pair_step(pairs(4), embed, clip_loss(model))
 

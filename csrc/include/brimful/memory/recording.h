@@ -40,8 +40,8 @@ struct DeviceRecording {
   size_t standing_blocks = 0;  ///< so many of `blocks`, the first, lived before the first event
   std::vector<RecordedBlock> blocks;
   int64_t first_step = 0;       ///< before the first event
-  int64_t untracked_bytes = 0;  ///< the same
-  CategoryBytes labelled{};     ///< what is known of untracked_bytes, all of the time
+  int64_t untracked_bytes = 0;  ///< in use before the first event, beside the blocks
+  CategoryBytes labelled{};     ///< how many of untracked_bytes are of which category
   std::vector<RecordedEvent> events;
 };
 

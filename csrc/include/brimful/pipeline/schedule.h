@@ -12,7 +12,7 @@ enum class ActionKind : uint8_t {
   forward,          ///< F
   backward,         ///< B: gradients of the inputs and of the parameters
   backward_input,   ///< I: gradients of the inputs alone
-  backward_weight,  ///< W: what I left, gradients of the parameters
+  backward_weight,  ///< W: the rest of a backward after I: gradients of the parameters
   send_forward,     ///< SEND_F: a stage's outputs to the next stage
   receive_forward,  ///< RECV_F: a stage's inputs from the stage before
   send_backward,    ///< SEND_B: gradients of a stage's inputs to the stage before

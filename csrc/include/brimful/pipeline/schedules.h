@@ -8,7 +8,8 @@ namespace brimful::pipeline {
 // in a "V" rank r has the stages r and 2 * ranks - 1 - r. All throw c10::ValueError for numbers below 1 or too large to
 // be meant.
 
-/// All forwards, then all backwards (Huang et al., 2019). One stage a rank; each holds all microbatches.
+/// All forwards, then all backwards (Huang et al., 2019), both from the first microbatch to the last. One stage a rank;
+/// each holds all microbatches.
 BRIMFUL_API Schedule gpipe(int ranks, int microbatches);
 
 /// A backward as soon as there is one (PipeDream-Flush; Narayanan et al., 2021). Stage i holds min(microbatches, ranks
@@ -19,8 +20,8 @@ BRIMFUL_API Schedule one_forward_one_backward(int ranks, int microbatches);
 /// least `ranks`, as equal as may be, the larger ones first.
 BRIMFUL_API Schedule interleaved_1f1b(int ranks, int stages_per_rank, int microbatches);
 
-/// All microbatches through a rank's first stage, then through its second, and so on; backwards likewise from the last
-/// (Lamy-Poirier, 2023).
+/// All microbatches through a rank's first stage, then through its second, and so on; backwards in the reverse
+/// order, the last stage and the last microbatch first (Lamy-Poirier, 2023).
 BRIMFUL_API Schedule looped_bfs(int ranks, int stages_per_rank, int microbatches);
 
 /// Backwards split into I and W, W filling the cool-down; no more live microbatches than 1F1B's first stage (ZB-H1; Qi
@@ -41,8 +42,7 @@ BRIMFUL_API Schedule dualpipev(int ranks, int microbatches);
 /// Forwards alone, for inference; several stages a rank go in rounds as in interleaved_1f1b().
 BRIMFUL_API Schedule forward_only(int ranks, int stages_per_rank, int microbatches);
 
-/// The names that make_schedule() knows: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zbv",
-/// "dualpipev", "forward_only".
+/// The names that make_schedule() knows: those of the functions above, "1f1b" for one_forward_one_backward().
 BRIMFUL_API std::vector<std::string> schedule_names();
 
 /// One of the above by its name, or by that of torch.distributed.pipelining ("Interleaved1F1B", "InterleavedZeroBubble",

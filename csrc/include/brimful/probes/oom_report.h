@@ -105,7 +105,7 @@ BRIMFUL_API const char* name_of(OomCause cause);
 struct OomFinding {
   OomCause cause = OomCause::activations;
   int64_t bytes = 0;   ///< that it explains
-  std::string words;   ///< "activations hold 1.2 GiB, most of them at train.py:31"
+  std::string text;    ///< "activations hold 1.2 GiB, most of them at train.py:31"
   std::string advice;  ///< what to change
 };
 

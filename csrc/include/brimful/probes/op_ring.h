@@ -31,8 +31,10 @@ struct IndexFinding {
   int64_t highest = 0;
   int64_t first_allowed = 0;
   int64_t last_allowed = 0;
-  BRIMFUL_API std::string words() const;
 };
+
+/// "train.py:31: aten::embedding got index 50257, allowed are 0 to 50256"
+BRIMFUL_API std::string to_string(const IndexFinding& finding);
 
 /// Where this thread is in the user's program; empty where that is not known. Called before each operator.
 using OpSite = std::function<std::string()>;

@@ -76,9 +76,9 @@ Outcome BatchSizer::step(const Batch& batch, const LossFn& loss_fn, StepOptions 
     }
     PieceWork none;
     none.forward = [](int64_t, int64_t) -> PieceLoss {
-      TORCH_CHECK_VALUE(
-          false,
-          "a rank without data cannot take part in the model's own collectives (lockstep: true)");
+      TORCH_CHECK_VALUE(false,
+                        "a rank without data cannot take part in the model's own collectives "
+                        "(lockstep: true); give all ranks the same number of batches");
     };
     StepInput input;
     input.accumulate = options.accumulate;

@@ -47,7 +47,7 @@ struct Outcome {
       rungs;  ///< of the attempt that stands, on this rank; a step given these takes the same memory
   int64_t retries = 0;
   int64_t peak_bytes = 0;  ///< of this rank's device during the step, retries included
-  /// By rank: that of its control record, or NaN; the largest is the straggler's.
+  /// By rank: milliseconds of its own work (ControlRecord::work_ms); NaN: not known. The largest is the straggler's.
   std::vector<double> work_ms;
   bool last = false;     ///< no rank has another batch, or all stop
   bool stop = false;     ///< a rank was asked to stop (stop.h), and all do after this step

@@ -13,11 +13,12 @@ namespace brimful {
 enum class Next : uint8_t { unknown, yes, no };
 
 /// What each rank sends to all others with its last bucket. Doubles travel as their eight bytes, so they arrive bit-equal.
+/// The ranks of a step over pairs exchange it before their pieces too, with meanings of its fields of their own.
 struct ControlRecord {
   Status verdict = Status::silent;
   Next next = Next::unknown;
-  uint8_t stop =
-      0;  ///< this rank asks all to stop after this step (stop.h): 1 + the signal, 6 bits
+  /// This rank asks all to stop after this step (stop.h): 1 + the signal's number; 0: it does not. 6 bits, beside `next`.
+  uint8_t stop = 0;
   bool regroup = false;      ///< this rank asks all to form a new group after this step (stop.h)
   uint16_t next_pieces = 1;  ///< pieces that this rank wants for its next batch (used in lockstep)
   double weight = 0;         ///< of this step on this rank
@@ -35,6 +36,7 @@ struct ControlRecord {
   std::array<uint8_t, 8> updated{};
 };
 
+/// No byte is free. Other exchanges of the reducer are as long: gloo ends a process whose peer sends another size.
 constexpr int64_t kRecordBytes = 48;
 constexpr int64_t kUpdatedOffset = 40;
 constexpr int64_t kLossSumOffset = 12;  ///< of the eight bytes of loss_sum
@@ -53,9 +55,9 @@ BRIMFUL_API double mean_loss(const std::vector<ControlRecord>& records);
 /// Sum of the announced weights of the next step; NaN where a rank does not know its own.
 BRIMFUL_API double next_total_weight(const std::vector<ControlRecord>& records);
 /// True if no rank has, or may have, another batch.
-BRIMFUL_API bool nobody_continues(const std::vector<ControlRecord>& records);
-/// True if no rank makes a next step: nobody_continues(), or stops().
-BRIMFUL_API bool nobody_steps(const std::vector<ControlRecord>& records);
+BRIMFUL_API bool no_rank_continues(const std::vector<ControlRecord>& records);
+/// True if no rank makes a next step: no_rank_continues(), or stops().
+BRIMFUL_API bool no_rank_steps(const std::vector<ControlRecord>& records);
 /// What a record's `stop` is now.
 BRIMFUL_API uint8_t stop_to_send() noexcept;
 /// True if a rank asks all to stop (what `stop` of its record says); this process has then been asked, too.

@@ -44,6 +44,28 @@ TEST_CASE("A library that could not start is an OOM where memory was short", "[p
   CHECK(explain(kNotInitialized, evidence).is_memory == true);
 }
 
+TEST_CASE("A library's kernel that did not run is an OOM where memory was short", "[probes]") {
+  const auto* const status =
+      GENERATE("CUBLAS_STATUS_EXECUTION_FAILED", "CUBLAS_STATUS_INTERNAL_ERROR",
+               "CUDNN_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_INTERNAL_ERROR",
+               "CUSOLVER_STATUS_EXECUTION_FAILED", "CUSOLVER_STATUS_INTERNAL_ERROR",
+               "CUSPARSE_STATUS_EXECUTION_FAILED", "CUSPARSE_STATUS_INTERNAL_ERROR",
+               "CUFFT_EXEC_FAILED", "CUFFT_INTERNAL_ERROR");
+  CAPTURE(status);
+  const auto text = std::string("CUDA error: ") + status;
+  CHECK(explain(text.c_str(), free_of(kMiB)).kind == "hidden_out_of_memory");
+  CHECK(explain(text.c_str(), free_of(20000 * kMiB)).is_memory == false);
+  const auto out = explain(text.c_str());
+  CHECK(out.kind == "library");
+  CHECK_FALSE(out.is_memory.has_value());
+}
+
+TEST_CASE("A batch that is too large is explained by its own first line", "[probes]") {
+  const auto out = explain("the loss over all pairs does not fit, whatever the split, on rank 1");
+  CHECK(out.kind == "out_of_memory");
+  CHECK(out.cause.find("whatever the split, on rank 1") != std::string::npos);
+}
+
 TEST_CASE("Free memory is held against what the call needs, and the number is shown", "[probes]") {
   const char* no_engine = "GET was unable to find an engine to execute this computation";
   const char* no_handle =

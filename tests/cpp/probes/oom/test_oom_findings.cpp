@@ -64,14 +64,14 @@ TEST_CASE("activations count with the request of their forward, at their largest
   facts.sites = {{"init.py:1", Phase::other, 40 * kMiB, 1}, {"net.py:3", Phase::forward, 5, 1}};
   CHECK(first(facts).cause == OomCause::activations);
   CHECK(first(facts).bytes == 60 * kMiB);
-  CHECK_THAT(first(facts).words, Catch::Contains("60.0 MiB, most of them at net.py:3"));
+  CHECK_THAT(first(facts).text, Catch::Contains("60.0 MiB, most of them at net.py:3"));
   facts.earlier_forward = true;
   CHECK(first(facts).cause == OomCause::large_batch);
   facts.phase = Phase::other;  // the batch itself
   CHECK(first(facts).bytes == 60 * kMiB);
-  CHECK_THAT(first(facts).words, Catch::Contains("need 60.0 MiB, most of them at net.py:3"));
+  CHECK_THAT(first(facts).text, Catch::Contains("need 60.0 MiB, most of them at net.py:3"));
   facts.request_bytes = 70 * kMiB;
-  CHECK_THAT(first(facts).words, Catch::Contains("need 120.0 MiB, most of them at train.py:7"));
+  CHECK_THAT(first(facts).text, Catch::Contains("need 120.0 MiB, most of them at train.py:7"));
   facts.request_bytes = 10 * kMiB;
   facts.phase = Phase::backward;
   CHECK(first(facts).bytes == 50 * kMiB);
@@ -94,8 +94,7 @@ TEST_CASE("what grows comes before what is merely large", "[oom_report]") {
   facts.growing = {{"train.py:8", 4, 20 * kMiB}, {"train.py:9", 4, 10 * kMiB}};
   CHECK(first(facts).cause == OomCause::growth);
   CHECK(first(facts).bytes == 30 * kMiB);
-  CHECK_THAT(first(facts).words,
-             Catch::Contains("30.0 MiB of 4 steps, most of it from train.py:8"));
+  CHECK_THAT(first(facts).text, Catch::Contains("30.0 MiB of 4 steps, most of it from train.py:8"));
   facts.growing = {{"train.py:8", 4, 19 * kMiB}};  // less than a fifth
   CHECK_FALSE(has(facts, OomCause::growth));
 }
@@ -135,7 +134,7 @@ TEST_CASE("what stands is distinguished: state, a model, another model", "[oom_r
   facts.program.emplace();
   facts.program->optimizers = {"Adam"};
   CHECK(first(facts).cause == OomCause::optimizer_state);
-  CHECK_THAT(first(facts).words, Catch::Contains("the state of Adam needs 30.0 MiB"));
+  CHECK_THAT(first(facts).text, Catch::Contains("the state of Adam needs 30.0 MiB"));
 
   facts = facts_in(Phase::other);
   of(facts, Category::parameters) = 80 * kMiB;
@@ -152,7 +151,7 @@ TEST_CASE("what stands is distinguished: state, a model, another model", "[oom_r
   facts.program->models = {{"Teacher", 40 * kMiB, false}, {"Student", 30 * kMiB, true}};
   CHECK(first(facts).cause == OomCause::other_model);
   CHECK(first(facts).bytes == 30 * kMiB);
-  CHECK_THAT(first(facts).words, Catch::Contains("the largest (Teacher)"));
+  CHECK_THAT(first(facts).text, Catch::Contains("the largest (Teacher)"));
   facts.limit_bytes = 60 * kMiB;  // without it the rest would not fit either
   CHECK(first(facts).cause == OomCause::model);
   CHECK(first(facts).bytes == 55 * kMiB);
@@ -166,7 +165,7 @@ TEST_CASE("gradients of activations are activations', not the model's", "[oom_re
   facts.request_flows = true;
   CHECK(first(facts).cause == OomCause::activations);
   CHECK(first(facts).bytes == 60 * kMiB);
-  CHECK_THAT(first(facts).words, Catch::Contains("activations and their gradients hold 60.0 MiB"));
+  CHECK_THAT(first(facts).text, Catch::Contains("activations and their gradients hold 60.0 MiB"));
   const auto found = findings(facts);
   CHECK(found.back().cause == OomCause::model);
   CHECK(found.back().bytes == 20 * kMiB);
@@ -213,7 +212,7 @@ TEST_CASE("data of the first step is named with its line", "[oom_report]") {
   facts.earlier_forward = true;
   read_blocks(facts, {block});
   CHECK(first(facts).cause == OomCause::data);
-  CHECK_THAT(first(facts).words, Catch::Contains("45.0 MiB, most of them at train.py:3 (load)"));
+  CHECK_THAT(first(facts).text, Catch::Contains("45.0 MiB, most of them at train.py:3 (load)"));
   auto of_a_step = facts_in(Phase::other);
   of_a_step.program.emplace();
   block.step = 2;

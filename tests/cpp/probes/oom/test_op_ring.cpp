@@ -31,7 +31,7 @@ at::Tensor indices(std::vector<int64_t> values) {
 std::vector<std::string> findings() {
   std::vector<std::string> words;
   for (const auto& finding : op_ring_index_findings()) {
-    words.push_back(finding.words());
+    words.push_back(to_string(finding));
   }
   return words;
 }
