@@ -1,5 +1,6 @@
 #include "base/format.h"
 #include <array>
+#include <cmath>
 
 namespace brimful {
 
@@ -20,6 +21,11 @@ std::string format_bytes(int64_t bytes) {
              kUnits[i];
     }
   }
+}
+
+std::string format_seconds(double seconds) {
+  const auto tenths = std::llround(10 * seconds);
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " s";
 }
 
 std::string format_count(int64_t count) {

@@ -12,6 +12,9 @@ BRIMFUL_API std::string format_bytes(int64_t bytes);
 /// The same; "unknown" for 0, as a peak is where the device's allocator counts nothing.
 BRIMFUL_API std::string format_peak(int64_t bytes);
 
+/// "1800.0 s": one decimal, rounded to the nearest, whatever the locale. Not for a negative time.
+BRIMFUL_API std::string format_seconds(double seconds);
+
 /// "1,234,567".
 BRIMFUL_API std::string format_count(int64_t count);
 

@@ -1,9 +1,9 @@
 // What a call that is under way is doing, for other threads to ask.
 #include <brimful/pipeline/schedule_text.h>
 
-#include <iomanip>
 #include <sstream>
 
+#include "base/format.h"
 #include "pipeline/pipeline_state.h"
 #include "pipeline/schedule/action_sentence.h"
 
@@ -26,7 +26,7 @@ std::string to_string(const PipelineProgress& progress) {
          << " (" << to_sentence(rank.action) << ")"
          << (rank.waits ? ", waits for its message" : "");
     if (rank.seconds > 0) {
-      text << ", for " << std::fixed << std::setprecision(1) << rank.seconds << " s";
+      text << ", for " << format_seconds(rank.seconds);
     }
   }
   return text.str();

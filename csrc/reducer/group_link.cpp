@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/format.h"
 #include "reducer/device_wait.h"
 
 namespace brimful {
@@ -157,12 +158,19 @@ struct Latest {
   }
   bool known() const { return longest_ms - waited_ms >= kLateBy; }
   std::string text() const {
-    const auto seconds = std::to_string(static_cast<double>(longest_ms - waited_ms) / 1000.0);
     return "rank " + std::to_string(rank) + " began to wait " +
-           seconds.substr(0, seconds.find('.') + 2) +
-           " s after the first rank, which had given up by then";
+           format_seconds(static_cast<double>(longest_ms - waited_ms) / 1000.0) +
+           " after the first rank, which had given up by then";
   }
 };
+
+std::string broken_text(int64_t at_step, int first, const std::string& missing,
+                        const std::string& cause) {
+  return "the process group broke in step " + std::to_string(at_step) + ": " +
+         (missing.empty() ? "no rank is known to be missing" : missing) + " (cause: " + cause +
+         "); look at " + (first < 0 ? "the other ranks'" : "that rank's") +
+         " output, and start the job again";
+}
 }  // namespace
 
 void GroupLink::throw_broken(int64_t at_step, const std::string& waiting_for,
@@ -220,12 +228,7 @@ void GroupLink::throw_broken(int64_t at_step, const std::string& waiting_for,
     missing += std::string(missing.empty() ? "" : "; ") +
                "the store is gone too (the rank that serves it died or hangs)";
   }
-  detail::throw_rank_failed(first, at_step, kind,
-                            "the process group broke in step " + std::to_string(at_step) + ": " +
-                                (missing.empty() ? "no rank is known to be missing" : missing) +
-                                " (cause: " + cause + "); look at " +
-                                (first < 0 ? "the other ranks'" : "that rank's") +
-                                " output, and start the job again");
+  detail::throw_rank_failed(first, at_step, kind, broken_text(at_step, first, missing, cause));
 }
 
 }  // namespace brimful

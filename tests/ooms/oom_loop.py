@@ -47,7 +47,7 @@ def is_right(program: Path, report: brimful.memory.OomReport) -> bool:
     for number, line in enumerate(program.read_text().splitlines(), 1):
         if found := re.search(r"# cause: (\w+)(, here)?", line):
             place = f"{program.name}:{number}"
-            named = first.cause == found[1] and (not found[2] or place in first.words)
+            named = first.cause == found[1] and (not found[2] or place in first.text)
             return named and has_what_is_stated(program.read_text(), report)
     raise AssertionError(f"{program.name} names no cause")
 
@@ -55,7 +55,7 @@ def is_right(program: Path, report: brimful.memory.OomReport) -> bool:
 def has_what_is_stated(text: str, report: brimful.memory.OomReport) -> bool:
     first = report.findings[0]
     expected = {
-        "says": lambda words: words in first.words,
+        "says": lambda words: words in first.text,
         "advice": lambda words: words in first.advice,
         "not": lambda words: words not in first.advice,
         "phase": lambda words: words == report.phase,

@@ -123,22 +123,39 @@ std::vector<Finding> check_limits(const LimitFacts& facts) {
   return findings;
 }
 
+namespace {
+constexpr const char* kAskTheDriver = "see what nvidia-smi reports; in containers pass --gpus all";
+
+std::string remedy_of(const GpuReport& report) {
+  if (report.problem.empty()) {
+    return "";
+  }
+  if (report.problem.starts_with("CUDA_VISIBLE_DEVICES")) {
+    return "correct CUDA_VISIBLE_DEVICES";
+  }
+  return report.problem.find("CUDA_DEVICE_ORDER") != std::string::npos
+             ? "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+             : kAskTheDriver;
+}
+
+Finding no_gpus(const std::string& problem, bool wanted) {
+  if (problem.starts_with("no NVIDIA driver here")) {
+    return {
+        "NVML", wanted ? Health::warn : Health::ok, problem,
+        wanted ? "without a driver training runs on the CPU; in containers pass --gpus all" : ""};
+  }
+  return {"NVML", Health::fail, problem, kAskTheDriver};
+}
+}  // namespace
+
 std::vector<Finding> check_gpus(const GpuReport& report, bool wanted) {
   if (report.gpus.empty()) {
-    const bool absent = report.problem.find("no NVIDIA driver here") == 0;
-    return {{"NVML",
-             absent && !wanted ? Health::ok
-             : absent          ? Health::warn
-                               : Health::fail,
-             report.problem,
-             wanted && absent
-                 ? "without a driver training runs on the CPU; in containers pass --gpus all"
-                 : ""}};
+    return {no_gpus(report.problem, wanted)};
   }
   std::vector<Finding> findings{
       {"NVML", report.problem.empty() ? Health::ok : Health::warn,
        "driver " + report.driver + (report.problem.empty() ? "" : "; " + report.problem),
-       report.problem.starts_with("CUDA_VISIBLE_DEVICES") ? "correct CUDA_VISIBLE_DEVICES" : ""}};
+       remedy_of(report)}};
   for (const auto& gpu : report.gpus) {
     Finding finding;
     finding.name = "GPU " + std::to_string(gpu.index) +

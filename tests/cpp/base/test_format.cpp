@@ -30,6 +30,13 @@ TEST_CASE("format_bytes takes every int64_t", "[base]") {
   CHECK(format_bytes(std::numeric_limits<int64_t>::min()) == "-8.0 EiB");
 }
 
+TEST_CASE("Seconds have one decimal, however many there are", "[base]") {
+  CHECK(brimful::format_seconds(0) == "0.0 s");
+  CHECK(brimful::format_seconds(0.96) == "1.0 s");
+  CHECK(brimful::format_seconds(12.34) == "12.3 s");
+  CHECK(brimful::format_seconds(1800) == "1800.0 s");
+}
+
 TEST_CASE("Entries are numbered from 1", "[base]") {
   CHECK(brimful::format_numbered({}).empty());
   CHECK(brimful::format_numbered({"this", "that"}) == "1. this; 2. that");

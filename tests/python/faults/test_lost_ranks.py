@@ -79,10 +79,10 @@ def test_a_rank_that_sleeps_past_the_timeout_is_named_by_the_others(ranks, with_
     def run(point, nap_s, words):
         results = ranks(lost_job, point, nap_s, with_sizer, 1, size=SIZE, timeout_s=TIMEOUT_S)
         for rank, result in enumerate(results):
-            if rank != 1 or words == "came ":
+            if rank != 1 or words == "began to wait ":
                 require_named(result, 1, words, SOON_S)
 
-    naps = (TIMEOUT_S + 0.7, "came "), (TIMEOUT_S + 5, "did not come (it left")
+    naps = (TIMEOUT_S + 0.7, "began to wait "), (TIMEOUT_S + 5, "did not come (it left")
     places = itertools.product(POINTS, naps)
     at_once([partial(run, point, *nap) for point, nap in places])
 

@@ -160,7 +160,9 @@ def test_a_check_counts_the_room_in_channels():
     assert late.check(channel_capacity=8)
     with pytest.raises(ValueError, match=r"channel_capacity: -1"):
         late.check(channel_capacity=-1)
-    with pytest.raises(ValueError, match=r"by_rank, by_stage or by_message \(channels: 'tags'\)"):
+    with pytest.raises(
+        ValueError, match=r"'by_rank', 'by_stage' or 'by_message' \(channels: 'tags'\)"
+    ):
         late.check(channels="tags")
     with pytest.raises(ValueError, match=r"\(receives: 'soon'\)"):
         schedule.with_communication(receives="soon")

@@ -497,7 +497,7 @@ def test_the_largest_batch_is_where_a_sizer_begins(limit):
         outcome = sizer.step(x, lambda model, x: model(x).sum())
         assert (outcome.retries > 0) == retried and outcome.pieces >= 2
     for wrong in (0, -1):
-        with pytest.raises(ValueError, match=rf"at least one row.*piece_rows: {wrong}"):
+        with pytest.raises(ValueError, match=rf"piece_rows must be positive.*piece_rows: {wrong}"):
             brimful.BatchSizer(model, piece_rows=wrong)
     with pytest.raises(ValueError, match="excludes pieces"):
         brimful.BatchSizer(model, piece_rows=8, pieces=2)

@@ -117,9 +117,15 @@ STEPS = {
         cross_entropy,
         {"split": [2, 3]},
         ValueError,
-        r"split must be positive numbers of rows.* \(sum of split: 5, least: 1, rows: 6\)",
+        r"split must be positive numbers of rows.* \(sum of split: 5, least: 2, rows: 6\)",
     ),
-    "split with nothing": (GOOD, cross_entropy, {"split": [6, 0]}, ValueError, r"split must be positive"),
+    "split with nothing": (
+        GOOD,
+        cross_entropy,
+        {"split": [6, 0]},
+        ValueError,
+        r"split must be positive",
+    ),
     "split of text": (
         GOOD,
         cross_entropy,

@@ -424,7 +424,7 @@ def test_a_list_of_an_array_for_each_row_is_cut_by_its_entries():
     with pytest.raises(ValueError, match="may hold a row in each entry, or a column"):
         split((X, [numpy.zeros(ROWS)] * ROWS), [4, 3])
     unlike = [numpy.zeros(ROWS, dtype="int32"), *[numpy.zeros(ROWS)] * (ROWS - 1)]
-    with pytest.raises(ValueError, match="may be cut by its entries or by theirs"):
+    with pytest.raises(ValueError, match="may hold a row in each entry, or a column"):
         split((X, unlike), [4, 3])
 
 

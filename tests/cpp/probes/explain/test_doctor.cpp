@@ -91,6 +91,7 @@ TEST_CASE("GPUs that are lost fail, and none is a warning where CUDA is wanted",
   CHECK(check_gpus(report, false).at(0).health == Health::ok);
   report.problem = "libnvidia-ml.so.1 and the driver have different versions";
   CHECK(check_gpus(report, true).at(0).health == Health::fail);
+  CHECK(check_gpus(report, true).at(0).remedy.find("nvidia-smi") != std::string::npos);
   Gpu well;
   well.name = "H100";
   well.free_bytes = kGiB;
@@ -101,6 +102,11 @@ TEST_CASE("GPUs that are lost fail, and none is a warning where CUDA is wanted",
   report = {{well, lost}, "570", ""};
   const auto findings = check_gpus(report, true);
   CHECK(named(findings, "NVML").found == "driver 570");
+  CHECK(named(findings, "NVML").remedy.empty());
+  report.problem = "CUDA may number these GPUs otherwise; set CUDA_DEVICE_ORDER=PCI_BUS_ID to know";
+  CHECK(check_gpus(report, true).at(0).remedy == "set CUDA_DEVICE_ORDER=PCI_BUS_ID");
+  report.problem = "CUDA_VISIBLE_DEVICES names no GPU here: it ends before 7";
+  CHECK(check_gpus(report, true).at(0).remedy == "correct CUDA_VISIBLE_DEVICES");
   CHECK(named(findings, "GPU 0").found == "H100, 1.0 GiB free of 2.0 GiB");
   CHECK(named(findings, "GPU 1").health == Health::fail);
 }
