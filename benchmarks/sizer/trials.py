@@ -141,7 +141,7 @@ class Subject:
                     result.held_bytes = self._above(before, is_clean)
         result.peak_bytes = peak.peak_bytes - before
         if hears_of is not None and result.error is None:
-            result.error = self._hear(sizer, hears_of)
+            result.error = self._learn(sizer, hears_of)
         with self.brimful._C._Unlimited():
             result.values = [t.detach().clone() for t in (*self.tensors, *_state_of(optimizer))]
             result.rng = rng_states()
@@ -164,15 +164,15 @@ class Subject:
         result.seen[phase] = planted.seen
         result.fired = result.fired or planted.fired
 
-    def _hear(self, sizer: Any, failed: int) -> str | None:
+    def _learn(self, sizer: Any, failed: int) -> str | None:
         self.model.zero_grad()
         try:
             sizer.step(self.batch, noisy_loss)
-        except self.brimful.RankFailed as heard:
-            heard.__traceback__ = None
-            told = heard.rank == failed and "failed in the middle of its step" in str(heard)
-            return None if told else f"the other rank's words are lost: {heard}"
-        return "the other rank's HalfStepError was not heard of"
+        except self.brimful.RankFailed as error:
+            error.__traceback__ = None
+            is_named = error.rank == failed and "failed in the middle of its step" in str(error)
+            return None if is_named else f"the other rank's message is lost: {error}"
+        return "the other rank's HalfStepError did not come"
 
     @contextmanager
     def limit(self, room: int) -> Iterator[None]:

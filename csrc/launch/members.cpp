@@ -65,7 +65,7 @@ void require_options(const MembersOptions& options) {
   TORCH_CHECK_VALUE(
       options.world_size % ranks == 0,
       "world_size must be a multiple of pipeline_size (world_size: ", options.world_size,
-      ", pipeline_size: ", ranks, "); start pipeline_size processes for each");
+      ", pipeline_size: ", ranks, "); start pipeline_size processes for each replica");
   TORCH_CHECK_VALUE(ranks == 1 || !options.replica.empty(),
                     "the ranks of a pipeline find each other by its name (replica: none, "
                     "pipeline_size: ",

@@ -44,25 +44,42 @@ void throw_standard(const std::exception& error, const std::string& text) {
                     std::runtime_error>(error, text);
 }
 
+/// A schedule by name that holds fewer microbatches in this stage, for as many stages a rank.
+bool would_1f1b_help(int stage, const Schedule& schedule) {
+  const bool is_alike = schedule.name == "1f1b" || (schedule.name == "zb_h1" && stage == 0);
+  return !is_alike && schedule.stages == static_cast<int>(schedule.ranks.size());
+}
+
+bool would_retries_help(const TriedStep& tried) {
+  const bool splits = tried.may_split && !tried.is_fixed && tried.splits.back().piece_rows > 1;
+  return std::ssize(tried.splits) > tried.max_retries &&
+         (splits || (tried.may_recompute && tried.max_retries == 0));
+}
+
+std::string checkpoint_advice(int stage, const std::vector<int>& recomputed) {
+  const auto number = std::to_string(stage);
+  return std::find(recomputed.begin(), recomputed.end(), stage) != recomputed.end()
+             ? "checkpoint parts of stage " + number +
+                   " within it (torch.utils.checkpoint), whose backward holds all of one microbatch"
+             : "checkpoint the activations of stage " + number + " (torch.utils.checkpoint)";
+}
+
 std::vector<std::string> advice_for(int stage, const TriedStep& tried,
                                     const std::optional<int64_t>& limit_bytes) {
-  const auto number = std::to_string(stage);
-  const bool is_recomputed =
-      std::find(tried.recomputed.begin(), tried.recomputed.end(), stage) != tried.recomputed.end();
-  std::vector<std::string> advice{
-      is_recomputed
-          ? "checkpoint parts of stage " + number +
-                " within it (torch.utils.checkpoint), whose backward holds all of one microbatch"
-          : "checkpoint the activations of stage " + number + " (torch.utils.checkpoint)",
-      "move layers from stage " + number + " to others, or add stages"};
-  if (tried.schedule != "1f1b") {
+  std::vector<std::string> advice;
+  if (tried.trains) {
+    advice.push_back(checkpoint_advice(stage, tried.recomputed));
+  }
+  advice.push_back("move layers from stage " + std::to_string(stage) + " to others, or add stages");
+  if (tried.trains && would_1f1b_help(stage, tried.schedule)) {
     advice.emplace_back("use a schedule that holds fewer microbatches, such as 1f1b");
   }
   if (tried.is_fixed) {
     advice.emplace_back(
         "give a schedule of more microbatches, the name of one, or a function that makes one for a "
         "number of microbatches");
-  } else if (std::ssize(tried.splits) > tried.max_retries && tried.splits.back().piece_rows > 1) {
+  }
+  if (would_retries_help(tried)) {
     advice.push_back("allow more retries (max_retries: " + std::to_string(tried.max_retries) + ")");
   }
   if (limit_bytes) {

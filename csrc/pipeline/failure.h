@@ -16,8 +16,11 @@ struct TriedStep {
   int64_t rows = 0;
   std::vector<TriedSplit> splits;  ///< in microbatches
   int64_t max_retries = 0;
-  std::string schedule;
+  Schedule schedule;
+  bool trains = true;
   bool is_fixed = false;        ///< the schedule, with its number of microbatches
+  bool may_split = true;        ///< into more microbatches
+  bool may_recompute = true;    ///< stages, where a retry is left
   std::vector<int> recomputed;  ///< stages
 };
 

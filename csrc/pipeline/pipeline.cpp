@@ -127,8 +127,15 @@ void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& v
     }
     if (own_verdict(call, result).kind == verdict.kind) {
       throw too_large(*result.failure,
-                      {call.rows, call.retry.tried(), options.max_retries, call.order.name,
-                       options.fixed_schedule.has_value(), recomputing->numbers(call.order)},
+                      {.rows = call.rows,
+                       .splits = call.retry.tried(),
+                       .max_retries = options.max_retries,
+                       .schedule = call.order,
+                       .trains = call.trains,
+                       .is_fixed = options.fixed_schedule.has_value(),
+                       .may_split = agreed_.may_split,
+                       .may_recompute = options.recompute && call.trains,
+                       .recomputed = recomputing->numbers(call.order)},
                       device_of(*result.failure));
     }
   }

@@ -158,9 +158,9 @@ struct Latest {
   }
   bool known() const { return longest_ms - waited_ms >= kLateBy; }
   std::string text() const {
-    return "rank " + std::to_string(rank) + " began to wait " +
+    return "rank " + std::to_string(rank) + " began to wait at least " +
            format_seconds(static_cast<double>(longest_ms - waited_ms) / 1000.0) +
-           " after the first rank, which had given up by then";
+           " after the rank that waited longest";
   }
 };
 
@@ -168,8 +168,9 @@ std::string broken_text(int64_t at_step, int first, const std::string& missing,
                         const std::string& cause) {
   return "the process group broke in step " + std::to_string(at_step) + ": " +
          (missing.empty() ? "no rank is known to be missing" : missing) + " (cause: " + cause +
-         "); look at " + (first < 0 ? "the other ranks'" : "that rank's") +
-         " output, and start the job again";
+         "); look at " +
+         (first < 0 ? "the other ranks' output" : "the output of the ranks that are named") +
+         ", and start the job again";
 }
 }  // namespace
 

@@ -100,7 +100,7 @@ void require_between_steps(EngineState& s) {
     throw RankFailed(
         -1, step, Status::error,
         "a rank failed while the ranks formed a new group (cause: " + std::string(e.what()) +
-            "); look at the other ranks' output, and start the job again");
+            "); look at the other ranks' output, and form a group again or start the job again");
   }
 }
 }  // namespace

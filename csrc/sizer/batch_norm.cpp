@@ -101,8 +101,8 @@ void BatchNorms::warn() {
       "the batch is split, and BatchNorm normalises every piece by itself: the result depends on "
       "the split (modules: " +
           coupled +
-          "); use batch_norm=\"refuse\" or GroupNorm to avoid that; \"rescale\" and \"freeze\" "
-          "correct the running statistics only");
+          "); use GroupNorm, or batch_norm=\"refuse\" where the batch fits whole; \"rescale\" and "
+          "\"freeze\" change the running statistics only");
 }
 
 void BatchNorms::hold() {

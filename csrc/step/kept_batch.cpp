@@ -115,8 +115,8 @@ void KeptBatch::restore() {
   for (auto& entry : entries_) {
     const auto& [name, tensor] = entry.named;
     TORCH_CHECK_VALUE(!entry.changed || entry.copy.defined(),
-                      "the step cannot be repeated: it changed a tensor of the batch in place, and "
-                      "there is no copy (tensor: ",
+                      "a tensor of the batch was changed in place, and there is no copy to repeat "
+                      "the work with (tensor: ",
                       name, ", shape: ", tensor.sizes(),
                       "); change a copy instead: x = x / 255, not x.div_(255)");
     if (!entry.copy.defined() || (copies_ == Copies::all && !entry.changed)) {

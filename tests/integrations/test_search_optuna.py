@@ -61,7 +61,7 @@ def test_a_study_of_feasible_and_infeasible_trials_goes_on():
         4096: True,
     }
     assert trials[4096].user_attrs["oom"] == 1
-    assert "CPU out of memory" in trials[4096].user_attrs["oom_words"]
+    assert "CPU out of memory" in trials[4096].user_attrs["oom_message"]
     if hasattr(optuna.trial.Trial, "set_constraint"):
         infeasible = {batch: trial.constraints["memory"] > 0 for batch, trial in trials.items()}
         assert infeasible == {64: False, 256: False, 4096: True}

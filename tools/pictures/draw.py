@@ -140,20 +140,20 @@ def draw_forecast() -> str:
 
     rows = [64, 128, 256, 512, 768, 1024]
     found = [summary_of(count) for count in rows]
-    told = [(summary.predicted_bytes or 0) / MIB for summary in found]
+    predicted = [(summary.predicted_bytes or 0) / MIB for summary in found]
     seen = [summary.peak_bytes / MIB for summary in found]
     few = [summary_of(count).peak_bytes / MIB for count in (8, 16)]
     line = [few[1] + (few[1] - few[0]) / 8 * (count - 16) for count in rows]
-    worst = max(abs(a / b - 1) for a, b in zip(told, seen, strict=True))
+    worst = max(abs(a / b - 1) for a, b in zip(predicted, seen, strict=True))
     chart = Chart(
-        f"The peak of a step, told from 2, 3 and 16 rows: off by {100 * worst:.2f} % at most",
+        f"The peak of a step, predicted from 2, 3 and 16 rows: off by {100 * worst:.2f} % at most",
         "rows of the batch",
         max(rows) * 1.05,
         y_label="MiB at the peak",
         y_end=max(seen) * 1.15,
     )
     chart.line(rows, line, GREY, "a line through the peaks of 8 and 16 rows", dashed=True)
-    chart.line(rows, told, BLUE, "predicted")
+    chart.line(rows, predicted, BLUE, "predicted")
     chart.line(rows, seen, ORANGE, "measured", dashed=True, marks=True)
     return chart.svg()
 

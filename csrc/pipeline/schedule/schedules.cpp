@@ -245,8 +245,10 @@ Schedule make_schedule(std::string_view name, int ranks, int stages_per_rank, in
           built_in.stages_per_rank == 0 || built_in.stages_per_rank == stages_per_rank,
           "this schedule is defined for ", built_in.stages_per_rank,
           built_in.stages_per_rank == 1 ? " stage" : " stages", " a rank only (schedule: ", name,
-          ", stages_per_rank: ", stages_per_rank, "); these take any number: ",
-          names_where([](const BuiltIn& other) { return other.stages_per_rank == 0; }));
+          ", stages_per_rank: ", stages_per_rank,
+          "); these take any number: ", names_where([](const BuiltIn& other) {
+            return other.stages_per_rank == 0 && other.make != &forward_only;
+          }));
       return built_in.make(ranks, stages_per_rank, microbatches);
     }
   }

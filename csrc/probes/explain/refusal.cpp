@@ -181,7 +181,7 @@ void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Expl
   const bool expandable = contains(evidence.allocator_settings, "expandable_segments:True");
   const bool host = is_a(error, "MemoryError") ||
                     std::any_of(kHostWords.begin(), kHostWords.end(),
-                                [&](std::string_view begin) { return contains(text, begin); });
+                                [&](std::string_view part) { return contains(text, part); });
   const auto likely = line_behind(text, "Likely cause: ");
   const auto next = line_behind(text, "Try next: ");
   if (likely && next) {  // brimful looked where it happened

@@ -101,7 +101,7 @@ TEST_CASE("One warning names the BatchNorm modules at the first split", "[sizer]
   trained.step({6, 6});
   set_log_sink(nullptr);
   REQUIRE(lines.size() == 1);
-  CHECK_THAT(lines[0], Catch::Contains("(modules: norm); use batch_norm"));
+  CHECK_THAT(lines[0], Catch::Contains("(modules: norm); use GroupNorm"));
 }
 
 TEST_CASE("Frozen running statistics are those of the first piece", "[sizer][batch norm]") {

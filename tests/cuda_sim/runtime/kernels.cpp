@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr long kTold = 20;
+constexpr long kReported = 20;
 std::atomic<long> not_run{0};
 
 /// A kernel that nobody stands in for: its results would be wrong from here on.
@@ -22,7 +22,7 @@ void refuse(std::string_view name) {
     std::fprintf(stderr, "SIM_CUDA_STRICT: a kernel without a CPU stand-in: %s\n", name.data());
     std::abort();
   }
-  if (not_run++ < kTold) {
+  if (not_run++ < kReported) {
     std::fprintf(stderr, "simulated CUDA: kernel not run: %s\n", name.data());
   }
 }

@@ -572,6 +572,9 @@ def test_a_limit_of_memory_is_met_by_more_microbatches():
     assert "raise the memory limit (memory.set_limit, now: " in text
     assert "such as 1f1b" not in text  # it is the schedule
     assert "more retries" not in text  # down to one row
+    with pytest.raises(brimful.BatchTooLarge) as caught:
+        pipe.forward(x)
+    assert "checkpoint" not in str(caught.value)  # nothing is held for backward
     brimful.memory.set_limit("cpu", None)
 
 

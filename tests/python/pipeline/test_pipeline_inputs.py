@@ -198,7 +198,9 @@ def test_a_batch_that_is_changed_in_place_for_the_first_time_in_a_later_step():
     model.zero_grad()
     changes.append(True)
     loss_fn.left = 1
-    with pytest.raises(ValueError, match=r"changed a tensor of the batch in place.*tensor: batch"):
+    with pytest.raises(
+        ValueError, match=r"a tensor of the batch was changed in place.*tensor: batch"
+    ):
         pipe.step(x.clone(), y)
     assert not any_gradient(model)
     loss_fn.left = 1  # from then on there is a copy

@@ -63,7 +63,7 @@ def test_one_warning_names_the_modules_at_the_first_step_that_is_split(caplog):
             model.zero_grad()
             sizer.step(BATCH, cross_entropy, split=[4, 8])
     assert len(caplog.records) == 1
-    assert "(modules: 0.1, 1); use batch_norm=" in caplog.text
+    assert "(modules: 0.1, 1); use GroupNorm, or batch_norm=" in caplog.text
     assert attributes(model[0]) == (0.1, True, True)
 
 

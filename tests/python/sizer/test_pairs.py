@@ -379,7 +379,7 @@ def test_a_batch_that_embed_fn_changes_is_refused_once_and_then_put_back():
         piece[0].mul_(2)
         return model(piece)
 
-    with pytest.raises(ValueError, match="changed a tensor of the batch in place"):
+    with pytest.raises(ValueError, match="a tensor of the batch was changed in place"):
         sizer.pair_step(pairs(4), change, clip_loss(model))
     batch = pairs(4)
     _, reference = unsplit(model, (batch[0] * 2, batch[1]))
