@@ -133,7 +133,7 @@ def test_a_rank_that_comes_too_late_is_not_ended_by_its_watchdog(ranks, kind):
     assert step == 2, results
     assert type(error) is brimful.RankFailed, error
     assert error.rank == 1, error
-    assert "rank 1 came " in str(error), error
+    assert "rank 1 began to wait at least " in str(error), error
     assert "(cause: the others have given up waiting for this rank)" in str(error), error
 
 
