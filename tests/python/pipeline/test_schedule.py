@@ -208,7 +208,7 @@ def test_costs_that_make_no_sense_are_refused(costs, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("2f2b", 2, 2), r"no schedule of this name \(name: '2f2b'\); take one of gpipe, "),
+        (("2f2b", 2, 2), r"no schedule of this name \(name: '2f2b'\); take one of gpipe, 1f1b"),
         (("zbv", 2, 2), "defined for 2 stages a rank only"),
         (("gpipe", 0, 2), r"\(ranks: 0,"),
         (("gpipe", 2, -1), r"microbatches: -1\)"),

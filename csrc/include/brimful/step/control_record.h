@@ -17,7 +17,8 @@ enum class Next : uint8_t { unknown, yes, no };
 struct ControlRecord {
   Status verdict = Status::silent;
   Next next = Next::unknown;
-  /// This rank asks all to stop after this step (stop.h): 1 + the signal's number; 0: it does not. 6 bits, beside `next`.
+  /// This rank asks all to stop after this step (stop.h): 1 + the signal's number; 0: it does not. 6 bits, beside
+  /// `next`.
   uint8_t stop = 0;
   bool regroup = false;      ///< this rank asks all to form a new group after this step (stop.h)
   uint16_t next_pieces = 1;  ///< pieces that this rank wants for its next batch (used in lockstep)

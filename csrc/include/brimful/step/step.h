@@ -67,7 +67,8 @@ class BRIMFUL_API StepGroup {
     std::function<uint32_t()> mark;
     /// What runs before the pieces. Optional; outlives the attempt.
     Prologue* prologue = nullptr;
-    /// Called when the pieces have run, before the model's buffers are written into the last bucket; twice if memory runs out there. Optional.
+    /// Called when the pieces have run, before the model's buffers are written into the last bucket; twice if memory
+    /// runs out there. Optional.
     std::function<void()> finish_buffers;
   };
   /// Runs the pieces and takes part in all collectives whatever happens, then waits for them.

@@ -119,7 +119,7 @@ TEST_CASE("A schedule is refused where it is not defined", "[pipeline]") {
       Contains("defined for 1 stage a rank only (schedule: 1f1b, stages_per_rank: 2); "
                "these take any number: interleaved_1f1b, looped_bfs, zb_h1"));
   CHECK_THROWS_WITH(make_schedule("2F1B", 2, 1, 4),
-                    Contains("no schedule of this name (name: '2F1B'); take one of gpipe, "));
+                    Contains("no schedule of this name (name: '2F1B'); take one of gpipe, 1f1b, "));
   CHECK(make_schedule("Schedule1F1B", 2, 1, 4).name == "1f1b");
   CHECK((make_schedule("ZBVZeroBubble", 2, 2, 4).ranks == zbv(2, 4).ranks));
   CHECK((make_schedule("InterleavedZeroBubble", 2, 2, 4).ranks == zb_h1(2, 2, 4).ranks));
