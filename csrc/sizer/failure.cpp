@@ -56,7 +56,10 @@ void BatchSizer::State::throw_too_large(const AttemptResult& result, const StepI
                                         : Shortfall::Of::split;
   for (const auto& attempt : outcome.attempts) {
     shortfall.tried.push_back({attempt.pieces, attempt.piece_rows, attempt.peak_bytes});
-    shortfall.rungs.push_back(attempt.rungs.empty() ? std::string() : to_string(attempt.rungs));
+    const auto& rungs = attempt.rungs;
+    shortfall.rungs.push_back(rungs.empty() ? std::string() : to_string(rungs));
+    shortfall.recomputed_alone =
+        !rungs.recomputed.empty() && rungs.offloaded.empty() && !rungs.everything;
   }
   const auto refusal = refusal_in(result.text);
   shortfall.fragmented = refusal && remedy_for(*refusal) == Remedy::release_cache;

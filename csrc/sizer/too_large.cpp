@@ -113,8 +113,7 @@ void advise_on_work(const Shortfall& shortfall, std::vector<std::string>& advice
         "one runs: " +
         format_bytes(bytes) +
         "): what is held between forward and backward is recomputed or offloaded already");
-  } else if (const auto rungs = rungs_of(shortfall, shortfall.tried.size() - 1);
-             !rungs.empty() && rungs.find("offloaded") == std::string::npos) {
+  } else if (shortfall.recomputed_alone) {
     advice.push_back(
         shortfall.device.is_cpu()
             ? "let the ladder offload: set BRIMFUL_SCRATCH_DIR to a directory on a disk with free "

@@ -32,6 +32,7 @@ struct Shortfall {
   bool may_split = true;           ///< batch_norm: refuse allows none
   std::vector<TriedSplit> tried;   ///< the last one is that which failed the step
   std::vector<std::string> rungs;  ///< of each of these, as text; empty where there were none
+  bool recomputed_alone = false;   ///< the last of these recomputed modules and offloaded nothing
   std::optional<StandingBytes> standing;  ///< nothing: not known
   int64_t used_bytes = 0;                 ///< with the work's tensors gone, gradients still there
   int64_t optimizer_bytes = 0;            ///< beyond those: gradients to come and the optimizer

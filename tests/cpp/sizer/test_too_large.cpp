@@ -195,6 +195,7 @@ TEST_CASE("Only advice that applies is given", "[sizer][too large]") {
   }
   SECTION("a ladder without a disk") {
     shortfall.rungs = {"", "", "", "2 modules recomputed (0, 1)"};
+    shortfall.recomputed_alone = true;
     CHECK(kinds(shortfall) ==
           Kinds{"raise the", "let the", "compute in", "freeze parameters", "use a"});
     CHECK(advice_for(shortfall)[1].rfind("let the ladder offload: set BRIMFUL_SCRATCH_DIR", 0) ==
