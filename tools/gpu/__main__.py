@@ -1,7 +1,8 @@
-"""Ten minutes on a machine with a GPU: what has only run on a simulated device is run on a real one.
+"""Five minutes on a machine with a GPU: what has only run on a simulated device is run on a real one.
 
-Each part is a process of its own with a time limit. The exit status is a sum: 1 where a check is bad, 4 where a part
-ended before it was done, 8 where nothing could be run, 16 where parts are left for --resume.
+Each part is a process of its own with a time limit. Parts run side by side, and those that time something or fill the
+device run alone after them. The exit status is a sum: 1 where a check is bad, 4 where a part ended before it was done,
+8 where nothing could be run, 16 where parts are left for --resume.
 """
 
 from __future__ import annotations
@@ -9,25 +10,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tools.gpu import install
-from tools.gpu.catalogue import BY_NAME, PARTS, Part
+from tools.gpu import catalogue, install, schedule
+from tools.gpu.catalogue import ROOT
 from tools.gpu.results import Results, table
-from tools.gpu.runner import ROOT, run_part
 
 BAD, ENDED, NOTHING, LEFT = 1, 4, 8, 16
-SHORTEST_S = 20  # for which a part is begun
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    names = [part.name for part in catalogue.parts()]
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__)
     parser.add_argument("--list", action="store_true", help="the parts, and nothing else")
-    parser.add_argument("--part", action="append", default=[], choices=BY_NAME, help="this part")
+    parser.add_argument(
+        "--part", action="append", default=[], choices=names, metavar="PART", help="this part"
+    )
     parser.add_argument("--resume", action="store_true", help="leave out what has run to its end")
-    parser.add_argument("--minutes", type=float, help="begin nothing that would take longer")
+    parser.add_argument(
+        "--minutes", type=float, help="begin nothing after them, and end what runs then"
+    )
+    parser.add_argument("--beside", type=int, help="so many parts side by side (as many as fit)")
     parser.add_argument("--small", action="store_true", help="at the simulated device's scale")
     parser.add_argument("--wheel", type=Path, help="install this one of brimful's first")
     parser.add_argument("--install", action="store_true", help="install brimful again, from here")
@@ -35,12 +40,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _machine(wheel: Path | None, again: bool) -> dict[str, object] | str:
+def find_machine(wheel: Path | None = None, again: bool = False) -> dict[str, Any] | str:
     """brimful, torch and the device, or why there is nothing to run."""
     install.use_site()
     if (wheel or again or not install.machine()) and (said := install.install(wheel)):
         return f"brimful cannot be imported, installed or built here:\n{said}"
-    found: dict[str, object] = json.loads(install.machine() or "{}")
+    found: dict[str, Any] = json.loads(install.machine() or "{}")
     return found if found.get("device") else f"no CUDA device is found (machine: {found})"
 
 
@@ -48,49 +53,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the parts; the exit status."""
     given = _parse(argv)
     if given.list:
-        print("\n".join(f"{part.name:16}{part.limit_s:>4.0f} s  {part.what}" for part in PARTS))
+        print("\n".join(_line(part) for part in catalogue.parts()))
         return 0
-    began = time.monotonic()
-    machine = _machine(given.wheel, given.install)
+    clock = schedule.Clock(given.minutes)
+    machine = find_machine(given.wheel, given.install)
     if isinstance(machine, str):
         print(machine)
         return NOTHING
     print(", ".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
+    free_bytes = machine.pop("free_bytes", None)
+    small = given.small or bool(machine["simulated"])
+    parts = catalogue.parts(small)
+    if given.part:
+        parts = [part for part in catalogue.parts() if part.name in given.part]
     results = Results(given.out, machine, given.resume or bool(given.part))
-    wanted = [BY_NAME[name] for name in given.part] or PARTS
     if given.resume:
-        wanted = [part for part in wanted if part.name not in results.parts]
-    left = _run(wanted, results, given, machine, began)
+        parts = [part for part in parts if part.name not in results.parts]
+    count = given.beside or schedule.beside(free_bytes)
+    ways = schedule.Ways(count, small, given.out.parent / "logs")
+    left = _run(parts, results, ways, clock)
     print("\n" + table(results.parts))
     if left:
-        print(f"left for --resume: {', '.join(part.name for part in left)}")
+        print(f"left for --resume: {', '.join(left)}")
     return _status([entry["outcome"] for entry in results.parts.values()], bool(left))
 
 
+def _line(part: catalogue.Part) -> str:
+    alone = "alone" if part.alone else ""
+    return f"{part.name:36}{part.limit_s:>4.0f} s  {alone:7}{part.what}"
+
+
 def _run(
-    wanted: Sequence[Part],
+    parts: Sequence[catalogue.Part],
     results: Results,
-    given: argparse.Namespace,
-    machine: dict[str, object],
-    began: float,
-) -> list[Part]:
-    """Runs what there is time for; the parts that are left."""
-    small = given.small or bool(machine["simulated"])
-    for k, part in enumerate(wanted):
-        seconds_left = None
-        if given.minutes:
-            seconds_left = 60 * given.minutes - (time.monotonic() - began)
-            if seconds_left < SHORTEST_S:
-                return list(wanted[k:])
-        checks, seconds = run_part(part, small, seconds_left)
-        cut = seconds_left is not None and seconds >= seconds_left
-        if cut and seconds_left is not None and seconds_left < part.limit_s:
-            return list(wanted[k:])
-        outcome = results.add(part.name, checks, seconds)
-        print(f"{part.name}: {outcome} in {seconds:.1f} s", flush=True)
-        for found in checks:
+    ways: schedule.Ways,
+    clock: schedule.Clock,
+) -> list[str]:
+    """Runs what there is time for; the names of what is left."""
+    left = []
+    for done in schedule.run(parts, ways, clock):
+        if done.checks is None:
+            left.append(done.part.name)
+            continue
+        outcome = results.add(done.part.name, done.checks, done.seconds)
+        print(f"{done.part.name}: {outcome} in {done.seconds:.1f} s", flush=True)
+        for found in done.checks:
             print(f"  {found.outcome:8} {found.name}  {found.words}", flush=True)
-    return []
+    return [part.name for part in parts if part.name in left]
 
 
 def _status(outcomes: Sequence[str], is_left: bool) -> int:

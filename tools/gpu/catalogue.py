@@ -1,67 +1,102 @@
-"""The parts, in the order in which they run."""
+"""The parts: what runs beside others, and what has the device to itself."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-
-def _allocator(settings: str) -> dict[str, str]:
-    """Both names: which one torch reads depends on its version."""
-    return {"PYTORCH_CUDA_ALLOC_CONF": settings, "PYTORCH_ALLOC_CONF": settings}
-
-
-def _tests(folder: str, limit_s: float) -> Part:
-    return Part(
-        f"tests_{folder}",
-        "tests",
-        f"Python tests marked gpu: {folder}",
-        limit_s,
-        {TESTS: folder},
-    )
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests" / "python"
+TEST_FILE = "GPU_CHECK_TESTS"  # the variable that names a file below tests/python
+# At the simulated device's scale some tests of each folder run: `make test-cuda-sim` runs all of them there.
+SMALL_TESTS = {
+    "faults/test_cuda_lost.py": "test_a_step_on_a_lost_device_raises_its_error",
+    "fleet/test_fleet_nccl.py": "test_a_fleet_of_one_trains",
+    "launch/test_checkpoint.py": "test_tensors_of_any_gpu_go_to_the_ranks_own",
+    "memory/test_live_categories.py": "test_cuda_adds_up_to_torchs_peak",
+    "pipeline/test_pipeline_cuda.py": "test_a_step_runs_on_the_callers_stream",
+    "probes/test_leaks.py": "test_a_leak_on_a_gpu_is_found_with_its_line_and_its_holder[kept_losses]",
+    "reducer/test_device_times.py": "test_buckets_end_as_the_devices_end_them",
+    "search/test_search.py": "test_the_trial_keeps_to_its_fraction_of_a_gpu",
+    "sizer/test_cache_release.py": "",
+}
 
 
 @dataclass(frozen=True)
 class Part:
-    """`limit_s`: when the part's process is ended. `module`: of tools.gpu.parts."""
+    """`limit_s`: when the part's process is ended. `module`: of tools.gpu.parts.
+
+    `alone`: it times something or fills the device, so nothing runs beside it.
+    """
 
     name: str
     module: str
     what: str
     limit_s: float = 120
     environment: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = False
 
 
-TESTS = "GPU_CHECK_TESTS"  # the variable that names a folder of tests/python
-# Of tests/python, those that have tests marked gpu: a part each, so that --resume runs what is left of them. Not
-# project, whose tests marked gpu are of this command, and of pages about the simulated device.
-FOLDERS = {
-    "faults": 240,
-    "fleet": 120,
-    "launch": 120,
-    "memory": 240,
-    "pipeline": 240,
-    "probes": 120,
-    "reducer": 120,
-    "search": 120,
-    "sizer": 480,
-}
+def parts(small: bool = False) -> list[Part]:
+    """All parts; at the small scale with a test file of each folder."""
+    files = sorted(SMALL_TESTS) if small else test_files()
+    return [*PARTS, *map(_test_file, files)]
+
+
+def test_files() -> list[str]:
+    """Files below tests/python that have tests marked gpu.
+
+    Not those of project, whose tests marked gpu are of this command, and of pages about the simulated device.
+    """
+    return sorted(
+        str(file.relative_to(TESTS))
+        for file in TESTS.glob("*/test_*.py")
+        if file.parent.name != "project" and _MARKED.search(file.read_text())
+    )
+
+
+def _test_file(file: str) -> Part:
+    text = (TESTS / file).read_text()
+    return Part(
+        f"tests/{file.removesuffix('.py')}",
+        "tests",
+        "tests marked gpu",
+        240,
+        {TEST_FILE: file},
+        alone=_ALONE.search(text) is not None,
+    )
+
+
+def allocator(settings: str) -> dict[str, str]:
+    """Both names: which one torch reads depends on its version."""
+    return {"PYTORCH_CUDA_ALLOC_CONF": settings, "PYTORCH_ALLOC_CONF": settings}
+
+
+_MARKED = re.compile(r"\bmark\.(real_)?gpu\b")
+_ALONE = re.compile(r"\bmark\.alone\b")
 PARTS = [
     Part("versions", "versions", "versions, the device, brimful doctor"),
     Part("recorded", "recorded", "allocator statistics against those of the simulated device"),
     Part("sticky", "sticky", "a step on a device that is lost"),
     Part("oom", "oom", "memory runs out in forward, backward, recomputation, under AMP"),
-    Part("oom_expandable", "oom", "the same", 120, _allocator("expandable_segments:True")),
-    Part("oom_async", "oom", "the same", 120, _allocator("backend:cudaMallocAsync")),
-    Part("steady", "steady", "200 steps with and without a limit"),
+    Part("oom_expandable", "oom", "the same", 120, allocator("expandable_segments:True")),
+    Part("oom_async", "oom", "the same", 120, allocator("backend:cudaMallocAsync")),
     Part("scaler", "scaler", "GradScaler of C++ against torch's"),
     Part("nccl", "nccl", "NCCL with one rank, on the whole path"),
     Part("gloo", "gloo", "two ranks over gloo, with CUDA tensors of one device"),
-    Part("forecast", "forecast", "forecasts against measured peaks, 12 models", 300),
-    Part("ddp", "ddp", "launches, waits, idle gap and step time beside torch's DDP", 300),
+    Part("forecast", "forecast", "forecasts against measured peaks, 12 models", 180),
+    Part("gradient", "gradient", "the gradient of a whole batch against that of its pieces"),
+    Part("rungs", "rungs", "steps on the ladder's rungs against those with room, bit by bit"),
+    Part("summary", "summary", "brimful.summary against the peak of a step"),
+    Part("fragmentation", "fragmentation", "a planted fragmentation, and its finding"),
+    Part("two_devices", "two_devices", "two ranks and two stages on two devices"),
     Part("kernels", "kernels", "kernels of brimful's own against their fallbacks", 30),
-    Part("sanitizer", "sanitizer", "compute-sanitizer on a small step", 300),
+    Part("sanitizer", "sanitizer", "compute-sanitizer on a small step", 180),
     Part("tests_cpp", "tests_cpp", "C++ tests marked gpu", 240),
-    *(_tests(folder, limit_s) for folder, limit_s in FOLDERS.items()),
+    Part("steady", "steady", "200 steps with and without a limit", alone=True),
+    Part("by_hand", "by_hand", "a sizer's step beside the same loop by hand", alone=True),
+    Part("ddp", "ddp", "calls, collectives and step time beside torch's DDP", 240, alone=True),
 ]
 BY_NAME = {part.name: part for part in PARTS}

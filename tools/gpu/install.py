@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.gpu.runner import ROOT
+from tools.gpu.catalogue import ROOT
 
 SITE = ROOT / "build" / "gpu" / "site"
 MACHINE = """
@@ -16,6 +16,7 @@ here = torch.cuda.is_available()
 print(json.dumps({
     "brimful": brimful.__version__, "torch": torch.__version__, "python": sys.version.split()[0],
     "device": torch.cuda.get_device_name(0) if here else None,
+    "free_bytes": torch.cuda.mem_get_info()[0] if here else 0,
     "simulated": hasattr(ctypes.CDLL(None), "sim_cuda_calls"),
 }))
 """

@@ -11,19 +11,27 @@ import tempfile
 import time
 from pathlib import Path
 
-from tools.gpu.catalogue import Part
+from tools.gpu.catalogue import ROOT, Part
 from tools.gpu.check import Check, read
 
-ROOT = Path(__file__).resolve().parents[2]
 LAST_WORDS = 600  # characters of what a process said that ended early
 
+_running: set[int] = set()  # the processes of parts, each the first of a group
 
-def run_part(part: Part, small: bool, limit_s: float | None = None) -> tuple[list[Check], float]:
-    """The part's checks and its seconds. A process that ends early, or is not done in time, is a check `ended`."""
+
+def run_part(
+    part: Part, small: bool, limit_s: float | None = None, logs: Path | None = None
+) -> tuple[list[Check], float]:
+    """The part's checks and its seconds. A process that ends early, or is not done in time, is a check `ended`.
+
+    What it prints is kept in the folder `logs`.
+    """
     limit_s = part.limit_s if limit_s is None else min(limit_s, part.limit_s)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        file, log = Path(folder) / "checks", Path(folder) / "log"
+        file = Path(folder) / "checks"
+        log = (logs or Path(folder)) / f"{part.name.replace('/', '.')}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "tools.gpu.child", part.module, str(file)]
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -34,6 +42,7 @@ def run_part(part: Part, small: bool, limit_s: float | None = None) -> tuple[lis
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            _running.add(process.pid)
             ended = _wait(process, limit_s)
         checks = read(file)
         if ended:
@@ -49,9 +58,20 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
     except subprocess.TimeoutExpired:
         return f"not done in {limit_s:.0f} s"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _end(process.pid)
         process.wait()
+        _running.discard(process.pid)
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
     return f"exit status {status}" if status else ""
+
+
+def end_all() -> None:
+    """Ends the parts that other threads run."""
+    for pid in tuple(_running):
+        _end(pid)
+
+
+def _end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)

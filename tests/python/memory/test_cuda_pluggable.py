@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 LIBRARY = Path(os.environ.get("LD_PRELOAD", "").split(":")[0]).parent / "libsim_pluggable.so"
 
 BEGIN = f"""

@@ -15,7 +15,7 @@ from benchmarks.cuda.recorded import Recorded
 from benchmarks.cuda.replay_steps import SETTINGS
 from benchmarks.sizer import models
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 MIB = 1 << 20
 PLAIN = (
     "expandable_segments:False,roundup_power2_divisions:1,max_split_size_mb:1000000,"

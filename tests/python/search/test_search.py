@@ -16,6 +16,7 @@ from torch import nn
 import brimful
 from brimful import memory, search
 
+pytestmark = pytest.mark.alone
 MIB = 1 << 20
 LIMIT = 24 * MIB
 FITS, TOO_LARGE = 64, 4096
@@ -354,11 +355,20 @@ def test_on_cuda_resources_are_for_what_a_trial_reserves(on_cuda, ray_tune):
         assert told == pytest.approx(torch.cuda.max_memory_reserved() - before, rel=0.1)
 
 
+def build_there(config):
+    """The batch is made on the GPU: one of its size takes minutes on the host, which may have less memory."""
+    rows = config["batch_size"]
+    x = torch.zeros(rows, 64, device="cuda")
+    y = torch.zeros(rows, dtype=torch.long, device="cuda")
+    model, _, loss_fn, optimizer = build({"batch_size": 2})
+    return model, (x, y), loss_fn, optimizer
+
+
 @pytest.mark.gpu
 def test_on_cuda_a_config_larger_than_the_gpu_gets_one_to_itself(on_cuda, ray_tune, caplog):
     free, total = torch.cuda.mem_get_info()
     rows = free // (1024 * 4 * 2)  # of which the hidden layer alone takes half, forward
-    needs = search.resources(search.probe(build), 1.0, total_bytes=total)
+    needs = search.resources(search.probe(build_there), 1.0, total_bytes=total)
     found = needs(
         {"batch_size": 2 * rows}
     ).required_resources  # it lies on the GPU, and fits in pieces

@@ -15,7 +15,7 @@ from torch import nn
 import brimful
 from brimful import memory
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 MIB = 1 << 20
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from benchmarks.cuda.replay_steps import SETTINGS
 from benchmarks.sizer import models
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 MIB = 1 << 20
 PLAIN = (
     "expandable_segments:False,roundup_power2_divisions:1,max_split_size_mb:1000000,"

@@ -5,6 +5,7 @@ import torch
 
 from brimful import _C
 
+pytestmark = pytest.mark.alone
 MIB = 1 << 20
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tools.gpu.catalogue import ROOT
 from tools.gpu.check import Check, skipped
-from tools.gpu.runner import ROOT
 
 
 def run(small: bool) -> Iterator[Check]:

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from tools.gpu.catalogue import ROOT
 from tools.gpu.check import Check, check, skipped
 from tools.gpu.device import NEEDS_HARDWARE, SIMULATED
-from tools.gpu.runner import ROOT
 
 STEP = """
 import torch, brimful

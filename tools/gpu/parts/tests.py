@@ -1,4 +1,4 @@
-"""The Python tests of one folder that are marked gpu; those that skip are listed with their reasons."""
+"""The Python tests of one file that are marked gpu; those that skip are listed with their reasons."""
 
 from __future__ import annotations
 
@@ -10,37 +10,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tools.gpu.catalogue import TESTS
+from tools.gpu.catalogue import ROOT, SMALL_TESTS, TEST_FILE
 from tools.gpu.check import Check, check, skipped
-from tools.gpu.runner import ROOT
-
-SMALL = {  # some of each
-    "faults": "test_cuda_lost.py::test_a_step_on_a_lost_device_raises_its_error",
-    "fleet": "test_fleet_nccl.py::test_a_fleet_of_one_trains",
-    "launch": "test_checkpoint.py::test_tensors_of_any_gpu_go_to_the_ranks_own",
-    "memory": "test_live_categories.py::test_cuda_adds_up_to_torchs_peak",
-    "pipeline": "test_pipeline_cuda.py::test_a_step_runs_on_the_callers_stream",
-    "probes": "test_leaks.py::test_a_leak_on_a_gpu_is_found_with_its_line_and_its_holder[kept_losses]",
-    "reducer": "test_device_times.py::test_buckets_end_as_the_devices_end_them",
-    "search": "test_search.py::test_the_trial_keeps_to_its_fraction_of_a_gpu",
-    "sizer": "test_cache_release.py",
-}
 
 
 def run(small: bool) -> Iterator[Check]:
     """Yields a check of the number of tests that fail, one for each of these, and one for each that skips."""
-    name = os.environ[TESTS]
+    name = os.environ[TEST_FILE]
     tests = f"tests/python/{name}"
+    if small and SMALL_TESTS.get(name):
+        tests += f"::{SMALL_TESTS[name]}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
         done = subprocess.run(
-            [*command, f"--junitxml={file}", f"{tests}/{SMALL[name]}" if small else tests],
+            [*command, f"--junitxml={file}", tests],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+        print(done.stdout)  # the last words of a part that ends early
         if not file.exists():
             yield Check("tests", "bad", f"pytest did not run: {done.stdout[-500:]}")
             return

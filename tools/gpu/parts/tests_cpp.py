@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
+from tools.gpu.catalogue import ROOT
 from tools.gpu.check import Check, check, skipped
-from tools.gpu.runner import ROOT
 
 SMALL_LIMIT = 5  # tests
+BESIDE = 4  # processes side by side
 
 
 def run(small: bool) -> Iterator[Check]:
@@ -23,15 +26,20 @@ def run(small: bool) -> Iterator[Check]:
         [found[-1], "[gpu]", "--list-test-names-only"], stdout=subprocess.PIPE, text=True
     )
     names = [line.strip() for line in listed.stdout.splitlines() if line.strip()]
-    failed = 0
-    for name in names[: SMALL_LIMIT if small else None]:
-        done = subprocess.run(
-            [found[-1], name.replace(",", "\\,")],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        failed += done.returncode != 0
-        yield check(name, done.returncode == 0, done.stdout[-300:] if done.returncode else "")
+    names = names[: SMALL_LIMIT if small else None]
+    with ThreadPoolExecutor(BESIDE) as pool:
+        checks = list(pool.map(lambda name: _test(found[-1], name), names))
+    yield from checks
+    failed = sum(found.outcome == "bad" for found in checks)
     yield check("C++ tests", failed == 0 and bool(names), f"{failed} failed", failed)
+
+
+def _test(program: Path, name: str) -> Check:
+    done = subprocess.run(
+        [program, name.replace(",", "\\,")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return check(name, done.returncode == 0, done.stdout[-300:] if done.returncode else "")
