@@ -12,7 +12,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 # One build folder for each torch minor and Python; setup.py uses the same.
 BUILD = build/torch-$(basename $(TORCH))-$(shell $(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')
 # torch may have moved since the build folder was made.
-CONFIGURE = '-UBRIMFUL_TORCH_*' -DPython_EXECUTABLE=$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja
+CONFIGURE = '-UBRIMFUL_TORCH_*' -DPython_EXECUTABLE=$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
+  $(if $(BRIMFUL_CUDA),-DBRIMFUL_CUDA=$(BRIMFUL_CUDA))
 CPP = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp')
 
 export PYTHON
@@ -35,26 +36,31 @@ help: ## Show this list
 demo: package ## Train a small CNN on Fashion-MNIST with two ranks and too little memory
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_fashion_mnist.py
 
-test: test-cpp test-consumer test-layers test-python test-cuda-sim ## Run all tests: C++, consumer project, layers, Python
+test: test-cpp test-consumer test-layers test-python test-cuda-sim ## Run all tests: C++, consumer project, layers, Python, simulated device; it prints the time of each
+
+# What a part of `make test` begins with.
+TIMED = @tools/timed.sh "make $@"
 
 test-cpp: build
-	@$(BIN)/ctest --test-dir $(BUILD) --parallel $(JOBS) --output-on-failure --no-tests=error
+	$(TIMED) $(BIN)/ctest --test-dir $(BUILD) --parallel $(JOBS) --output-on-failure --no-tests=error
 
+# Installed as it was built: without CUDA where its headers are missing.
+test-consumer: export BRIMFUL_CUDA ?= AUTO
 test-consumer: build
-	@$(BIN)/python tests/consumer/run.py $(BUILD)/consumer
+	$(TIMED) $(BIN)/python tests/consumer/run.py $(BUILD)/consumer
 
 test-layers: setup
-	@$(BIN)/python tools/check_layers.py
+	$(TIMED) $(BIN)/python tools/check_layers.py
 
 test-python: build
-	@$(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
+	$(TIMED) $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
 
 # The simulated device has to be loaded before torch, so these are processes of their own (tests/cuda_sim).
 SIMULATE = SIM_CUDA_MEMORY_MB=6144 $(BIN)/python tests/cuda_sim/run.py --libraries
 SIMULATED = $(SIMULATE) $(BUILD)/cuda_sim -- $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
 
 test-cuda-sim: build ## Run the tests marked gpu on the simulated CUDA device, and that device's own
-	@$(SIMULATED) -m "gpu and not real_gpu and not slow" tests/python tests/cuda_sim/tests
+	$(TIMED) $(SIMULATED) -m "gpu and not real_gpu and not slow" tests/python tests/cuda_sim/tests
 
 # Needs no network and no environment of ours: the Python that is named has the torch for that GPU.
 gpu: ## Ten minutes on a machine with a GPU; GPU='--list', '--resume --minutes 8', '--part oom' (PYTHON: one with torch)
