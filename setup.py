@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import os
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -38,19 +37,30 @@ def torch_requirement():
     return f"torch=={minor}.*" if minor else "torch>=2.11,<2.16"
 
 
-def local_version():
-    """Tells which torch a wheel fits: "+torch2.15.cu13", or ".cpu" for a torch without CUDA."""
-    minor = None if "sdist" in sys.argv else torch_minor()
-    if minor is None:
-        return ""
-    cuda = runpy.run_path(torch_folder() / "version.py")["cuda"]
-    return f"+torch{minor}." + (f"cu{cuda.split('.')[0]}" if cuda else "cpu")
+def cmake(*args, **options):
+    command = ["cmake", *map(str, args)]
+    return subprocess.run(command, env={**os.environ, "PATH": PATH}, **options)
+
+
+def cmake_options():
+    """What a build and a question about it have in common."""
+    nvidia = importlib.util.find_spec("nvidia")  # may be in another site-packages than torch
+    return [
+        *("-G", "Ninja"),
+        "-UBRIMFUL_TORCH_*",  # torch may have moved since the folder was made
+        f"-DCMAKE_PREFIX_PATH={torch_folder() / 'share' / 'cmake'}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-DBRIMFUL_TORCH_NVIDIA={';'.join(nvidia.submodule_search_locations) if nvidia else ''}",
+        f"-DBRIMFUL_CUDA={os.environ.get('BRIMFUL_CUDA') or 'ON'}",
+        *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+    ]
 
 
 def check_environment():
-    """Ends a build that cannot work with one sentence. A source distribution needs none of this."""
-    if not {"dist_info", "bdist_wheel", "editable_wheel"}.intersection(sys.argv):
-        return
+    """Ends a build that cannot work with one sentence; else the part of the version after "+".
+
+    That part says which torch a wheel fits: torch2.15.cu13, or .cpu for a torch without CUDA.
+    """
     if torch_minor() is None:
         sys.exit(
             "brimful is built against the torch that is installed, and there is none here: "
@@ -62,6 +72,15 @@ def check_environment():
             "brimful is built with tools that are not all here: run "
             "`pip install -U setuptools wheel cmake ninja`, then build again"
         )
+    with tempfile.TemporaryDirectory() as folder:
+        where = ("-S", ROOT / "cmake" / "ask", "-B", folder)
+        done = cmake(*where, *cmake_options(), capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr.strip())
+        answers = {path.name: path.read_text() for path in (Path(folder) / "answers").iterdir()}
+    if answers["cuda_refusal"]:
+        sys.exit(answers["cuda_refusal"])
+    return "+" + answers["local_version"]
 
 
 class CMakeBuild(build_ext):
@@ -75,14 +94,9 @@ class CMakeBuild(build_ext):
 
     def build_extension(self, ext):
         jobs = self.parallel or os.environ.get("MAX_JOBS") or os.cpu_count()
-        self.cmake(
-            *("-S", ROOT, "-B", self.build_temp, "-G", "Ninja"),
-            "-UBRIMFUL_TORCH_*",  # torch may have moved since the folder was made
-            "-DCMAKE_BUILD_TYPE=" + ("Debug" if self.debug else "Release"),
-            f"-DCMAKE_PREFIX_PATH={torch_folder() / 'share' / 'cmake'}",
-            f"-DPython_EXECUTABLE={sys.executable}",
-            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
-        )
+        build_type = "Debug" if self.debug else "Release"
+        where = ("-S", ROOT, "-B", self.build_temp)
+        self.cmake(*where, f"-DCMAKE_BUILD_TYPE={build_type}", *cmake_options())
         self.cmake("--build", self.build_temp, "--target", "brimful", "_C", "--parallel", str(jobs))
         self.install(Path(self.get_ext_fullpath(ext.name)).parent)
 
@@ -94,16 +108,19 @@ class CMakeBuild(build_ext):
         self.cmake("--install", self.build_temp, "--prefix", str(package.resolve()), "--strip")
 
     def cmake(self, *args):
-        subprocess.run(["cmake", *args], check=True, env={**os.environ, "PATH": PATH})
+        status = cmake(*args).returncode
+        if status:
+            sys.exit(f"brimful was not built: what CMake printed above says why (status: {status})")
 
 
-check_environment()
+BUILDS = {"dist_info", "bdist_wheel", "editable_wheel"}.intersection(sys.argv)
+local_version = check_environment() if BUILDS else ""  # a source distribution fits every torch
 if "sdist" in sys.argv:  # setuptools would add what an earlier list of files has
     (ROOT / "python" / "brimful.egg-info" / "SOURCES.txt").unlink(missing_ok=True)
 # A fresh folder for what setuptools puts together: nothing of an earlier build slips into a wheel.
 scratch = tempfile.TemporaryDirectory()
 setup(
-    options={"build": {"build_base": scratch.name}, "egg_info": {"tag_build": local_version()}},
+    options={"build": {"build_base": scratch.name}, "egg_info": {"tag_build": local_version}},
     ext_modules=[Extension("brimful._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     install_requires=[torch_requirement()],

@@ -19,7 +19,7 @@ LARGEST = 64 << 20  # bytes: what travels to a machine with a GPU (make gpu)
 ROOT = Path(__file__).resolve().parent.parent
 SITE = Path(sysconfig.get_path("purelib"))
 DLOPEN = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
-SHOW = "import brimful, sys; print(brimful.__file__); sys.exit(not brimful.__version__)"
+SHOW = "import brimful; print(brimful.__file__, brimful.__version__, sep='\\n')"
 MODULES = """
 import importlib, pkgutil, brimful
 for module in pkgutil.walk_packages(brimful.__path__, "brimful."):
@@ -164,7 +164,10 @@ def main() -> None:
     run(*pip, "install", "--no-index", wheel, cwd=work)  # with its requirements
     run(python, "-c", MODULES, cwd=work)
 
-    package = Path(run(python, "-W", "ignore", "-c", SHOW, cwd=work).strip()).parent
+    path, version = run(python, "-W", "ignore", "-c", SHOW, cwd=work).splitlines()
+    if version != wheel.stem.split("-")[1]:
+        fail(f"brimful.__version__ is not the wheel's (version: {version}, wheel: {wheel.name})")
+    package = Path(path).parent
     if not package.is_relative_to(work):
         fail(f"brimful is not imported from the environment (path: {package})")
     for library in (package / "lib" / "libbrimful.so", *package.glob("_C.*.so")):

@@ -79,22 +79,14 @@ say "installing torch $torch and the build tools in $venv (some minutes the firs
 "$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
 "$venv/bin/python" -m pip --disable-pip-version-check install "torch==$torch" -r tools/requirements.txt
 
-# The CUDA headers that torch pulls in are incomplete: what they lack depends on the torch. Without a toolkit and without
-# the missing parts, brimful is built without its CUDA sources.
-"$venv/bin/python" - >"$stamp.cuda" <<'PY'
-import glob, os, sysconfig, torch
-parts = {"crt/host_config.h": "nvidia-cuda-crt", "nv/target": "nvidia-cuda-cccl"}
-has = lambda root, part: os.path.exists(f"{root}/include/{part}")
-toolkits = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-wheels = glob.glob(sysconfig.get_path("purelib") + "/nvidia/cu1[3-9]")
-if torch.version.cuda and wheels and not any(all(has(t, p) for p in parts) for t in toolkits):
-    for part, package in parts.items():
-        if not has(wheels[0], part):
-            print(f"{package}=={torch.version.cuda}.*")
-PY
-if [ -s "$stamp.cuda" ]; then
-  pip install --no-deps -r "$stamp.cuda" || say "building without CUDA sources, for want of" $(cat "$stamp.cuda")
+# The CUDA headers that torch pulls in are incomplete: what they lack depends on the torch. Where neither a toolkit nor pip has
+# it, brimful is built without its CUDA sources.
+ask=$(mktemp -d)
+"$venv/bin/cmake" -S cmake/ask -B "$ask" -G Ninja -DCMAKE_MAKE_PROGRAM="$(realpath "$venv")/bin/ninja" \
+  -DPython_EXECUTABLE="$(realpath "$venv")/bin/python" -DBRIMFUL_CUDA=AUTO >/dev/null
+if [ -s "$ask/answers/cuda_packages" ]; then
+  pip install --no-deps -r "$ask/answers/cuda_packages" || say "$(cat "$ask/answers/cuda_warning")"
 fi
-rm "$stamp.cuda"
+rm -r "$ask"
 echo "$key" >"$stamp"
 install_docs

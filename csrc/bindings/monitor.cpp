@@ -111,9 +111,9 @@ void bind_doctor(py::module_& m) {
   m.def(
       "_check_machine",
       [](bool cuda_wanted) {
-        auto findings = check_limits(limits_now());
-        for (auto& finding : check_gpus(read_gpus(), cuda_wanted)) {
-          findings.push_back(std::move(finding));
+        std::vector<Finding> findings{check_build(build_facts(), cuda_wanted)};
+        for (auto& found : {check_limits(limits_now()), check_gpus(read_gpus(), cuda_wanted)}) {
+          findings.insert(findings.end(), found.begin(), found.end());
         }
         std::vector<Line> lines;
         lines.reserve(findings.size());

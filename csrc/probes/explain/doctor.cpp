@@ -1,6 +1,7 @@
 #include <brimful/memory/system_limit.h>
 #include <brimful/probes/doctor.h>
 #include <brimful/probes/processes.h>
+#include <brimful/version.h>
 #include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -82,6 +83,38 @@ Finding port_finding(const LimitFacts& facts) {
 
 const char* name_of(Health health) {
   return health == Health::ok ? "ok" : health == Health::warn ? "warn" : "fail";
+}
+
+BuildFacts build_facts() {
+  BuildFacts facts;
+  facts.version = BRIMFUL_VERSION;
+#ifdef BRIMFUL_USE_CUDA
+  facts.cuda = facts.nccl = true;
+#endif
+#ifdef BRIMFUL_USE_GLOO
+  facts.gloo = true;
+#endif
+  return facts;
+}
+
+Finding check_build(const BuildFacts& facts, bool wanted) {
+  const auto answer = [](bool built) { return built ? "yes" : "no"; };
+  Finding finding{"brimful", Health::ok,
+                  facts.version + ", built with CUDA: " + answer(facts.cuda) +
+                      ", NCCL: " + answer(facts.nccl) + ", gloo: " + answer(facts.gloo),
+                  ""};
+  if (wanted && !(facts.cuda && facts.nccl)) {
+    finding.health = Health::warn;
+    finding.remedy =
+        "build brimful again with BRIMFUL_CUDA=ON, which names what the build lacks: this one is "
+        "for the CPU alone";
+  } else if (!facts.gloo) {
+    finding.health = Health::warn;
+    finding.remedy =
+        "install gloo's headers (Debian: libgloo-dev) and build brimful again: this one makes no "
+        "process groups over gloo";
+  }
+  return finding;
 }
 
 LimitFacts limits_now() {

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from brimful import _C, _build_info
+from brimful import _C
 
 __all__ = ["Finding", "findings", "main"]
 
@@ -27,7 +27,10 @@ class Finding(NamedTuple):
 
 
 def findings() -> list[Finding]:
-    """Look at torch, CUDA, NCCL, gloo, the limits of this process, its port, and the GPUs. Starts no CUDA context."""
+    """Look at torch, CUDA, NCCL, gloo, brimful's build, the limits of this process, its port, and the GPUs.
+
+    Starts no CUDA context.
+    """
     cuda_wanted = torch.version.cuda is not None
     machine = [Finding(*line) for line in _C._check_machine(cuda_wanted)]
     checks: list[Callable[[], Finding]] = [_torch, _cuda(machine), _cudnn, _nccl, _gloo]
@@ -44,10 +47,7 @@ def _tried(check: Callable[[], Finding]) -> Finding:
 
 
 def _torch() -> Finding:
-    found = (
-        f"{torch.__version__}, Python {platform.python_version()}, brimful {_build_info.version}"
-    )
-    return Finding("torch", "ok", found)
+    return Finding("torch", "ok", f"{torch.__version__}, Python {platform.python_version()}")
 
 
 def _cuda(machine: list[Finding]) -> Callable[[], Finding]:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -30,9 +31,20 @@ def run_python(*arguments, **environment):
     )
 
 
-def test_the_version_is_the_projects():
+@pytest.mark.smoke
+def test_the_version_is_the_projects_and_says_what_it_is_built_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert brimful.__version__ == project["version"]
+    cuda = f".cu{torch.version.cuda.split('.')[0]}" if torch.version.cuda else ""
+    minor = ".".join(torch.__version__.split(".")[:2])
+    local = f"torch{minor}{cuda}{'' if _build_info.cuda else '.cpu'}"
+    assert brimful.__version__ == f"{project['version']}+{local}"
+    header = Path(brimful.__file__).parent / "include" / "brimful" / "version.h"
+    site = Path(brimful.__file__).parent.parent
+    if site == Path(sysconfig.get_path("purelib")):  # installed by pip, not the build folder
+        assert [path.name for path in site.glob("brimful-*.dist-info")] == [
+            f"brimful-{brimful.__version__}.dist-info"
+        ]
+        assert f'define BRIMFUL_VERSION "{brimful.__version__}"\n' in header.read_text()
 
 
 def test_everything_announced_is_there():

@@ -20,6 +20,17 @@ struct Finding {
   std::string remedy;  ///< empty if all is well
 };
 
+/// What this library was built with.
+struct BuildFacts {
+  std::string version;  ///< BRIMFUL_VERSION, which says for which torch
+  bool cuda = false;
+  bool nccl = false;
+  bool gloo = false;  ///< for process groups that brimful makes itself
+};
+BRIMFUL_API BuildFacts build_facts();
+/// `wanted`: torch is built with CUDA, so that a brimful without it is worth a warning.
+BRIMFUL_API Finding check_build(const BuildFacts& facts, bool wanted);
+
 /// What bounds a training process here; nothing where it cannot be read, or is unlimited.
 struct LimitFacts {
   std::optional<int64_t> memory_bytes;  ///< what tensors may take

@@ -1,5 +1,6 @@
 #include <arpa/inet.h>
 #include <brimful/probes/doctor.h>
+#include <brimful/version.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -109,6 +110,43 @@ TEST_CASE("GPUs that are lost fail, and none is a warning where CUDA is wanted",
   CHECK(check_gpus(report, true).at(0).remedy == "correct CUDA_VISIBLE_DEVICES");
   CHECK(named(findings, "GPU 0").found == "H100, 1.0 GiB free of 2.0 GiB");
   CHECK(named(findings, "GPU 1").health == Health::fail);
+}
+
+TEST_CASE("The doctor warns of a build that lacks what torch has", "[probes]") {
+  BuildFacts facts;
+  facts.version = "1.2.3+torch2.15.cu13";
+  facts.cuda = facts.nccl = facts.gloo = true;
+  const auto whole = check_build(facts, true);
+  CHECK(whole.health == Health::ok);
+  CHECK(whole.found == "1.2.3+torch2.15.cu13, built with CUDA: yes, NCCL: yes, gloo: yes");
+  CHECK(whole.remedy.empty());
+  facts.cuda = facts.nccl = false;
+  CHECK(check_build(facts, false).health == Health::ok);  // torch has no CUDA either
+  const auto without = check_build(facts, true);
+  CHECK(without.health == Health::warn);
+  CHECK(without.found == "1.2.3+torch2.15.cu13, built with CUDA: no, NCCL: no, gloo: yes");
+  CHECK(without.remedy.find("with BRIMFUL_CUDA=ON") != std::string::npos);
+  facts.gloo = false;
+  CHECK(check_build(facts, true).remedy == without.remedy);
+  CHECK(check_build(facts, false).health == Health::warn);
+  CHECK(check_build(facts, false).remedy.find("libgloo-dev") != std::string::npos);
+}
+
+TEST_CASE("The doctor knows what this build has", "[probes]") {
+  const auto facts = build_facts();
+  CHECK(facts.version == BRIMFUL_VERSION);
+#ifdef BRIMFUL_USE_CUDA
+  CHECK(facts.cuda);
+  CHECK(facts.nccl);
+#else
+  CHECK_FALSE(facts.cuda);
+  CHECK_FALSE(facts.nccl);
+#endif
+#ifdef BRIMFUL_USE_GLOO
+  CHECK(facts.gloo);
+#else
+  CHECK_FALSE(facts.gloo);
+#endif
 }
 
 }  // namespace test_doctor
