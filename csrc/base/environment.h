@@ -22,6 +22,16 @@ inline int64_t environment_number(const char* name, int64_t otherwise) {
   return otherwise;
 }
 
+/// For a file whose own folder refuses it: TMPDIR, or TMP, TEMP or TEMPDIR where that is not set, else /tmp.
+inline std::string temporary_folder() {
+  for (const char* const name : {"TMPDIR", "TMP", "TEMP", "TEMPDIR"}) {
+    if (auto folder = environment(name); !folder.empty()) {
+      return folder;
+    }
+  }
+  return "/tmp";
+}
+
 /// Of RLIMIT_AS and its like; nothing: none.
 inline std::optional<int64_t> soft_limit(decltype(RLIMIT_AS) resource) {
   rlimit limit{};

@@ -4,11 +4,11 @@
 #include <brimful/memory/recording.h>
 #include <c10/util/Exception.h>
 #include <unistd.h>
-#include <filesystem>
 #include <string_view>
 #include <system_error>
 #include <utility>
 #include <vector>
+#include "base/environment.h"
 #include "base/fnv.h"
 #include "base/json.h"
 #include "base/whole_file.h"
@@ -307,12 +307,11 @@ std::string save_recording_anywhere(const Recording& recording, const std::strin
       save_recording(recording, wanted);
       return wanted;
     } catch (const std::system_error& error) {
-      const auto name = "brimful-" + std::to_string(getpid()) + "-" +
-                        std::filesystem::path(wanted).filename().string();
-      const auto other = std::filesystem::temp_directory_path() / name;
+      const auto other = temporary_folder() + "/brimful-" + std::to_string(getpid()) + "-" +
+                         wanted.substr(wanted.rfind('/') + 1);
       save_recording(recording, other);
       warn(std::string("the recording of memory cannot be written (") + error.what() +
-           "); it is in " + other.string());
+           "); it is in " + other);
       return other;
     }
   } catch (const std::exception& error) {

@@ -1,6 +1,10 @@
+#include <dirent.h>
 #include <sched.h>
+#include <unistd.h>
 #include <algorithm>
-#include <filesystem>
+#include <array>
+#include <memory>
+#include <string_view>
 #include <thread>
 #include "base/one_line.h"
 #include "base/units.h"
@@ -10,7 +14,6 @@
 namespace brimful::probes {
 namespace {
 
-namespace fs = std::filesystem;
 using memory::number_after;
 using memory::read_or_empty;
 
@@ -31,15 +34,23 @@ std::string line_after(const std::string& text, const std::string& key) {
   return begin == std::string::npos ? "" : text.substr(begin, text.find('\n', begin) - begin);
 }
 
-std::vector<int64_t> all_pids(const std::string& root) {
-  std::vector<int64_t> pids;
-  std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(root + "/proc", ignored)) {
-    if (const auto pid = number_after(entry.path().filename().string(), "")) {
-      pids.push_back(*pid);
+/// What is in a folder whose names are numbers; none where it cannot be read.
+std::vector<int64_t> numbers_in(const std::string& folder) {
+  struct Close {
+    void operator()(DIR* open) const { closedir(open); }
+  };
+  std::vector<int64_t> numbers;
+  const std::unique_ptr<DIR, Close> open(opendir(folder.c_str()));
+  while (const dirent* entry = open ? readdir(open.get()) : nullptr) {
+    if (const auto number = number_after(entry->d_name, "")) {
+      numbers.push_back(*number);
     }
   }
-  return pids;
+  return numbers;
+}
+
+std::vector<int64_t> all_pids(const std::string& root) {
+  return numbers_in(root + "/proc");
 }
 
 std::string folder_of(const std::string& root, int64_t pid) {
@@ -49,13 +60,13 @@ std::string folder_of(const std::string& root, int64_t pid) {
 /// Those whose parent is `pid`, by each of its threads; nothing where the kernel does not list them.
 std::optional<std::vector<int64_t>> listed_children(const std::string& root, int64_t pid) {
   std::vector<int64_t> children;
-  std::error_code ignored;
-  for (const auto& thread : fs::directory_iterator(folder_of(root, pid) + "/task", ignored)) {
-    const auto file = thread.path() / "children";
-    if (!fs::exists(file, ignored)) {
+  const auto threads = folder_of(root, pid) + "/task";
+  for (const auto thread : numbers_in(threads)) {
+    const auto file = threads + "/" + std::to_string(thread) + "/children";
+    if (access(file.c_str(), F_OK) != 0) {
       return std::nullopt;
     }
-    std::string text = read_or_empty(file.string());
+    std::string text = read_or_empty(file);
     std::replace(text.begin(), text.end(), ' ', '\n');
     for (size_t begin = 0; begin < text.size();) {
       const auto end = std::min(text.find('\n', begin), text.size());
@@ -163,9 +174,10 @@ std::vector<Process> largest_processes_under(const std::string& root, size_t mos
 }
 
 bool pids_are_the_hosts_under(const std::string& root) {
-  std::error_code error;
-  const auto link = fs::read_symlink(root + "/proc/self/ns/pid", error);
-  return !error && link == kHostPids;
+  std::array<char, 64> target{};
+  const auto path = root + "/proc/self/ns/pid";
+  const auto size = readlink(path.c_str(), target.data(), target.size());
+  return size > 0 && std::string_view(target.data(), static_cast<size_t>(size)) == kHostPids;
 }
 
 std::optional<double> cpu_quota_under(const std::string& root) {
