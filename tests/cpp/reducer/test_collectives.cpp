@@ -165,6 +165,7 @@ TEST_CASE("No collective takes along what Python left in its thread", "[reducer]
   Checks checks;
   run_ranks({2}, [&](int rank, const Group& group) {
     using at::impl::ThreadLocalPythonObjects;
+    const auto before = ThreadLocalPythonObjects::get_state();
     ThreadLocalPythonObjects::set(kLeftByPython, nullptr);
     const CountedGroup counted(group);
     Trainer trainer(counted.group);
@@ -177,7 +178,7 @@ TEST_CASE("No collective takes along what Python left in its thread", "[reducer]
     checks.expect(counted.backend->total() > 0, "calls");
     checks.expect(counted.backend->with_python() == 0, "calls with objects of Python");
     checks.expect(ThreadLocalPythonObjects::contains(kLeftByPython), "what Python left is lost");
-    ThreadLocalPythonObjects::erase(kLeftByPython);
+    ThreadLocalPythonObjects::set_state(before);
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }

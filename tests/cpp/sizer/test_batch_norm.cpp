@@ -166,7 +166,7 @@ TEST_CASE("Where its calls are not seen a BatchNorm moves by a share for each pi
     const auto x = rows(4 * piece, 4 * piece + 4);
     norms.forward(piece, 3, [&] { return norm->forward(x); });
     const double share = momentum ? 1 - std::cbrt(0.9) : 1 / static_cast<double>(piece + 1);
-    expected = expected * (1 - share) + x.to(at::kDouble).mean({0, 2}) * share;
+    expected = expected * (1 - share) + x.to(at::kDouble).mean(at::IntArrayRef{0, 2}) * share;
   }
   norms.finish();
   norms.after_step();
