@@ -74,21 +74,23 @@ test-slow: build setup-integrations ## Run the tests with trainers, Ray and Optu
 	  -m "slow or not slow" tests/integrations tests/python/project/test_migration.py
 	@$(SIMULATED) -m "gpu and slow" tests/cuda_sim/tests
 
-# Without optimisation, and by clang++, so that both compilers see the library.
-test-oldest: setup-oldest ## Build and install against the oldest torch that is supported, and run the smoke tests
+# Without optimisation, and by clang++, so that both compilers see the library and its tests.
+test-oldest: setup-oldest ## Build and install against the oldest torch that is supported, compile the C++ tests, and run the smoke tests
 	@BRIMFUL_BUILD=build/oldest-$(notdir $(PYTHON)) CMAKE_ARGS='-DCMAKE_BUILD_TYPE=Quick -DCMAKE_CXX_COMPILER=clang++' \
 	  $(MAKE) smoke TORCH=$(OLDEST_TORCH)
 
-SMOKE_SIM = build/cuda_sim-$(basename $(TORCH))
+SMOKE_BUILD = $(or $(BRIMFUL_BUILD),$(BUILD))
+SMOKE_SIM = $(SMOKE_BUILD)/cuda_sim
 
-# A real installation beside torch, not the build folder; and the tests of what releases of torch differ in most on CUDA.
+# A real installation beside torch, not the build folder; the C++ tests, of the library's objects; and the tests of what
+# releases of torch differ in most, on CUDA too.
 smoke: setup
 	@rm -f $(VENV)/lib/python3*/site-packages/brimful-dev.pth
-	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
+	@CMAKE_ARGS="$$CMAKE_ARGS -DBRIMFUL_TESTS=ON" \
+	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 	@$(BIN)/python -m pytest -m "smoke and not gpu"
-	@$(BIN)/cmake -S tests/cuda_sim -B $(SMOKE_SIM) -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DPython_EXECUTABLE=$(BIN)/python \
-	  --log-level=WARNING
-	@$(BIN)/cmake --build $(SMOKE_SIM) --parallel $(JOBS)
+	@$(BIN)/cmake --build $(SMOKE_BUILD) --parallel $(JOBS)
+	@$(BIN)/ctest --test-dir $(SMOKE_BUILD) --label-regex '^(gpu|torch)$$' --parallel $(JOBS) --output-on-failure --no-tests=error
 	@$(SIMULATE) $(SMOKE_SIM) -- $(BIN)/python -m pytest -m "smoke and gpu" tests/python
 	@$(SIMULATE) $(SMOKE_SIM) -- $(BIN)/python -m pytest -m "gpu and not slow" -k "not opinfo" tests/cuda_sim/tests
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -59,6 +60,24 @@ def test_the_program_prints_the_folder_for_cmake():
     assert (Path(brimful.cmake_prefix_path) / "brimful" / "brimfulConfig.cmake").is_file()
     version = run_python("-m", "brimful", "--version")
     assert version.stdout == brimful.__version__ + "\n"
+
+
+@pytest.mark.smoke
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf, of binutils")
+def test_no_library_may_be_bound_to_torchs_copy_of_libstdcpp():
+    """torch exports functions of another libstdc++; those of the file system are the dangerous ones."""
+    for file in (Path(brimful.__file__).parent / "lib" / "libbrimful.so", brimful._C.__file__):
+        done = subprocess.run(
+            ["readelf", "--wide", "--dynamic", "--dyn-syms", file],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        needed = re.findall(r"\(NEEDED\).*\[(.*)\]", done.stdout)
+        torchs = [name for name in needed if name.startswith(("libtorch", "libc10"))]
+        assert needed.index("libstdc++.so.6") < needed.index(torchs[0])
+        assert re.findall(r"\S*St10filesystem\S*", done.stdout) == []
 
 
 @pytest.mark.parametrize("installed", ["2.10.1", "2.16.0+cu130", "3.1.0a0+git"])
