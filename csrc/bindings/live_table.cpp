@@ -128,6 +128,7 @@ void bind_live_table(py::module_& m) {
   m.def("memory_start_tracking", &start_tracking);
   m.def("memory_stop_tracking", &stop_tracking);
   m.def("memory_tracking", &tracking);
+  m.def("_follow_cuda", &follow_cuda);
   m.def("memory_mark_step", &mark_step);
   m.def(
       "_memory_name",

@@ -21,8 +21,9 @@ std::vector<c10::Device> tracked_devices();
 /// In use of such a device, as its table counts it. Needs the table's lock.
 int64_t followed_bytes(c10::Device device);
 
-/// Where CUDA came into use after the start of tracking; a glance where it did not.
-void follow_cuda();
+/// Where CUDA came into use after the start of tracking; a glance where it did not. Each allocation on the CPU calls it, and
+/// in Python the start of CUDA does.
+BRIMFUL_API void follow_cuda();
 
 /// The peak's parts begin anew at what is in use now.
 void reset_tracked_peak(c10::Device device);

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch  # noqa: F401  (loads libtorch, which _C finds by its name)
 
 from brimful._build_info import version as __version__
-from brimful._compat import check_torch
+from brimful._compat import check_torch, when_cuda_begins
 
 check_torch()
 
@@ -32,6 +32,7 @@ from brimful._C import (
     RankOutOfMemory,
     SplitCheck,
     StoreLost,
+    _follow_cuda,
     clear_stop,
     memory_install,
     request_stop,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from brimful.verify import verify_split
 
 memory_install()
+when_cuda_begins(_follow_cuda)
 connect_logging()
 
 #: For CMake: `-DCMAKE_PREFIX_PATH=$(python -c 'import brimful; print(brimful.cmake_prefix_path)')`.

@@ -35,6 +35,11 @@ def _cuda_words(major: str) -> str:
     return f"for CUDA {major}" if major else "without CUDA"
 
 
+def when_cuda_begins(call: Callable[[], None]) -> None:
+    """Calls it when this process begins to use CUDA, before the first tensor of a device; now, if it does already."""
+    torch.cuda._lazy_call(call)  # type: ignore[no-untyped-call]
+
+
 def optimizers_in_backward() -> int:
     """How many parameters of the process were given to torch's _apply_optimizer_in_backward; cheap."""
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")

@@ -149,6 +149,31 @@ def test_cuda_reports_what_split_its_segments():
     del held
 
 
+BEFORE_CUDA = """
+import torch
+from brimful import memory
+with memory.track():
+    assert not torch.cuda.is_initialized()
+    held = torch.ones(1 << 20, device="cuda")
+    refused = False
+    try:
+        torch.empty(1 << 44, device="cuda")
+    except torch.OutOfMemoryError:
+        refused = True
+    blocks = memory.live_blocks("cuda")
+    print(refused, memory.last_oom().device, sum(block.bytes for block in blocks))
+"""
+
+
+@pytest.mark.gpu
+def test_a_device_is_tracked_from_its_first_tensor_though_cuda_begins_later():
+    """No tensor of the CPU is made meanwhile."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE_CUDA], stdout=subprocess.PIPE, text=True, timeout=100
+    )
+    assert done.stdout.split() == ["True", "cuda:0", str(4 * MIB)]
+
+
 @pytest.mark.gpu
 def test_on_cuda_the_largest_request_is_within_the_limit():
     torch.zeros(1, device="cuda")

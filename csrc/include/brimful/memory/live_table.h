@@ -39,8 +39,9 @@ struct LiveBlock {
 };
 
 /// Empties the table and begins to fill it. Blocks from before are not in it, only their sum (Peak::before_bytes).
-/// CUDA devices are followed from the moment that they are in use; where torch's allocator has no hook
-/// (cudaMallocAsync), one warning says so and the CPU is tracked alone.
+/// CUDA devices are followed from the moment that they are in use (in a C++ program: from the first tensor on the CPU after
+/// it, or before this call); where torch's allocator has no hook (cudaMallocAsync), one warning says so and the CPU is
+/// tracked alone.
 /// @throws c10::Error if tracking is on
 BRIMFUL_API void start_tracking();
 /// Ends it and empties the table; peaks stay readable until the next start. Nothing happens where it is off.
