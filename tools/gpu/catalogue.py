@@ -10,15 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests" / "python"
 TEST_FILE = "GPU_CHECK_TESTS"  # the variable that names a file below tests/python
-# At the simulated device's scale some tests of each folder run: `make test-cuda-sim` runs all of them there.
+# At the simulated device's scale, where `make test-cuda-sim` runs all of them: files, and tests of them ("": all).
 SMALL_TESTS = {
-    "faults/test_cuda_lost.py": "test_a_step_on_a_lost_device_raises_its_error",
-    "fleet/test_fleet_nccl.py": "test_a_fleet_of_one_trains",
     "launch/test_checkpoint.py": "test_tensors_of_any_gpu_go_to_the_ranks_own",
-    "memory/test_live_categories.py": "test_cuda_adds_up_to_torchs_peak",
-    "pipeline/test_pipeline_cuda.py": "test_a_step_runs_on_the_callers_stream",
-    "probes/test_leaks.py": "test_a_leak_on_a_gpu_is_found_with_its_line_and_its_holder[kept_losses]",
-    "reducer/test_device_times.py": "test_buckets_end_as_the_devices_end_them",
     "search/test_search.py": "test_the_trial_keeps_to_its_fraction_of_a_gpu",
     "sizer/test_cache_release.py": "",
 }
@@ -40,7 +34,7 @@ class Part:
 
 
 def parts(small: bool = False) -> list[Part]:
-    """All parts; at the small scale with a test file of each folder."""
+    """All parts; at the small scale with a few test files."""
     files = sorted(SMALL_TESTS) if small else test_files()
     return [*PARTS, *map(_test_file, files)]
 

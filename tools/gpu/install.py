@@ -13,10 +13,14 @@ SITE = ROOT / "build" / "gpu" / "site"
 MACHINE = """
 import json, sys, torch, brimful, ctypes
 here = torch.cuda.is_available()
+try:
+    free_bytes = torch.cuda.mem_get_info()[0] if here else 0
+except RuntimeError:  # others hold all of the device
+    free_bytes = 0
 print(json.dumps({
     "brimful": brimful.__version__, "torch": torch.__version__, "python": sys.version.split()[0],
     "device": torch.cuda.get_device_name(0) if here else None,
-    "free_bytes": torch.cuda.mem_get_info()[0] if here else 0,
+    "free_bytes": free_bytes,
     "simulated": hasattr(ctypes.CDLL(None), "sim_cuda_calls"),
 }))
 """

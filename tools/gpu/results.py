@@ -61,12 +61,12 @@ class Results:
 
 def table(parts: dict[str, dict[str, Any]]) -> str:
     """A line for each part that has run."""
-    rows = [f"{'part':16}{'outcome':10}{'ok':>5}{'bad':>5}{'skipped':>9}{'seconds':>9}"]
+    rows = [f"{'part':36}{'outcome':10}{'ok':>5}{'bad':>5}{'skipped':>9}{'seconds':>9}"]
     for name, entry in parts.items():
         counts = entry["counts"]
         bad = counts["bad"] + counts["ended"]
         rows.append(
-            f"{name:16}{entry['outcome']:10}{counts['ok']:>5}{bad:>5}{counts['skipped']:>9}"
+            f"{name:36}{entry['outcome']:10}{counts['ok']:>5}{bad:>5}{counts['skipped']:>9}"
             f"{entry['seconds']:>9.1f}"
         )
     return "\n".join(rows)

@@ -28,6 +28,7 @@ from tools.gpu import (  # noqa: E402
     results,
     runner,
     schedule,
+    steps,
 )
 from tools.gpu.catalogue import BY_NAME, PARTS, Part  # noqa: E402
 from tools.gpu.check import Check, check, skipped  # noqa: E402
@@ -99,8 +100,24 @@ def test_all_that_a_gpu_is_asked_is_answered_on_the_simulated_device(tmp_path):
     assert "ddp," not in asked() and "steps," not in asked()  # nothing is left
 
 
+RECORDED = sorted((ROOT / "tools/gpu/recorded").glob("*.steps.json.gz"))
+
+
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.name)
+def test_what_a_gpu_has_answered_is_whole(file):
+    recorded = json.loads(gzip.decompress(file.read_bytes()))
+    assert not recorded["machine"]["simulated"]
+    assert set(recorded["allocators"]) == {"default", "expandable_segments"}
+    for allocator, cases in recorded["allocators"].items():
+        assert set(cases) == set(steps.CASES)
+        for name, entries in cases.items():
+            assert tuple(entry["rows"] for entry in entries) == steps.CASES[name].rows
+            for entry in entries:
+                replayed(entry, allocator)
+
+
 def replayed(entry, allocator):
-    """The events have the peak that torch reported, and the phases lie in order; operators take what events say."""
+    """The events come near the peak that torch reported, which has what blocks are larger than requests."""
     live, peak = 0, 0
     taken = []
     for kind, value in entry["events"]:
@@ -111,7 +128,7 @@ def replayed(entry, allocator):
             taken.append(0)
             live -= taken[value] if kind == "f" else 0
         peak = max(peak, live)
-    assert peak == entry["peak_over_base"]
+    assert peak <= entry["peak_over_base"] <= 1.05 * peak + (1 << 20)
     assert list(entry["phases"].values()) == sorted(entry["phases"].values())
     assert ("operators" in entry) == (allocator == "default")
 
@@ -268,7 +285,6 @@ def test_as_many_parts_run_beside_each_other_as_the_device_has_room_for(
 def test_each_file_with_tests_for_a_gpu_is_a_part_of_its_own():
     files = catalogue.test_files()
     assert set(catalogue.SMALL_TESTS) <= set(files)
-    assert {Path(file).parent for file in catalogue.SMALL_TESTS} == {Path(f).parent for f in files}
     made = {
         part.environment[catalogue.TEST_FILE]: part
         for part in catalogue.parts()
@@ -306,6 +322,13 @@ def test_failures_and_skips_of_pytest_are_reported(tmp_path):
     assert (whole.outcome, whole.value) == ("bad", 1)
     assert wrong == check("a.wrong", False, "1 is 2")
     assert left == skipped("a.left", "needs two")
+    file.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="left"><skipped message="needs two"/>'
+        "</testcase></testsuite></testsuites>"
+    )
+    assert [found.outcome for found in tests_part.checks_of(file)] == ["skipped", "skipped"]
+    file.write_text("<testsuites><testsuite/></testsuites>")
+    assert [found.outcome for found in tests_part.checks_of(file)] == ["bad"]
 
 
 def test_the_large_models_have_their_sizes():
@@ -403,7 +426,10 @@ class Collected:
 
 def test_what_fails_on_a_gpu_is_expected_there_and_nowhere_else(tmp_path, monkeypatch):
     known = tmp_path / "fails.txt"
-    known.write_text("# a comment\nsizer/test_a.py::test_b[0.7]  its forecast is short\n")
+    known.write_text(
+        "# a comment\nany  sizer/test_a.py::test_b[0.7]  its forecast is short\n"
+        "1.0  sizer/test_a.py::test_b[1]  of another torch\n"
+    )
     monkeypatch.setattr(conftest, "FAILS_ON_A_GPU", known)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for simulated, expected in ((False, [("xfail", "its forecast is short", True)]), (True, [])):

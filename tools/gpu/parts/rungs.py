@@ -9,6 +9,7 @@ import torch
 from tools.gpu.check import Check, check, skipped
 from tools.gpu.device import SIMULATED, room, same_bits, settle
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 LADDERS: dict[str, Any] = {
     "recompute": ["split", "recompute"],
@@ -17,12 +18,17 @@ LADDERS: dict[str, Any] = {
 }
 SHARE = 0.7  # of what the step takes
 # Words of the only row: on a GPU the workspaces of cuBLAS are small beside what they take.
-LENGTH = 512 if SIMULATED else 16384
+LENGTH = 512 if SIMULATED else 2048
 STEPS = 2
 
 
 def run(small: bool) -> Iterator[Check]:
     """Yields a check for each ladder: gradients have the same bits, and something was recomputed or offloaded."""
+    with sdpa_kernel(SDPBackend.MATH):  # the others' backward does not repeat bit by bit
+        yield from _rungs()
+
+
+def _rungs() -> Iterator[Check]:
     x = torch.randn(1, LENGTH, 128, device="cuda")
     steps = [_step(_net(), x, "split", None) for _ in range(2)]
     gradients, _, taken = steps[0]
