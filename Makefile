@@ -63,7 +63,7 @@ test-cuda-sim: build ## Run the tests marked gpu on the simulated CUDA device, a
 	$(TIMED) $(SIMULATED) -m "gpu and not real_gpu and not slow" tests/python tests/cuda_sim/tests
 
 # Needs no network and no environment of ours: the Python that is named has the torch for that GPU.
-gpu: ## Ten minutes on a machine with a GPU; GPU='--list', '--resume --minutes 8', '--part oom' (PYTHON: one with torch)
+gpu: ## Five minutes on a machine with a GPU; GPU='--list', '--resume --minutes 8', '--part oom' (PYTHON: one with torch)
 	@$(PYTHON) -m tools.gpu $(GPU)
 
 soak: build ## Thousands of random faults in random steps of random models (minutes)
