@@ -223,3 +223,14 @@ def test_the_map_of_the_code_names_files_that_are_there():
         )
     ]
     assert len(calls) > 8 and unknown == []
+
+
+MOST_WORDS = 700
+
+
+def test_the_readme_is_short_and_names_its_two_commands():
+    readme = (ROOT / "README.md").read_text()
+    assert len(re.findall(r"\S*\w\S*", readme)) <= MOST_WORDS
+    assert readme.index("## One GPU") < readme.index("brimful.DistributedDataParallel(")
+    for command in ("`make demo`", "`make test`"):
+        assert command in readme

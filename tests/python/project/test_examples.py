@@ -92,6 +92,21 @@ def test_demo_goes_on_after_a_shortage_inside_backward(demo):
     assert "largest difference of parameters" in printed
 
 
+def without_figures(text):
+    return [
+        re.sub(r"[\d.]+", "#", " ".join(line.split())) for line in text.splitlines() if line.strip()
+    ]
+
+
+def test_the_readme_shows_what_the_demo_prints(demo):
+    """Line by line and in order; figures vary."""
+    readme = (ROOT / "README.md").read_text()
+    shown = re.search(r"^`make demo`.*?^```\n(.*?)^```", readme, re.M | re.S)[1]
+    printed = iter(without_figures(demo[0]))
+    for line in without_figures(shown):
+        assert line in printed, f"not printed, or not behind the line before: {line}"
+
+
 @pytest.mark.timeout(600)  # compiles torch/torch.h
 def test_cpp_app_ends_with_the_parameters_of_the_python_program(demo, cpp_app, tmp_path):
     _, result, initial, final = demo
