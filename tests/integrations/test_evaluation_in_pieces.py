@@ -98,8 +98,11 @@ def test_generate_goes_on_in_pieces_of_their_own_lengths():
         found = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
         assert torch.equal(found, expected)
     assert memory.refusals > 0
-    with pytest.raises(ValueError, match="leave out return_dict_in_generate"):
-        model.generate(prompts, return_dict_in_generate=True, **settings)
+    assert torch.equal(
+        model.generate(prompts, return_dict_in_generate=True, **settings).sequences, expected
+    )
+    with pytest.raises(ValueError, match=r"output_scores: True\); leave it out"):
+        model.generate(prompts, return_dict_in_generate=True, output_scores=True, **settings)
     with pytest.raises(ValueError, match="past_key_values: DynamicCache"):
         model.generate(prompts, past_key_values=transformers.DynamicCache(), **settings)
 

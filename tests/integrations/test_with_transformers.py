@@ -47,8 +47,7 @@ def trainer(folder, net, **options):
         save_strategy="no",
         disable_tqdm=True,
         seed=1,
-        learning_rate=0.01,
-        **options,
+        **{"learning_rate": 0.01, **options},
     )
     return transformers.Trainer(model=net, args=arguments, train_dataset=sentences())
 
@@ -112,3 +111,67 @@ def alone_job(rank, folder):
 
 def test_a_single_process_logs_and_evaluates(ranks, tmp_path):
     ranks(alone_job, str(tmp_path), size=1)
+
+
+def token_classifier():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 32}
+    dropouts = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    return transformers.BertForTokenClassification(
+        transformers.BertConfig(
+            **sizes, **dropouts, num_hidden_layers=1, num_attention_heads=2, num_labels=32
+        )
+    )
+
+
+def sequence_to_sequence():
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=32,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def mean_job(rank, folder, make, smoothing):
+    """Of labels, by a model that drops ``num_items_in_batch``; some rows have none that counts."""
+    data = sentences()
+    for row in data[::5]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    runs = []
+    for rows in (1 << 30, 1):
+        net, memory = globals()[make](), Memory(rows)
+        net.register_forward_pre_hook(
+            lambda _, args, kwargs, memory=memory: memory.check(kwargs["input_ids"]),
+            with_kwargs=True,
+        )
+        more = {"label_smoothing_factor": smoothing, "optim": "sgd", "learning_rate": 0.5}
+        run = trainer(folder, net, **more)
+        if rows == 1:
+            run.add_callback(BrimfulCallback(run))
+        run.train_dataset = data
+        run.train()
+        assert (memory.refusals > 0) == (rows == 1)
+        runs.append((values_of(net), [e["loss"] for e in run.state.log_history if "loss" in e]))
+    assert same(runs[0][0], runs[1][0])
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "smoothing"),
+    [
+        ("token_classifier", 0.0),
+        ("token_classifier", 0.1),
+        ("sequence_to_sequence", 0.0),
+        ("model", 0.0),
+        ("model", 0.1),
+    ],
+)
+def test_a_mean_over_labels_is_weighed_by_the_labels_of_a_piece(ranks, tmp_path, make, smoothing):
+    ranks(mean_job, str(tmp_path), make, smoothing, size=1)

@@ -172,6 +172,22 @@ def test_grpo_generates_and_scores_in_pieces_where_that_runs_out(tmp_path):
     assert_same_training(trainer, plain)
 
 
+def test_grpo_evaluates_in_pieces_as_the_whole_batch(tmp_path):
+    """Its batch is a list of prompts, which it generates from before there is a loss."""
+    more = {"per_device_eval_batch_size": 8, "generation_kwargs": {"do_sample": False}}
+    prompts = datasets.Dataset.from_dict({"prompt": texts(8, longest=8)})
+    plain = grpo(str(tmp_path), **more)
+    expected = plain.evaluate(prompts)
+    memory = Memory(3)
+    trainer = grpo(str(tmp_path), memory, evaluating=True, **more)
+    ours(trainer)
+    found = trainer.evaluate(prompts)
+    assert memory.refusals > 1
+    for name, value in expected.items():
+        if not any(part in name for part in NOT_COMPARED):
+            assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
 def peak_of(train):
     brimful.memory.reset_peak("cpu")
     used = brimful.memory.stats("cpu").used_bytes

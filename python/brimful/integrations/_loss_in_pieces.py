@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Trainer
 
 import brimful
 from brimful._process_end import is_out_of_memory
+from brimful.integrations._generated_predictions import generates, predicted_in_pieces
 from brimful.integrations._joined_outputs import joined, tensors_of
 from brimful.integrations._piece_records import PieceMetrics, PieceRecords
 from brimful.integrations._step_as_loss import step_as_loss
@@ -96,10 +97,12 @@ class LossInPieces:
         factor: float = 1.0,
     ) -> tuple[Any, float]:
         part, where = piece
-        share = len(where) / self._size_fn(whole)
+        share = self._rules.share(part, whole, len(where) / self._size_fn(whole))
         inputs, weight = self._rules.piece(part, whole, share, factor)
         # A loss that is a sum over that number is as much larger as a mean is not.
-        scaled, larger = (None if items is None else items * (share * factor)), 1.0
+        scaled, larger = items, 1.0
+        if items is not None and share > 0:
+            scaled = items * (share * factor)
         if self._metrics is not None and scaled is not None and scaled < 1:  # TRL divides by one
             scaled, larger = items, 1 / (share * factor)
 
@@ -110,9 +113,10 @@ class LossInPieces:
             result = compute()
         else:
             result = self._metrics.of_piece(where, self._rules.tokens(part), compute)
-        if return_outputs:
-            return (result[0] * larger, result[1]), weight
-        return result * larger, weight
+        loss, *outputs = result if return_outputs else (result,)
+        # A mean over no label counts nothing.
+        loss = loss * larger if share > 0 else loss.nan_to_num()
+        return ((loss, *outputs) if return_outputs else loss), weight
 
     def _evaluate(
         self, model: torch.nn.Module, inputs: Mapping[str, Any], return_outputs: bool, items: Any
@@ -184,29 +188,45 @@ class LossInPieces:
         ignore_keys: list[str] | None = None,
     ) -> Any:
         trainer = self._trainer
-        names = trainer.label_names
-        if names:
-            has_loss = all(inputs.get(name) is not None for name in names)
-        else:
-            has_loss = inputs.get("return_loss") or trainer.can_return_loss
         self._loss_only, self._ignored = prediction_loss_only, ignore_keys
-        if has_loss or type(trainer).prediction_step is not Trainer.prediction_step:
-            return self._prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
-        def whole() -> Any:
+        def whole() -> Any:  # with a dict of its own, since it may be repeated
             return self._prediction_step(model, dict(inputs), prediction_loss_only, ignore_keys)
 
+        def of_part(part: Mapping[str, Any]) -> Any:
+            return self._prediction_step(model, dict(part), prediction_loss_only, ignore_keys)
+
+        def generated() -> Any:
+            batch = self._numbered(inputs)
+            return predicted_in_pieces(trainer, batch, self._cuts, of_part)
+
+        if generates(trainer, prediction_loss_only):
+            with torch.no_grad():
+                return self._whole_or_in_pieces(whole, generated)
+        if _has_loss(trainer, inputs) or not _is_plain(trainer):
+            return self._prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
         def compute(piece: Any) -> Result:
-            part = dict(piece[0])
-            return (
-                None,
-                self._prediction_step(model, part, prediction_loss_only, ignore_keys)[1],
-                1.0,
-            )
+            return None, of_part(piece[0])[1], 1.0
 
         with torch.no_grad():
             result = self._whole_or_in_pieces(whole, lambda: self._in_pieces(inputs, compute))
         return result if len(result) == 3 else (*result, None)
+
+
+def _is_plain(trainer: Any) -> bool:
+    """Whether a prediction without labels is the model's outputs."""
+    known = (Trainer.prediction_step, Seq2SeqTrainer.prediction_step)
+    return type(trainer).prediction_step in known
+
+
+def _has_loss(trainer: Any, inputs: Any) -> bool:
+    """Whether the prediction calls the loss function, which cuts for itself."""
+    if not isinstance(inputs, Mapping):  # GRPO's are a list of prompts
+        return True
+    if trainer.label_names:
+        return all(inputs.get(name) is not None for name in trainer.label_names)
+    return bool(inputs.get("return_loss") or trainer.can_return_loss)
 
 
 def _rows(inputs: Mapping[str, Any]) -> int:

@@ -26,10 +26,15 @@ class PieceRecords(Generic[Left]):
 
     def standing(self) -> list[Left]:
         """In the order of rows."""
+        return [left for *_, left in self.standing_rows()]
+
+    def standing_rows(self) -> list[tuple[int, int, Left]]:
+        """With the first row and the number of rows of each."""
         found, begin = [], 0
         while begin in self._records:
-            begin, left = self._records[begin]
-            found.append(left)
+            end, left = self._records[begin]
+            found.append((begin, end - begin, left))
+            begin = end
         return found
 
 

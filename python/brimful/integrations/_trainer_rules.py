@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from brimful.integrations._label_counts import LabelCounts
 from brimful.integrations._loss_over_pairs import LossOverPairs
 
 _OF_ROWS = {"SFTTrainer", "GRPOTrainer"}  # of TRL
@@ -31,6 +32,8 @@ class Rules:
         self.of_trl = _class_of(trainer, "trl")
         self._is_grpo = self.of_trl == "GRPOTrainer"
         self._loss_type = trainer.args.loss_type if self._is_grpo else None
+        self._labels = LabelCounts(trainer)
+        self._by_row = rows_are_independent or self.of_trl is not None
         self._over_pairs: dict[str | None, LossOverPairs] = {}
         if self.of_trl in _OF_ROWS:
             self._refuse_arguments()
@@ -49,6 +52,12 @@ class Rules:
             return None
         by_name = isinstance(self._trainer.loss, dict)
         return self._over_pairs.get(inputs.get("dataset_name") if by_name else None)
+
+    def share(self, piece: Mapping[str, Any], whole: Mapping[str, Any], rows: float) -> float:
+        """Of a piece in the loss of the whole, of whose rows it has the share ``rows``."""
+        if rows == 1 or self._by_row:
+            return rows
+        return self._labels.share(piece, whole, rows)
 
     def piece(
         self, piece: Mapping[str, Any], whole: Mapping[str, Any], share: float, factor: float
