@@ -42,13 +42,21 @@ def _last_line(path: Path) -> Line | None:
 
 
 def read_job(folder: Path) -> list[Line]:
-    """What each rank wrote last, by rank; of several files of one rank the newest."""
-    newest: dict[int, Line] = {}
+    """What each rank wrote last, by name and rank; of several files of these the newest."""
+    newest: dict[tuple[str, int], Line] = {}
     for path in folder.glob("*.jsonl"):
         line = _last_line(path)
-        if line is not None and line["time"] >= newest.get(line["rank"], {"time": 0})["time"]:
-            newest[line["rank"]] = line
-    return [newest[rank] for rank in sorted(newest)]
+        if line is None:
+            continue
+        key = _name(line), line["rank"]
+        if line["time"] >= newest.get(key, {"time": 0})["time"]:
+            newest[key] = line
+    return [newest[key] for key in sorted(newest)]
+
+
+def _name(line: Line) -> str:
+    """Of its ``Metrics``, where a process has several."""
+    return str(line.get("name", ""))
 
 
 def _silent_after_s(line: Line, silent_s: float | None) -> float:
@@ -126,15 +134,21 @@ def _aligned(rows: Iterable[Sequence[str]]) -> str:
 
 
 def job_table(lines: Sequence[Line], now: float, silent_s: float | None = None) -> str:
-    """The table of these lines; ``now`` is seconds since 1970."""
+    """The table of these lines, one for each name; ``now`` is seconds since 1970."""
     if not lines:
         return "no rank has written yet\n"
+    names = sorted({_name(line) for line in lines})
+    return "\n".join(_table([o for o in lines if _name(o) == n], n, now, silent_s) for n in names)
+
+
+def _table(lines: Sequence[Line], name: str, now: float, silent_s: float | None) -> str:
     size = max(lines, key=lambda line: float(line["time"]))["world_size"]
     lines = [line for line in lines if line["rank"] < size]  # not of a larger world before
     straggler = _straggler(lines)
     rows = [_row(line, now, silent_s, straggler) for line in lines]
     missing = sorted(set(range(size)) - {line["rank"] for line in lines})
     jobs = ", ".join(sorted({line["job"] for line in lines if line["job"]})) or "job"
+    jobs += name and f", {name}"
     head = f"{jobs}: {len(lines)} of {size} ranks"
     if missing:
         head += f"; no sample of rank {', '.join(map(str, missing[:8]))}"

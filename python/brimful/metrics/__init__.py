@@ -6,9 +6,11 @@ Figures are those that the C++ core keeps anyway; a step between two samples cos
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import queue
+import re
 import socket
 import threading
 import time
@@ -20,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from brimful import _C
 from brimful._log import text_of
+from brimful.metrics import _together
 from brimful.metrics._exporters import (
     Exporter,
     JsonLines,
@@ -77,10 +81,14 @@ class Metrics:
     ``values()`` may give figures of the program's own, such as ``{"tokens_total": ...}``: a name that ends in
     ``_total`` is a counter. ``job`` is a name for labels, by default ``TORCHELASTIC_RUN_ID`` or ``SLURM_JOB_ID``.
 
+    Several ``Metrics`` of a process may go to one place (a folder, a registry, a meter, a run), or share an exporter,
+    which ends with the last of them. ``name`` distinguishes them there, in letters, digits, ``.``, ``_`` and ``-``; of
+    those with the same one the second is ``2``, or ``NAME-2``, and so on, until one before it is closed.
+
     Exporters are called from a thread of this object's. What one raises, or ``values`` does, is logged once and never
     raised into the program; an exporter that cannot be made (a port in use, a package that is missing) raises where it
     is made. ``close()``, which the end of the program calls too, writes a last sample and waits for the exporters, at
-    most five seconds.
+    most five seconds. A fork of the process needs ``Metrics`` of its own.
     """
 
     def __init__(
@@ -93,6 +101,7 @@ class Metrics:
         interval_s: float = 1.0,
         values: Callable[[], Mapping[str, float]] | None = None,
         job: str | None = None,
+        name: str = "",
     ) -> None:
         if sizer is None and ddp is None and pipeline is None:
             raise ValueError("there is nothing to look at; pass sizer=, ddp= or pipeline=")
@@ -105,6 +114,8 @@ class Metrics:
         for exporter in to:
             if not callable(getattr(exporter, "write", None)):
                 raise TypeError(f"an exporter has write(sample) and close() (to: {exporter!r})")
+        if not re.fullmatch(r"[\w.-]*", name, re.ASCII):
+            raise ValueError(f"a name has letters, digits, ., _ and - (name: {name!r})")
         if ddp is None and sizer is not None:
             ddp = _only_wrapped(sizer)
         self._sizer = _weak(sizer)
@@ -115,6 +126,7 @@ class Metrics:
         self._interval_s = interval_s
         self._values = values
         self._job = _job_name() if job is None else job
+        self._name, self._source = name, next(_numbers)
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._rank, self._world_size = _place(ddp)
         self._due = 0.0
@@ -125,16 +137,18 @@ class Metrics:
         self._failed: set[object] = set()
         self._lost = 0
         self._closed = False
-        self._queue: queue.Queue[Sample | None] = queue.Queue(_WAITING)
+        self._queue: queue.SimpleQueue[Sample | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._observe(sizer, pipeline, ddp)
-        _running.add(self)
+        _together.enter(self)
+        _close_at_exit_first()
 
-    def _observe(self, *objects: Any) -> None:
+    def _observe(self, sizer: Any, *others: Any) -> None:
         """Be called after each step: by the first that there is, so that a step counts once."""
-        self._observed = _weak(next(found for found in objects if found is not None))
-        observed = self._observed()
-        observed._observers = (*observed._observers, self._after_step)
+        observed = next(found for found in (sizer, *others) if found is not None)
+        observer = _Observer(self, None if sizer is None else sizer._core)
+        self._observed, self._observer = weakref.ref(observed), weakref.ref(observer)
+        observed._observers = (*observed._observers, observer)
 
     def _after_step(self, outcome: Any = None) -> None:
         self._outcome = outcome
@@ -148,16 +162,15 @@ class Metrics:
 
     def _sample(self, ended: bool = False) -> None:
         with self._never_raising("a sample"):
-            if os.getpid() != self._pid:  # a fork of the program, that makes steps
+            if os.getpid() != self._pid:
+                self._warn_of_fork()
                 return
-            values = dict(self._last) if ended else {}  # what was looked at may be gone
-            if (ddp := self._ddp()) is not None:  # it may have another group than before
+            ddp = self._ddp()
+            if ddp is not None or _is_initialized():  # it may have another group than before
                 self._rank, self._world_size = _place(ddp)
-            for name, value in self._figures():
-                if (number := finite(value)) is not None:
-                    values[name] = number
-            if (mean := self._mean_seconds(values)) is not None:
-                values["step_seconds"] = mean
+            values = self._all_figures()
+            if ended:  # what was looked at may be gone
+                values = {**self._last, **values}
             self._last = values
             self._put(
                 Sample(
@@ -170,8 +183,33 @@ class Metrics:
                     pid=self._pid,
                     values=values,
                     ended=ended,
+                    name=self._name,
+                    source=self._source,
                 )
             )
+
+    def _note_end(self, core: _C.BatchSizer) -> None:
+        """The sizer goes, and its steps since the last sample count too. In the middle of anything: take no locks."""
+        if not self._closed and os.getpid() == self._pid:
+            with self._never_raising("a sample"):
+                self._last = {**self._last, **self._figures(self._of_sizer(core))}
+
+    def _all_figures(self) -> dict[str, float]:
+        sizer = self._sizer()
+        core = None if sizer is None else sizer._core
+        return self._figures(self._of_ddp(), self._of_pipeline(), self._of_sizer(core), self._own())
+
+    def _figures(self, *parts: Iterator[tuple[str, float | None]]) -> dict[str, float]:
+        """Each part by itself: one that fails leaves the others."""
+        values: dict[str, float] = {}
+        for part in parts:
+            with self._never_raising("figures"):
+                for name, value in part:
+                    if (number := finite(value)) is not None:
+                        values[name] = number
+        if (mean := self._mean_seconds(values)) is not None:
+            values["step_seconds"] = mean
+        return values
 
     def _mean_seconds(self, values: Mapping[str, float]) -> float | None:
         """A plain loop is in no step of brimful's: its steps last from one to the next."""
@@ -180,60 +218,79 @@ class Metrics:
             values.get("steps_total", 0), values.get("stepping_seconds_total", now)
         )
 
-    def _figures(self) -> Iterator[tuple[str, float | None]]:
-        sizer, ddp, pipeline = self._sizer(), self._ddp(), self._pipeline()
+    def _of_ddp(self) -> Iterator[tuple[str, float | None]]:
+        ddp = self._ddp()
         if ddp is not None and ddp._reducer is not None:
             yield from of_reducer(ddp._reducer)  # what the others say of steps counts
-        if pipeline is not None and self._counts is not None:
+
+    def _of_pipeline(self) -> Iterator[tuple[str, float | None]]:
+        if self._counts is not None:
             yield from self._counts.figures(self._outcome)
-        if sizer is not None:
-            yield from of_sizer(sizer, self._outcome, self._rank)
+
+    def _of_sizer(self, core: _C.BatchSizer | None) -> Iterator[tuple[str, float | None]]:
+        if core is not None:
+            yield from of_sizer(core, self._outcome, self._rank)
+
+    def _own(self) -> Iterator[tuple[str, float | None]]:
         if self._lost:
             yield "samples_lost_total", self._lost
-        if self._values is not None:
-            with self._never_raising("values"):
-                yield from self._values().items()
+        own: Mapping[str, float] = {}
+        with self._never_raising("values"):
+            own = {} if self._values is None else dict(self._values())
+        for name, value in own.items():
+            number = None
+            with self._never_raising("values"):  # what is no number leaves the others
+                number = finite(value)
+            yield str(name), number
 
     def _put(self, sample: Sample) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._write_all, name="brimful-metrics", daemon=True
-            )
-            self._thread.start()
-        try:
-            self._queue.put(sample, timeout=_CLOSE_S if sample.ended else 0)
-        except queue.Full:
+            thread = threading.Thread(target=self._write_all, name="brimful-metrics", daemon=True)
+            thread.start()
+            self._thread = thread
+        if not sample.ended and self._queue.qsize() >= _WAITING:
             self._lost += 1
+            return
+        self._queue.put(sample)
 
     def _write_all(self) -> None:
         while (sample := self._queue.get()) is not None:
             for exporter in self._exporters:
-                with self._never_raising(exporter):
+                with self._never_raising(exporter, BaseException):  # of a thread of ours
                     exporter.write(sample)
-        for exporter in self._exporters:
-            with self._never_raising(exporter):
+        for exporter in _together.leave(self):
+            with self._never_raising(exporter, BaseException):
                 exporter.close()
 
-    def _never_raising(self, what: object) -> _Once:
-        return _Once(self._failed, what)
+    def _never_raising(self, what: object, kind: type[BaseException] = Exception) -> _Once:
+        return _Once(self._failed, what, kind)
+
+    def _warn_of_fork(self) -> None:
+        if "fork" not in self._failed:
+            self._failed.add("fork")
+            _warn(
+                "steps of a fork are in no metrics (process: %d, made in: %d); make Metrics in the process that steps",
+                os.getpid(),
+                self._pid,
+            )
 
     def close(self) -> None:
         """Write a last sample and end the exporters. Again does nothing."""
         if self._closed:
             return
         self._closed = True
-        _running.discard(self)
         if (observed := self._observed()) is not None:
-            observed._observers = tuple(o for o in observed._observers if o != self._after_step)
+            mine = self._observer()
+            observed._observers = tuple(o for o in observed._observers if o is not mine)
         if os.getpid() != self._pid:
             return
         self._sample(ended=True)
-        try:
-            self._queue.put(None, timeout=_CLOSE_S)
-        except queue.Full:
+        self._queue.put(None)
+        if self._thread is None or self._thread is threading.current_thread():
             return
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            _warn("exporters were not done when their time was over (seconds: %g)", _CLOSE_S)
 
     def __enter__(self) -> Metrics:
         return self
@@ -242,39 +299,62 @@ class Metrics:
         self.close()
 
 
+class _Observer:
+    """Called after each step. It goes with what it observes, whose counts are final then."""
+
+    def __init__(self, metrics: Metrics, core: _C.BatchSizer | None) -> None:
+        self._metrics, self._core = metrics, core
+
+    def __call__(self, outcome: Any = None) -> None:
+        self._metrics._after_step(outcome)
+
+    def __del__(self) -> None:
+        if self._core is not None:
+            self._metrics._note_end(self._core)
+
+
 class _Once:
     """Around what may fail: the first error of each thing is logged, and the program goes on. Ctrl-C passes."""
 
-    def __init__(self, failed: set[object], what: object) -> None:
-        self._failed, self._what = failed, what
+    def __init__(self, failed: set[object], what: object, kind: type[BaseException]) -> None:
+        self._failed, self._what, self._kind = failed, what, kind
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if not isinstance(error, Exception):
+        if not isinstance(error, self._kind):
             return False
         key, name = id(self._what), type(self._what).__name__
         if isinstance(self._what, str):
             key = name = self._what  # type: ignore[assignment]
         if key not in self._failed:
             self._failed.add(key)
-            with suppress(Exception):  # a handler of the program's
-                logging.getLogger("brimful").warning(
-                    "metrics go on, but a part of them failed; further failures of it are not logged (what: %s): %s",
-                    name,
-                    text_of(error),
-                )
+            _warn(
+                "metrics go on, but a part of them failed; further failures of it are not logged (what: %s): %s",
+                name,
+                text_of(error),
+            )
         return True
 
 
-_running: weakref.WeakSet[Metrics] = weakref.WeakSet()
+def _warn(text: str, *values: object) -> None:
+    with suppress(Exception):  # a handler of the program's
+        logging.getLogger("brimful").warning(text, *values)
 
 
-@atexit.register
+_numbers = itertools.count(1)
+
+
 def _close_all() -> None:
-    for metrics in list(_running):
+    for metrics in _together.running():
         metrics.close()
+
+
+def _close_at_exit_first() -> None:
+    """What is registered last is called first: exporters' libraries end themselves there too."""
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
 
 
 def _weak(found: Any) -> Callable[[], Any]:
@@ -292,8 +372,15 @@ def _job_name() -> str:
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _place(ddp: DistributedDataParallel | None) -> tuple[int, int]:
     """This process's rank, in the job."""
-    if dist.is_available() and dist.is_initialized():
+    if _is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return (ddp.reducer.rank, ddp.reducer.world_size) if ddp is not None else (0, 1)
+    if ddp is not None:
+        return ddp.reducer.rank, ddp.reducer.world_size
+    given = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]  # by a launcher
+    return (int(given[0]), int(given[1])) if all(map(str.isdecimal, given)) else (0, 1)

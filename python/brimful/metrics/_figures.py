@@ -60,6 +60,8 @@ class Sample:
     pid: int
     values: Mapping[str, float]
     ended: bool = False  # the last one
+    name: str = ""  # of the ``Metrics``, where several of a process go to one place
+    source: int = 0  # a number for each ``Metrics`` of a process
 
 
 @dataclass
@@ -76,9 +78,9 @@ class Seen:
         return new_seconds / new_steps if new_steps > 0 else None
 
 
-def of_sizer(sizer: Any, outcome: Any, rank: int) -> Iterator[tuple[str, float | None]]:
-    """Of a ``BatchSizer``, and of the outcome of its last step, where there is one."""
-    report = sizer.report()
+def of_sizer(core: _C.BatchSizer, outcome: Any, rank: int) -> Iterator[tuple[str, float | None]]:
+    """Of a ``BatchSizer``'s core, and of the outcome of its last step, where there is one."""
+    report = core.report()
     yield "steps_total", report.steps
     yield "failed_steps_total", report.failed
     yield "retries_total", report.retries
@@ -98,8 +100,9 @@ def of_sizer(sizer: Any, outcome: Any, rank: int) -> Iterator[tuple[str, float |
         slowest_ms, slowest = max(known)
         yield "slowest_rank", slowest
         yield "slowest_work_seconds", slowest_ms / 1e3
-    if rank < len(work_ms):
-        yield "work_seconds", work_ms[rank] / 1e3
+    own = 0 if len(work_ms) == 1 else rank  # alone, whatever its rank in the job
+    if own < len(work_ms):
+        yield "work_seconds", work_ms[own] / 1e3
     rungs = outcome.rungs
     yield "loss", outcome.loss
     yield "pieces", outcome.pieces
