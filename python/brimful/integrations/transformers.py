@@ -38,7 +38,8 @@ class BrimfulCallback(TrainerCallback):
     says that theirs is a mean over rows too.
 
     Logs get ``peak_bytes`` (of this process, since the last log), ``used_bytes``, and ``pieces`` and ``retries`` of the
-    last step. Without a trainer only the first two, and batches run as ever.
+    last step, before any callback that prints or reports them. Without a trainer only the first two, for callbacks that
+    are added later and ``state.log_history``; batches run as ever.
     """
 
     def __init__(
@@ -58,6 +59,9 @@ class BrimfulCallback(TrainerCallback):
                 "keeps the batch size and fits the pieces"
             )
         self._loss = LossInPieces(trainer, rows_are_independent, options)
+        # What prints and reports was added when the trainer was made, before this callback.
+        handler = trainer.callback_handler
+        handler.callbacks.insert(0, _Figures(self, handler))
         generate_in_pieces(trainer.model)
         _score_in_pieces(trainer)
 
@@ -73,6 +77,10 @@ class BrimfulCallback(TrainerCallback):
         brimful.memory.reset_peak(args.device)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if self._loss is None:
+            self._add_figures(args, state, logs)
+
+    def _add_figures(self, args: Any, state: Any, logs: dict[str, Any]) -> None:
         stats = brimful.memory.stats(args.device)
         figures = {"peak_bytes": stats.peak_bytes, "used_bytes": stats.used_bytes}
         if self.sizer is not None and (steps := self.sizer.report().history):
@@ -80,6 +88,17 @@ class BrimfulCallback(TrainerCallback):
         logs.update(figures)
         state.log_history[-1].update(figures)
         brimful.memory.reset_peak(args.device)
+
+
+class _Figures(TrainerCallback):
+    """The first one, so that all others see the figures."""
+
+    def __init__(self, of: BrimfulCallback, handler: Any) -> None:
+        self._of, self._handler = of, handler
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if self._of in self._handler.callbacks:
+            self._of._add_figures(args, state, logs)
 
 
 def _score_in_pieces(trainer: Any) -> None:
