@@ -138,9 +138,15 @@ def fleet():
     return {"served": served, "ranks": 1, "data": data, **place}
 
 
+def two_sizers():
+    sizers = [brimful.BatchSizer(nn.Linear(8, 4)) for _ in range(2)]
+    return {"actor_sizer": sizers[0], "critic_sizer": sizers[1]}
+
+
 OF_PAGE = {
     "docs/data-parallel.md": fleet,
     "docs/memory.md": inputs_alone,
+    "docs/metrics.md": two_sizers,
     "docs/monitor.md": inputs_alone,
     "docs/leaks.md": growing_sum,
     "docs/summary.md": lambda: {"batch": torch.randn(12, 8)},
