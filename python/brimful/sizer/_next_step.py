@@ -35,12 +35,33 @@ def taken(bytes: int, device: torch.device) -> int:
     return -(-bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES if device.type == "cuda" else bytes
 
 
+class _Measured:
+    """The most that the allocator of `target` gives inside beyond what is in use; 0 for a step on another device."""
+
+    def __init__(self, device: torch.device | str, target: torch.device) -> None:
+        self._scope = _C._PeakScope(target) if str(device) != "meta" else None
+        self._target = target
+        self.bytes = 0
+
+    def __enter__(self) -> _Measured:
+        if self._scope is not None:
+            self._before = _C.memory_stats(self._target).used_bytes
+            self._scope.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._scope is not None:
+            self._scope.__exit__(*error)
+            self.bytes = self._scope.peak_bytes - self._before
+
+
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Counts the bytes of storages that are made inside, as they would be on `device`."""
 
     def __init__(self, known: Iterable[torch.Tensor], device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.bytes = self.peak_bytes = 0
+        self.has_scratch = False  # memory of an operator's own, which no tensor shows
         self._device = device
         self._keys = {storage._cdata for tensor in known for storage in _storages(tensor)}
 
@@ -48,6 +69,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.has_scratch = self.has_scratch or _may_take_scratch(func)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 for storage in _storages(tensor):
@@ -70,6 +92,14 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         self.bytes -= bytes
 
 
+def _may_take_scratch(func: Any) -> bool:
+    """Products of matrices, whose libraries pack their factors or lend a workspace, and decompositions."""
+    from torch.utils.flop_counter import flop_registry
+
+    packet = getattr(func, "overloadpacket", None)
+    return packet in flop_registry or "linalg_" in str(packet)
+
+
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
     return [part.untyped_storage() for part in parts]
@@ -90,8 +120,10 @@ def next_step(optimizer: torch.optim.Optimizer, without: Container[torch.Tensor]
             for group in optimizer.param_groups
         ]
         try:
-            found = _rehearse(optimizer, step, groups, "meta")
+            found, has_scratch = _rehearse(optimizer, step, groups, "meta")
         except RuntimeError:  # a step that reads values
+            has_scratch = True
+        if has_scratch:
             found = _rehearse_in_pairs(optimizer, step, groups)
         # A fused step works in place; stand-ins cannot take it.
         return found._replace(peak_bytes=found.kept_bytes) if fused else found
@@ -132,7 +164,7 @@ def _rehearse_in_pairs(
         if looks not in known:
             pair = [{**groups[group], "params": parameters}]
             with _C._Unlimited():
-                known[looks] = _rehearse(optimizer, step, pair, parameters[0].device)
+                known[looks], _ = _rehearse(optimizer, step, pair, parameters[0].device)
         return known[looks]
 
     kept = most = 0
@@ -155,7 +187,8 @@ def _rehearse(
     step: Callable[..., Any],
     groups: list[dict[str, Any]],
     device: torch.device | str,
-) -> NextStep:
+) -> tuple[NextStep, bool]:
+    """And whether it may have taken memory that no tensor shows: on `meta` that is not counted, elsewhere it is."""
     twins: dict[torch.Tensor, torch.Tensor] = {}
     sparse = isinstance(optimizer, torch.optim.SparseAdam)  # refuses any other gradient
     for group in groups:
@@ -185,7 +218,7 @@ def _rehearse(
     known = [t for p in twins.values() for t in (p, p.grad) if t is not None]
     known += [t for t in tree_leaves(dict(stand_in.state)) if isinstance(t, torch.Tensor)]
     target = next(iter(twins)).device if twins else torch.device("cpu")
-    with torch.no_grad(), _Live(known, target) as live:
+    with torch.no_grad(), _Live(known, target) as live, _Measured(device, target) as measured:
         step(stand_in)
     counters = {  # that are on the host in the stand-ins
         parameter
@@ -205,7 +238,8 @@ def _rehearse(
         for value in tree_leaves(stand_in.state[twins[parameter]])
         if isinstance(value, torch.Tensor) and value.device.type == "cpu"
     )
-    return NextStep(live.bytes + more, live.peak_bytes + more, states)
+    peak_bytes = max(live.peak_bytes, measured.bytes * live.has_scratch)
+    return NextStep(live.bytes + more, peak_bytes + more, states), live.has_scratch
 
 
 def _is_foreach_by_default(step: Callable[..., Any], group: dict[str, Any]) -> bool:
