@@ -127,6 +127,14 @@ def test_sft_in_pieces_trains_logs_and_evaluates_as_the_whole_batch(tmp_path, wi
     assert memory.refusals > 2  # in the evaluation too
 
 
+def test_sft_evaluates_by_the_tokens_of_a_piece(tmp_path):
+    """Without their count in the batch its loss is a mean over those of a piece."""
+    plain, trainer = sft(str(tmp_path)), sft(str(tmp_path), Memory(3), evaluating=True)
+    ours(trainer)
+    found, expected = (run.evaluate()["eval_loss"] for run in (trainer, plain))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_sft_resumes_in_pieces_where_it_was_interrupted(tmp_path):
     plain = sft(str(tmp_path / "plain"), max_steps=4)
     plain.train()

@@ -12,8 +12,9 @@ _BY_ROW = ("CTC", "RNNT", "TDT")  # a mean over rows, of which each has its own 
 
 
 class LabelCounts:
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, drops_first: bool | None = None) -> None:
+        """``drops_first`` says of a trainer's own loss whether each row's first label counts."""
+        self._trainer, self._known = trainer, drops_first
         self._last: tuple[Any, float | None] = (None, None)
 
     def share(self, piece: Mapping[str, Any], whole: Mapping[str, Any], rows: float) -> float:
@@ -40,7 +41,9 @@ class LabelCounts:
 
     def _drops_first(self, model: Any, kind: str) -> bool:
         """A decoder alone predicts a token from those before it."""
-        known = getattr(self._trainer, "_loss_shifts_labels", None)
+        known = self._known
+        if known is None and getattr(model, "loss_type", None) is not None:
+            known = getattr(self._trainer, "_loss_shifts_labels", None)
         if known is not None:
             return bool(known)
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

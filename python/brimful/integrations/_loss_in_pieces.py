@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from brimful.integrations._step_as_loss import step_as_loss
 from brimful.integrations._trainer_rules import Rules
 from brimful.integrations._uneven_ends import NoBatch, UnevenEnds
 from brimful.sampler import global_sampler_of
+from brimful.sizer._packed import Packed
 
 Result = tuple[Any, Any, float]  # loss, outputs and weight of a piece
 
@@ -28,11 +29,18 @@ class LossInPieces:
     def __init__(self, trainer: Any, rows_are_independent: bool, options: dict[str, Any]) -> None:
         self.sizer: brimful.BatchSizer | None = None
         self._sampler: brimful.GlobalSampler | None = None
-        self._rules = Rules(trainer, rows_are_independent)
+        self._by_length = options.get("by_length") not in (None, False)
+        self._rules = Rules(trainer, rows_are_independent, self._by_length)
+        if "weight_fn" in options:
+            raise ValueError(
+                "the trainer's loss says what a piece weighs (weight_fn: given); leave weight_fn out of BrimfulCallback"
+            )
         self._metrics = PieceMetrics(trainer) if self._rules.of_trl else None
-        self._size_fn: Callable[[Any], int] = options.get("size_fn") or _rows
+        self._size_fn: Callable[[Any], int] = options.get("size_fn") or self._rows_or_tokens
         self._cuts = _of_numbered_rows(options)
-        self._options = {**options, **self._cuts}
+        self._options = {**options, **self._cuts, "weight_fn": lambda _: 1.0}
+        self._placed = 0  # rows by length, or packed tokens, that a step's pieces have had
+        self._is_packed = False
         self._trainer = trainer
         self._model: torch.nn.Module | None = None
         self._compute_loss = trainer.compute_loss
@@ -54,11 +62,10 @@ class LossInPieces:
             return self._evaluate(model, inputs, return_outputs, num_items_in_batch)
         if self._model is not model:
             self._model = model
-            self.sizer = brimful.BatchSizer(
-                model, self._trainer.optimizer, weight_fn=lambda _: 1.0, **self._options
-            )
+            self.sizer = brimful.BatchSizer(model, self._trainer.optimizer, **self._options)
+            self.sizer._keepers = ((self._begin_placing, self._begin_placing),)
         factor = self._ends.factor()
-        batch = brimful.NO_DATA if isinstance(inputs, NoBatch) else self._numbered(inputs)
+        batch = self._batch_of(inputs)
 
         sizer = self.sizer
         assert sizer is not None
@@ -71,11 +78,36 @@ class LossInPieces:
         times = self._size_fn(inputs) if by_rows and batch is not brimful.NO_DATA else 1
 
         def loss_fn(model: torch.nn.Module, piece: Any) -> tuple[torch.Tensor, float]:
+            piece = self._with_places(piece) if self._by_length else piece
             loss, weight = self._of_piece(model, inputs, piece, num_items_in_batch, False, factor)
             return loss, weight * times
 
-        with self._logged_once():
-            return step_as_loss(sizer, lambda: sizer.step(batch, loss_fn))
+        try:
+            with self._logged_once():
+                return step_as_loss(sizer, lambda: sizer.step(batch, loss_fn))
+        finally:
+            self._is_packed = False
+
+    def _batch_of(self, inputs: Mapping[str, Any]) -> Any:
+        """What the sizer's step gets; rows by length keep no number beside them."""
+        if isinstance(inputs, NoBatch):
+            return brimful.NO_DATA
+        if not self._by_length:
+            return self._numbered(inputs)
+        with suppress(ValueError):  # the step raises it, on all ranks
+            self._is_packed = _packed_of(inputs) is not None
+        return inputs
+
+    def _begin_placing(self, _: None = None) -> None:
+        self._placed = 0
+
+    def _with_places(self, piece: Any) -> tuple[Any, torch.Tensor]:
+        begin, self._placed = self._placed, self._placed + self._size_fn(piece)
+        return piece, torch.arange(begin, self._placed, device="cpu")
+
+    def _rows_or_tokens(self, inputs: Mapping[str, Any]) -> int:
+        """Of a packed batch, which is a single row, its tokens."""
+        return int(inputs["input_ids"].numel()) if self._is_packed else _rows(inputs)
 
     def follow(self, loader: object) -> None:
         """A ``GlobalSampler`` of this loader learns each step's outcome."""
@@ -97,7 +129,8 @@ class LossInPieces:
         factor: float = 1.0,
     ) -> tuple[Any, float]:
         part, where = piece
-        share = self._rules.share(part, whole, len(where) / self._size_fn(whole))
+        rows = self._size_fn(part) if self._is_packed else len(where)
+        share = self._rules.share(part, whole, rows / self._size_fn(whole))
         inputs, weight = self._rules.piece(part, whole, share, factor)
         # A loss that is a sum over that number is as much larger as a mean is not.
         scaled, larger = items, 1.0
@@ -155,7 +188,11 @@ class LossInPieces:
         self, inputs: Mapping[str, Any], compute: Callable[[Any], Result]
     ) -> tuple[Any, Any]:
         records: PieceRecords[Result] = PieceRecords()
-        batch = self._numbered(inputs)
+        batch, cuts = self._numbered(inputs), self._cuts
+        packed = _packed_of(inputs) if self._by_length else None
+        if packed is not None:
+            self._is_packed = True
+            batch, cuts = _of_sequences(inputs, packed)
         ignored = self._ignored
         if ignored is None:
             config = getattr(self._trainer.model, "config", None)
@@ -171,7 +208,10 @@ class LossInPieces:
                 return (where,)
             return where, *tensors_of(outputs, len(where), without)
 
-        _, *tensors = brimful.map_batches(fn, batch, pieces=2, **self._cuts)
+        try:
+            _, *tensors = brimful.map_batches(fn, batch, pieces=2, **cuts)
+        finally:
+            self._is_packed = False
         standing = records.standing()
         if len(standing) == 1:
             return standing[0][:2]
@@ -212,6 +252,23 @@ class LossInPieces:
         with torch.no_grad():
             result = self._whole_or_in_pieces(whole, lambda: self._in_pieces(inputs, compute))
         return result if len(result) == 3 else (*result, None)
+
+
+def _packed_of(inputs: Any) -> Packed | None:
+    known = isinstance(inputs, Mapping) and inputs.get("input_ids") is not None
+    return Packed.of(inputs) if known else None
+
+
+def _of_sequences(
+    inputs: Mapping[str, Any], packed: Packed
+) -> tuple[tuple[Mapping[str, Any], torch.Tensor], dict[str, Any]]:
+    """A batch of one row beside the numbers of its sequences, and how it is cut between them."""
+
+    def split(batch: Any, begin: int, end: int) -> Any:
+        return packed.row(range(begin, end)), batch[1][begin:end]
+
+    numbers = torch.arange(len(packed.lengths), device="cpu")
+    return (inputs, numbers), {"size_fn": lambda batch: len(batch[1]), "split_fn": split}
 
 
 def _is_plain(trainer: Any) -> bool:

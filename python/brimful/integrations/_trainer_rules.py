@@ -27,16 +27,21 @@ class Rules:
     ``rows_are_independent`` says that the loss is a mean over rows, of a trainer or loss that is not known here.
     """
 
-    def __init__(self, trainer: Any, rows_are_independent: bool) -> None:
+    def __init__(self, trainer: Any, rows_are_independent: bool, by_length: bool = False) -> None:
         self._trainer = trainer
         self.of_trl = _class_of(trainer, "trl")
         self._is_grpo = self.of_trl == "GRPOTrainer"
         self._loss_type = trainer.args.loss_type if self._is_grpo else None
-        self._labels = LabelCounts(trainer)
-        self._by_row = rows_are_independent or self.of_trl is not None
+        self._labels = LabelCounts(trainer, drops_first=self.of_trl == "SFTTrainer" or None)
+        self._by_row = rows_are_independent or self._is_grpo
         self._over_pairs: dict[str | None, LossOverPairs] = {}
+        if by_length and _class_of(trainer, "sentence_transformers") is not None:
+            raise ValueError(
+                "rows by length have one column of tokens, and this trainer's have one for each text (trainer: "
+                f"{type(trainer).__name__}); leave by_length out of BrimfulCallback"
+            )
         if self.of_trl in _OF_ROWS:
-            self._refuse_arguments()
+            self._refuse_arguments(by_length)
         elif not rows_are_independent:
             if self.of_trl is not None:
                 raise ValueError(
@@ -89,19 +94,28 @@ class Rules:
             return 1.0
         return float((labels[..., 1:] != -100).sum())
 
-    def _refuse_arguments(self) -> None:
+    def _refuse_arguments(self, by_length: bool) -> None:
         arguments = self._trainer.args
+        if getattr(self._trainer, "padding_free", False) and not by_length:
+            given = "padding_free" if arguments.padding_free else "packing"
+            also = (
+                ""
+                if given == "padding_free"
+                else ", take packing_strategy='wrapped', whose rows are cut as any others"
+            )
+            raise ValueError(
+                f"a batch is one row of sequences here, which is cut between them if asked for ({given}: True); pass "
+                f"by_length=True to BrimfulCallback{also}, or leave {given} out of {type(arguments).__name__}"
+            )
         over_the_batch = {
             "top_entropy_quantile": getattr(arguments, "top_entropy_quantile", 1.0) != 1.0,
             "entropy_coef": getattr(self._trainer, "_entropy_bonus_enabled", False),
-            "padding_free": getattr(self._trainer, "padding_free", False),
         }
         for name, is_set in over_the_batch.items():
             if is_set:
                 raise ValueError(
                     "a batch cannot be cut by rows where its rows are mixed "
                     f"({name}: {getattr(arguments, name, True)}); leave {name} out of {type(arguments).__name__}"
-                    + (" and take packing_strategy='wrapped'" if name == "padding_free" else "")
                 )
 
     def _sort_losses(self) -> None:

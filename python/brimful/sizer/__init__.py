@@ -207,6 +207,8 @@ class BatchSizer:
 
     #: Called after each step.
     _observers: tuple[Callable[[_C.Outcome], object], ...] = ()
+    #: Give and put back what `loss_fn` changes besides buffers and random numbers, for an attempt that is repeated.
+    _keepers: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = ()
 
     def __init__(
         self,
@@ -286,7 +288,11 @@ class BatchSizer:
             outside=parts.outside,
             entries=_entries(parts.children),
             devices=parts.devices(),
-            keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
+            keepers=[
+                (random.getstate, random.setstate),
+                (_numpy_state, _set_numpy_state),
+                (lambda: this()._kept(), lambda states: this()._put_back(states)),  # type: ignore[union-attr]
+            ],
             standing_tensors=lambda: this()._standing_tensors(),  # type: ignore[union-attr]
             optimizer_bytes=lambda: this()._optimizer_bytes(),  # type: ignore[union-attr]
             weight_fn=self._weight_fn and (lambda batch: this()._weight_fn(whole_of(batch))),  # type: ignore[union-attr,misc]
@@ -502,8 +508,19 @@ class BatchSizer:
                 f"no label of the batch counts (rows: {rows.rows}); leave the batch out"
             )
         if rows is not None and rows.order and check:
-            self._by_length.check(rows, loss_fn, self._model)  # type: ignore[union-attr]
+            kept = self._kept()
+            try:
+                self._by_length.check(rows, loss_fn, self._model)  # type: ignore[union-attr]
+            finally:
+                self._put_back(kept)
         return rows
+
+    def _kept(self) -> list[Any]:
+        return [capture() for capture, _ in self._keepers]
+
+    def _put_back(self, states: list[Any]) -> None:
+        for (_, restore), state in zip(self._keepers, states, strict=True):
+            restore(state)
 
     def _state_may_leave(self) -> bool:
         return (

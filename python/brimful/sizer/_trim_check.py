@@ -66,7 +66,7 @@ def require_same_loss(rows: RowsByLength, loss_fn: Callable[[Any, Any], Any], mo
                 f"the loss of two rows is not the mean of theirs (loss: {both:.8g}, mean: {mean:.8g}, weights: "
                 f"{long_weight:g} and {short_weight:g}); {rows.together}return (mean loss, weight) from loss_fn, with "
                 "brimful.token_weight(piece), or with shift=False for a model that does not shift labels; "
-                "verify_split finds what mixes rows"
+                "verify_split finds what mixes rows; or drop by_length"
             )
 
 
