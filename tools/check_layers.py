@@ -37,6 +37,12 @@ FOLDERS = {
 MARKUP = re.compile(
     r'"\s*</?(a|b|body|div|g|head|html|i|p|path|pre|rect|script|span|style|svg|t[abdhr]\w*|title)\b'
 )
+#: What reads or writes numbers as the process's locale has them: "2.50 GiB" would be 2 beside a decimal comma.
+BY_LOCALE = re.compile(
+    r"\b(strto(d|f|ld)|sto(d|f|ld)|atof|setlocale)\s*\(|std::o?stringstream\b"
+    r'|printf\(.*"[^"]*%[-+ #0-9.*]*[aefgAEFG]'
+)
+WITHOUT_LOCALE = "base/text_stream.h"
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 
 # Foreign headers, and the only places in csrc/ that may include them.
@@ -79,6 +85,10 @@ def check(file: Path) -> list[str]:
     for number, line in enumerate(file.read_text().splitlines(), 1):
         if MARKUP.search(line.partition("//")[0]):
             problems.append(f"csrc/{name}:{number}: markup belongs into an asset (sources.cmake)")
+        if BY_LOCALE.search(line.partition("//")[0]) and name != WITHOUT_LOCALE:
+            problems.append(
+                f"csrc/{name}:{number}: depends on the locale: use base/format.h, base/text_stream.h"
+            )
         if not (found := INCLUDE.match(line)):
             continue
         quote, path = found.groups()

@@ -1,6 +1,8 @@
 #include "base/format.h"
 #include <array>
+#include <charconv>
 #include <cmath>
+#include <system_error>
 
 namespace brimful {
 
@@ -26,6 +28,20 @@ std::string format_bytes(int64_t bytes) {
 std::string format_seconds(double seconds) {
   const auto tenths = std::llround(10 * seconds);
   return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " s";
+}
+
+std::string format_number(double value) {
+  std::array<char, 32> text{};
+  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
+}
+
+std::optional<NumberInText> read_number(std::string_view text) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || !std::isfinite(value)) {
+    return std::nullopt;
+  }
+  return NumberInText{value, text.substr(static_cast<size_t>(end - text.data()))};
 }
 
 std::string format_count(int64_t count) {

@@ -1,7 +1,9 @@
 #pragma once
 #include <brimful/export.h>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace brimful {
@@ -14,6 +16,17 @@ BRIMFUL_API std::string format_peak(int64_t bytes);
 
 /// "1800.0 s": one decimal, rounded to the nearest, whatever the locale. Not for a negative time.
 BRIMFUL_API std::string format_seconds(double seconds);
+
+/// The shortest text that reads as the same number, whatever the locale: "0.5", "1e+20".
+BRIMFUL_API std::string format_number(double value);
+
+/// A decimal number at the front of a text, whatever the locale, without what follows it: it has a point, no comma.
+struct NumberInText {
+  double value = 0;
+  std::string_view rest;
+};
+/// Nothing if the text does not begin with one, or it is not finite.
+BRIMFUL_API std::optional<NumberInText> read_number(std::string_view text);
 
 /// "1,234,567".
 BRIMFUL_API std::string format_count(int64_t count);

@@ -61,13 +61,12 @@ void add_escaped(std::string& out, char byte) {
   }
 }
 
-}  // namespace
-
-std::string one_line(std::string_view text) {
+template <typename IsKept>
+std::string escaped(std::string_view text, const IsKept& is_kept) {
   std::string out;
   while (!text.empty()) {
     const auto [bytes, code] = first_letter(text);
-    if (bytes > 0 && !is_control(code)) {
+    if (bytes > 0 && is_kept(code)) {
       out += text.substr(0, bytes);
     } else {
       for (const char byte : text.substr(0, bytes > 0 ? bytes : 1)) {
@@ -77,6 +76,15 @@ std::string one_line(std::string_view text) {
     text.remove_prefix(bytes > 0 ? bytes : 1);
   }
   return out;
+}
+}  // namespace
+
+std::string one_line(std::string_view text) {
+  return escaped(text, [](uint32_t code) { return !is_control(code); });
+}
+
+std::string as_utf8(std::string_view text) {
+  return escaped(text, [](uint32_t code) { return code != 0; });
 }
 
 std::string_view first_bytes(std::string_view text, size_t most) {

@@ -4,9 +4,9 @@
 #include <brimful/memory/trace.h>
 #include <torch/csrc/Device.h>
 #include <memory>
-#include <sstream>
 #include <string>
 #include "base/format.h"
+#include "base/text_stream.h"
 #include "bindings/bindings.h"
 #include "bindings/device.h"
 #include "bindings/fields.h"
@@ -21,7 +21,7 @@ std::string repr(const Stats& stats) {
   if (!stats.counted) {
     return "Stats(unknown: the device's allocator keeps no statistics)";
   }
-  std::ostringstream out;
+  TextStream out;
   const auto bytes = [](int64_t count) { return format_bytes(count); };
   out << "Stats(used=" << bytes(stats.used_bytes) << ", peak=" << bytes(stats.peak_bytes)
       << ", limit=" << (stats.limit_bytes ? bytes(*stats.limit_bytes) : "None")

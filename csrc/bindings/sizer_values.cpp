@@ -1,9 +1,8 @@
 // What a BatchSizer returns: plain values.
 #include <brimful/sizer/batch_sizer.h>
+#include "base/text_stream.h"
 #include "sizer/climb.h"
 #include "sizer/peak_model.h"
-
-#include <sstream>
 
 #include "base/format.h"
 #include "bindings/fields.h"
@@ -13,7 +12,7 @@ namespace brimful {
 namespace {
 
 std::string outcome_repr(const Outcome& outcome) {
-  std::ostringstream out;
+  TextStream out;
   out << "Outcome(loss=" << outcome.loss << ", weight=" << outcome.weight
       << ", pieces=" << outcome.pieces << ", retries=" << outcome.retries
       << ", peak_bytes=" << outcome.peak_bytes << ", last=" << (outcome.last ? "True" : "False")
@@ -22,7 +21,7 @@ std::string outcome_repr(const Outcome& outcome) {
 }
 
 std::string plan_repr(const Plan& plan) {
-  std::ostringstream out;
+  TextStream out;
   out << "Plan(pieces=" << plan.pieces << ", piece_rows=" << plan.piece_rows
       << ", peak=" << format_bytes(plan.peak_bytes)
       << (plan.reserved_bytes ? ", reserved=" + format_bytes(*plan.reserved_bytes) : "")

@@ -6,12 +6,12 @@
 #include <algorithm>
 #include <exception>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <system_error>
 #include <typeinfo>
 
 #include "base/format.h"
+#include "base/text_stream.h"
 #include "pipeline/schedule/action_sentence.h"
 
 namespace brimful::pipeline {
@@ -100,7 +100,7 @@ std::string recomputed_text(const std::vector<int>& recomputed) {
 }  // namespace
 
 std::string to_string(const ActionFailure& failure) {
-  std::ostringstream text;
+  TextStream text;
   if (failure.index < 0) {
     text << "step of rank " << failure.rank << ", outside its actions";
     return text.str();
@@ -137,7 +137,7 @@ BatchTooLarge too_large(const ActionFailure& failure, TriedStep tried, c10::Devi
   facts.device = device.str();
   facts.limit_bytes = memory::stats(device).limit_bytes;
   facts.advice = advice_for(failure.action.stage, tried, facts.limit_bytes);
-  std::ostringstream text;
+  TextStream text;
   if (tried.is_fixed) {
     text << "the schedule is fixed, so no other number of microbatches was tried (microbatches: "
          << tried.splits.back().pieces << ", rows: " << tried.rows;

@@ -1,9 +1,8 @@
 // What a call that is under way is doing, for other threads to ask.
 #include <brimful/pipeline/schedule_text.h>
 
-#include <sstream>
-
 #include "base/format.h"
+#include "base/text_stream.h"
 #include "pipeline/pipeline_state.h"
 #include "pipeline/schedule/action_sentence.h"
 
@@ -14,7 +13,7 @@ PipelineProgress Pipeline::progress() const {
 }
 
 std::string to_string(const PipelineProgress& progress) {
-  std::ostringstream text;
+  TextStream text;
   text << progress.doing;
   for (const auto& rank : progress.ranks) {
     text << "\n  rank " << rank.rank << ": ";

@@ -8,10 +8,10 @@
 #include <cmath>
 #include <numeric>
 #include <optional>
-#include <sstream>
 
 #include "base/chrome_trace.h"
 #include "base/format.h"
+#include "base/text_stream.h"
 #include "memory/tensor_bytes.h"
 #include "pipeline/schedule/picture_parts.h"
 #include "pipeline/transport/peers.h"
@@ -182,7 +182,7 @@ std::string to_string(const Executor& executor, const Schedule& last_schedule,
     busy += note.forward_ms + note.backward_ms;
   }
   const auto& stages = executor.stages();
-  std::ostringstream text;
+  TextStream text;
   text << "Pipeline of " << stages.size() << (stages.size() == 1 ? " stage on " : " stages on ")
        << executor.options().devices.size()
        << (executor.options().devices.size() == 1 ? " rank" : " ranks");

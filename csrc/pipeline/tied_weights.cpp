@@ -1,4 +1,5 @@
 #include "pipeline/tied_weights.h"
+#include "base/text_stream.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -16,7 +17,7 @@ namespace {
 constexpr double kFailed = std::numeric_limits<double>::quiet_NaN();  // a mark: no gradients came
 
 std::string kind_of(const at::Tensor& parameter) {
-  std::ostringstream text;
+  TextStream text;
   text << parameter.sizes() << ' ' << parameter.scalar_type()
        << (parameter.requires_grad() ? "" : ", frozen");
   return text.str();

@@ -10,9 +10,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <sstream>
 
 #include "base/fnv.h"
+#include "base/text_stream.h"
 #include "reducer/device_wait.h"
 #include "reducer/group_calls.h"
 #include "reducer/owners.h"
@@ -75,7 +75,7 @@ std::vector<std::string> describe_model(const Model& model) {
   const auto describe = [&](const char* kind, const auto& tensors,
                             const std::vector<std::string>& names) {
     for (size_t i = 0; i < tensors.size(); ++i) {
-      std::ostringstream line;
+      TextStream line;
       line << kind << i << (i < names.size() ? " '" + names[i] + "'" : "") << " is "
            << tensors[i].sizes() << " " << c10::toString(tensors[i].scalar_type());
       lines.push_back(line.str());

@@ -6,11 +6,11 @@
 #include <map>
 #include <numeric>
 #include <optional>
-#include <sstream>
 #include <utility>
 
 #include "base/format.h"
 #include "base/json.h"
+#include "base/text_stream.h"
 
 namespace brimful {
 namespace {
@@ -212,7 +212,7 @@ BucketPlan plan_from_json(const std::string& text, const Infos& parameters,
 }
 
 std::string to_string(const BucketPlan& plan, const Infos& parameters) {
-  std::ostringstream out;
+  TextStream out;
   for (size_t i = 0; i < plan.buckets.size(); ++i) {
     const auto& bucket = plan.buckets[i];
     int64_t bytes = 0;

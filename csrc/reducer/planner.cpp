@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <numeric>
-#include <sstream>
 
 #include "base/format.h"
+#include "base/text_stream.h"
 #include "base/units.h"
 
 namespace brimful {
@@ -139,7 +139,7 @@ std::vector<double> ready_ms_of(const StepTimes& times, const std::vector<int64_
 
 void Planner::make_candidates(const StepTimes& times, const std::vector<int64_t>& arrivals) {
   const auto cost = fit_wire_cost(cost_samples_);
-  std::ostringstream report;
+  TextStream report;
   if (cost) {
     report << "a collective takes " << cost->startup_ms << " ms and "
            << cost->ms_per_byte * static_cast<double>(kMiB) << " ms a MiB\n";
@@ -199,7 +199,7 @@ std::optional<BucketPlan> Planner::next_trial(const BucketPlan& current) {
 
 std::optional<BucketPlan> Planner::choose(const BucketPlan& current) {
   phase_ = Phase::done;
-  std::ostringstream report;
+  TextStream report;
   size_t best = 0;
   double least = 0;
   for (size_t k = 0; k < candidates_.size(); ++k) {

@@ -9,9 +9,9 @@
 #include <cmath>
 #include <iomanip>
 #include <iterator>
-#include <sstream>
 
 #include "base/format.h"
+#include "base/text_stream.h"
 #include "sizer/batch_sizer_state.h"
 #include "sizer/climb.h"
 #include "sizer/loss_scale.h"
@@ -327,7 +327,7 @@ void BatchSizer::State::log_rungs(const Outcome& outcome, const Climb& climb) {
     return;
   }
   ladder_.logged = outcome.rungs;
-  std::ostringstream text;
+  TextStream text;
   text << "step " << steps_ << ": " << to_string(outcome.rungs);
   if (const auto cost = climb.cost(); cost && climb.forward_ms() > 0) {
     text << std::fixed << std::setprecision(2) << ", " << 1 + cost->more_ms / climb.forward_ms()

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <numeric>
-#include <sstream>
 
 #include "base/fnv.h"
 #include "base/format.h"
+#include "base/text_stream.h"
 
 namespace brimful::pairs {
 namespace {
@@ -81,7 +81,7 @@ uint32_t Form::mark() const {
 }
 
 std::string Form::text() const {
-  std::ostringstream out;
+  TextStream out;
   for (size_t i = 0; i < towers.size(); ++i) {
     out << (i == 0 ? "" : ", ") << c10::toString(towers[i].dtype) << " [rows";
     for (const auto size : towers[i].sizes) {

@@ -1,25 +1,22 @@
 #include <brimful/sizer/report.h>
 
 #include <iomanip>
-#include <locale>
-#include <sstream>
 
 #include "base/format.h"
+#include "base/text_stream.h"
 #include "sizer/climb.h"
 
 namespace brimful {
 namespace {
 std::string percent(double share) {
-  std::ostringstream text;
-  text.imbue(std::locale::classic());
+  TextStream text;
   text << std::fixed << std::setprecision(1) << 100 * share << "%";
   return text.str();
 }
 }  // namespace
 
 std::string to_string(const Report& report) {
-  std::ostringstream text;
-  text.imbue(std::locale::classic());
+  TextStream text;
   text << std::fixed << std::setprecision(1);
   text << "steps: " << report.steps << " (failed: " << report.failed
        << ", retries: " << report.retries << ", out of memory here: " << report.ooms

@@ -4,10 +4,10 @@
 #include <brimful/memory/stats.h>
 
 #include <algorithm>
-#include <sstream>
 #include <utility>
 
 #include "base/format.h"
+#include "base/text_stream.h"
 
 namespace brimful {
 namespace {
@@ -254,7 +254,7 @@ TooLargeFacts facts_of(const Shortfall& shortfall) {
 
 std::string to_string(const Shortfall& shortfall, const TooLargeFacts& facts) {
   const bool of_optimizer = is_of(shortfall, Shortfall::Of::optimizer);
-  std::ostringstream text;
+  TextStream text;
   text << headline(shortfall) << " on rank " << shortfall.rank << " of " << shortfall.world_size
        << " (device: " << facts.device << ", rows: " << shortfall.rows;
   if (is_of(shortfall, Shortfall::Of::mapping)) {

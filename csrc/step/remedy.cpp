@@ -6,9 +6,10 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdlib>
 #include <string>
 #include <utility>
+
+#include "base/format.h"
 
 namespace brimful {
 namespace {
@@ -25,11 +26,12 @@ std::optional<int64_t> bytes_in(std::string_view text) {
     if (text.size() <= unit.size() || !text.ends_with(unit)) {
       continue;
     }
-    const std::string number(text.substr(0, text.size() - unit.size()));
-    if (number.find_first_not_of("0123456789.") != std::string::npos) {
+    const auto digits = text.substr(0, text.size() - unit.size());
+    const auto number = read_number(digits);
+    if (digits.find_first_not_of("0123456789.") != std::string_view::npos || !number) {
       return std::nullopt;
     }
-    return std::llround(std::strtod(number.c_str(), nullptr) * factor);
+    return std::llround(number->value * factor);
   }
   return std::nullopt;
 }

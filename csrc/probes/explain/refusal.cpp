@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdlib>
 #include <utility>
 #include "base/format.h"
 #include "probes/explain/parts.h"
@@ -15,18 +14,15 @@ std::optional<int64_t> bytes_behind(const std::string& text, std::string_view be
   if (at == std::string::npos) {
     return std::nullopt;
   }
-  char* end = nullptr;
-  const char* begin = text.c_str() + at + before.size();
-  const double number = std::strtod(begin, &end);
-  if (end == begin || !std::isfinite(number)) {
+  const auto number = read_number(std::string_view(text).substr(at + before.size()));
+  if (!number) {
     return std::nullopt;
   }
-  const std::string_view rest(end);
   constexpr std::array<std::pair<std::string_view, int>, 6> kUnits{
       {{" bytes", 0}, {" B", 0}, {" KiB", 10}, {" MiB", 20}, {" GiB", 30}, {" TiB", 40}}};
   for (const auto& [unit, shift] : kUnits) {
-    if (rest.starts_with(unit)) {
-      return static_cast<int64_t>(std::ldexp(number, shift));
+    if (number->rest.starts_with(unit)) {
+      return static_cast<int64_t>(std::ldexp(number->value, shift));
     }
   }
   return std::nullopt;

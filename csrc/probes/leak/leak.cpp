@@ -1,8 +1,7 @@
 #include <brimful/probes/leak.h>
 
-#include <sstream>
-
 #include "base/format.h"
+#include "base/text_stream.h"
 
 namespace brimful::probes {
 namespace {
@@ -115,7 +114,7 @@ std::string advice(const Leak& leak) {
 
 std::string to_string(const Leak& leak) {
   const Holder& holder = leak.holder;
-  std::ostringstream out;
+  TextStream out;
   out << (holder.path.empty() ? "something unknown" : quoted(holder.path));
   out << " (" << (leak.sites.empty() ? "unknown line" : leak.sites.front());
   if (!holder.root.empty()) {

@@ -1,8 +1,6 @@
 #include <brimful/probes/sample.h>
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstdio>
 #include "base/format.h"
 
 namespace brimful::probes {
@@ -13,11 +11,7 @@ std::string bytes_or_unknown(const std::optional<int64_t>& bytes) {
 }
 
 std::string decimal(const std::optional<double>& value, double scale, const char* unit) {
-  std::array<char, 32> text{};
-  if (value) {
-    std::snprintf(text.data(), text.size(), "%.0f%s", *value * scale, unit);
-  }
-  return value ? text.data() : "unknown";
+  return value ? std::to_string(std::llround(*value * scale)) + unit : "unknown";
 }
 
 using Row = std::vector<std::string>;
@@ -44,9 +38,7 @@ std::string table(const std::vector<Row>& rows) {
 }
 
 std::string cpus_of(const HostMemory& host) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%g", std::round(host.cpus * 10) / 10);
-  return text.data();
+  return format_number(std::round(host.cpus * 10) / 10);
 }
 
 std::string host_lines(const HostMemory& host) {

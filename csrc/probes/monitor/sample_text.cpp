@@ -1,18 +1,12 @@
 #include <brimful/probes/sample.h>
-#include <array>
-#include <charconv>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include "base/format.h"
 #include "base/json.h"
 
 namespace brimful::probes {
 namespace {
-
-std::string number(double value) {
-  std::array<char, 32> text{};
-  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
-}
 
 using Json = nlohmann::ordered_json;
 
@@ -201,7 +195,7 @@ std::string to_prometheus(const Sample& sample) {
     text += text.empty() ? "# TYPE " + name + " gauge\n" : "";
     text += name;
     text += labels.empty() ? "" : "{" + labels + "}";
-    text += " " + number(metric.value) + "\n";
+    text += " " + format_number(metric.value) + "\n";
   }
   return std::accumulate(
       lines.begin(), lines.end(), std::string(),

@@ -9,7 +9,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
-#include <sstream>
+#include "base/text_stream.h"
 #include "memory/cuda.h"
 #include "memory/tensor_bytes.h"
 #include "probes/oom/index_check.h"
@@ -42,7 +42,7 @@ Ring& ring() {
 }
 
 std::string to_string(const at::Tensor& tensor) {
-  std::ostringstream out;
+  TextStream out;
   out << c10::toString(tensor.scalar_type()) << "[";
   const auto sizes = tensor.sizes();
   for (size_t i = 0; i < sizes.size(); ++i) {

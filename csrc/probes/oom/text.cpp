@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <sstream>
 
 #include "base/format.h"
+#include "base/text_stream.h"
 #include "memory/most_bytes_first.h"
 
 namespace brimful::probes {
@@ -64,7 +64,7 @@ std::string numbered_advice(const std::vector<OomFinding>& causes, size_t count)
 }  // namespace
 
 std::string to_short_string(const OomFacts& facts) {
-  std::ostringstream out;
+  TextStream out;
   const auto causes = findings(facts);
   if (!causes.empty()) {
     out << "\nLikely cause: " << causes.front().text
@@ -77,7 +77,7 @@ std::string to_short_string(const OomFacts& facts) {
 }
 
 std::string to_string(const OomFacts& facts) {
-  std::ostringstream out;
+  TextStream out;
   out << "Out of memory on " << facts.device << ": " << format_bytes(facts.request_bytes)
       << " were asked for, " << format_bytes(facts.used_bytes) << " were in use";
   if (facts.limit_bytes) {

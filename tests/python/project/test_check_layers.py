@@ -41,3 +41,32 @@ def test_a_layer_includes_lower_ones_alone(problems_of):
     assert problems_of("memory/file.cpp", '#include "step/oom.h"') == [
         "csrc/memory/file.cpp:1: memory may not include step (step/oom.h)"
     ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "const double number = std::strtod(begin, &end);",
+        "return std::stod(text);",
+        "atof (text)",
+        "std::ostringstream out;",
+        "std::stringstream both;",
+        'std::snprintf(text, size, "%s %.1f", name, value);',
+        'std::printf("%g", value);',
+        'setlocale(LC_ALL, "");',
+    ],
+)
+def test_numbers_by_the_locale_are_refused(problems_of, line):
+    [problem] = problems_of("sizer/file.cpp", line)
+    assert problem.startswith("csrc/sizer/file.cpp:1: depends on the locale")
+
+
+def test_numbers_of_no_locale_are_not(problems_of):
+    lines = [
+        "std::stoll(text);",
+        'std::printf("%zu %s", size, name);',
+        "// as strtod( does",
+        "TextStream out;",
+    ]
+    assert problems_of("sizer/file.cpp", *lines) == []
+    assert problems_of("base/text_stream.h", "class TextStream : public std::ostringstream {") == []
