@@ -2,10 +2,11 @@
 #include <brimful/pipeline/checker.h>
 #include <brimful/pipeline/schedules.h>
 #include <brimful/sizer/grad_scaler.h>
+#include <brimful/step/distinct_tensors.h>
 
 #include <algorithm>
+#include <iterator>
 #include <unordered_map>
-#include <unordered_set>
 
 #include "pipeline/pipeline_state.h"
 #include "sizer/loss_scale.h"
@@ -18,7 +19,16 @@ std::vector<at::Tensor> buffers_of(const std::vector<Stage>& stages) {
   for (const auto& stage : stages) {
     buffers.insert(buffers.end(), stage.buffers.begin(), stage.buffers.end());
   }
-  return buffers;
+  return distinct_tensors(std::move(buffers));
+}
+
+/// Tensors that a module lists twice count once.
+std::vector<Stage> with_distinct_tensors(std::vector<Stage> stages) {
+  for (auto& stage : stages) {
+    stage.parameters = distinct_tensors(std::move(stage.parameters));
+    stage.buffers = distinct_tensors(std::move(stage.buffers));
+  }
+  return stages;
 }
 
 PipelineOptions with_devices(PipelineOptions options, size_t stages) {
@@ -112,15 +122,11 @@ ExecutorOptions executor_options(const PipelineOptions& options) {
 
 std::vector<at::Tensor> trained_of(const std::vector<Stage>& stages) {
   std::vector<at::Tensor> trained;
-  std::unordered_set<const c10::TensorImpl*> known;
   for (const auto& stage : stages) {
-    for (const auto& parameter : stage.parameters) {
-      if (parameter.requires_grad() && known.insert(parameter.unsafeGetTensorImpl()).second) {
-        trained.push_back(parameter);
-      }
-    }
+    std::copy_if(stage.parameters.begin(), stage.parameters.end(), std::back_inserter(trained),
+                 [](const at::Tensor& parameter) { return parameter.requires_grad(); });
   }
-  return trained;
+  return distinct_tensors(std::move(trained));
 }
 
 std::vector<c10::Device> stage_devices(const PipelineOptions& options,
@@ -163,8 +169,9 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
   }
   auto for_executor = executor_options(options);
   for_executor.interrupt = [this] { look_for_interrupt(); };
-  executor = std::make_unique<Executor>(with_norms(std::move(stages), options.batch_norm, norms),
-                                        std::move(for_executor));
+  auto distinct_stages = with_distinct_tensors(std::move(stages));
+  executor = std::make_unique<Executor>(
+      with_norms(std::move(distinct_stages), options.batch_norm, norms), std::move(for_executor));
   const auto placed = rank_of_stage(schedule(options.microbatches, true));
   std::vector<int> numbers;  // of this process's stages
   std::vector<c10::Device> devices;

@@ -1,10 +1,13 @@
 // How a reducer is made: all ranks at the same time.
 #include <ATen/ATen.h>
 #include <brimful/log.h>
+#include <brimful/step/distinct_tensors.h>
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
 
+#include "base/format.h"
 #include "base/units.h"
 #include "reducer/agree.h"
 #include "reducer/at_exit.h"
@@ -73,7 +76,7 @@ std::string describe(const ReducerOptions& options) {
          (options.wire_dtype ? c10::toString(*options.wire_dtype) : "as the gradients") +
          (options.error_feedback ? " with error feedback" : "") +
          ", buffers agree: " + (options.broadcast_buffers ? "yes" : "no") + ", predivided by: " +
-         (options.gradient_predivide_factor ? std::to_string(*options.gradient_predivide_factor)
+         (options.gradient_predivide_factor ? format_number(*options.gradient_predivide_factor)
                                             : "world size") +
          "\n";
 }
@@ -102,6 +105,35 @@ void require_parameters(const std::vector<at::Tensor>& parameters) {
         parameter.defined() && parameter.requires_grad() && parameter.is_leaf(),
         "only leaves that require a gradient can be reduced; leave frozen parameters out");
   }
+}
+
+/// A parameter that is registered in two places is reduced once, under its first name. What options say by parameter
+/// follows.
+void drop_repeated(std::vector<at::Tensor>& parameters, ReducerOptions& options) {
+  std::unordered_set<const c10::TensorImpl*> known;
+  size_t kept = 0;
+  const auto move_up = [&](auto& by_parameter, size_t from) {
+    if (from < by_parameter.size()) {
+      by_parameter[kept] = by_parameter[from];
+    }
+  };
+  const auto cut = [&](auto& by_parameter) {
+    by_parameter.resize(std::min(kept, by_parameter.size()));
+  };
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (known.insert(parameters[i].unsafeGetTensorImpl()).second) {
+      move_up(parameters, i);
+      move_up(options.names, i);
+      move_up(options.sparse, i);
+      move_up(options.renormalised, i);
+      ++kept;
+    }
+  }
+  cut(parameters);
+  cut(options.names);
+  cut(options.sparse);
+  cut(options.renormalised);
+  options.frozen = distinct_tensors(std::move(options.frozen));
 }
 
 /// All ranks plan alike, or raise. What earlier reducers owe is launched first.
@@ -229,12 +261,15 @@ Reducer::State::~State() {
 
 std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
                                          std::vector<at::Tensor> buffers, const Group& group,
-                                         const ReducerOptions& options) {
+                                         const ReducerOptions& given) {
   TORCH_CHECK_VALUE(
       group, "no process group (group: null); call init_process_group or init_from_env first");
   require_parameters(parameters);
-  require_options(options);
-  auto state = State::make(std::move(parameters), std::move(buffers), group, options);
+  require_options(given);
+  auto options = given;
+  drop_repeated(parameters, options);
+  auto state =
+      State::make(std::move(parameters), distinct_tensors(std::move(buffers)), group, options);
   const auto& layout = state->engine.state().layout;
   for (const auto& other : owners_of(layout.parameters)) {
     const auto& theirs = other->state().layout;

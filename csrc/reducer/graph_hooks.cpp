@@ -44,6 +44,9 @@ struct AfterNode : torch::autograd::FunctionPostHook {
 }  // namespace
 
 bool on_backward(const at::Tensor& output, std::function<void()> began) {
+  if (!output.defined()) {
+    return false;
+  }
   const auto& node = output.grad_fn();
   if (node) {
     node->add_tensor_pre_hook(std::make_unique<BeforeNode>(std::move(began)));

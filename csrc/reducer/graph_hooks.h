@@ -7,8 +7,8 @@
 
 namespace brimful {
 
-/// Runs `began` in every backward that reaches `output`, before it goes on. False, and nothing, for a leaf: it would keep
-/// the hook for good.
+/// Runs `began` in every backward that reaches `output`, before it goes on. False, and nothing, for an undefined
+/// tensor, and for a leaf: it would keep the hook for good.
 bool on_backward(const at::Tensor& output, std::function<void()> began);
 
 /// A hook behind a node, for Node::add_post_hook: `fired` gets the gradients that the node took.

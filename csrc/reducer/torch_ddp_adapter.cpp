@@ -3,6 +3,7 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/reducer/torch_ddp_adapter.h>
+#include <brimful/step/distinct_tensors.h>
 #include <brimful/step/oom.h>
 
 #include <algorithm>
@@ -74,7 +75,7 @@ std::shared_ptr<TorchDdpAdapter> TorchDdpAdapter::create(std::vector<at::Tensor>
   TORCH_CHECK_VALUE(side_group,
                     "ranks agree over a group of their own (side_group: null); make one with gloo");
   auto state = std::make_unique<State>();
-  state->parameters = std::move(parameters);
+  state->parameters = distinct_tensors(std::move(parameters));
   state->group = side_group;
   state->reduce = std::move(reduce);
   state->rank = side_group->getRank();

@@ -1,5 +1,6 @@
 // How a step ends that no split can save: what is known is gathered here, and said in too_large.cpp.
 #include <brimful/memory/stats.h>
+#include <brimful/step/distinct_tensors.h>
 #include <brimful/step/oom.h>
 
 #include "memory/tensor_bytes.h"
@@ -23,14 +24,14 @@ int64_t bytes_on(c10::Device device, const at::Tensor& tensor) {
 StandingBytes standing_bytes(const std::vector<at::Tensor>& parameters,
                              const std::vector<at::Tensor>& buffers, c10::Device device) {
   StandingBytes standing;
-  for (const auto& parameter : parameters) {
+  for (const auto& parameter : distinct_tensors(parameters)) {
     const auto bytes = bytes_on(device, parameter);
     standing.parameters += bytes;
     standing.float32 += parameter.scalar_type() == at::kFloat ? bytes : 0;
     standing.trainable += parameter.requires_grad() ? bytes : 0;
     standing.gradients += bytes_on(device, parameter.grad());
   }
-  for (const auto& buffer : buffers) {
+  for (const auto& buffer : distinct_tensors(buffers)) {
     standing.buffers += bytes_on(device, buffer);
   }
   return standing;

@@ -5,6 +5,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <brimful/sizer/grad_scaler.h>
+#include <brimful/step/distinct_tensors.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -106,7 +107,7 @@ void GradScaler::unscale_gradients(const void* optimizer,
   // The reciprocal in float64, as torch's: in float32 compilers differ.
   const auto inverse = scale_.to(at::kDouble).reciprocal().to(at::kFloat);
   std::vector<at::Tensor> found_inf;
-  for (const auto& some : gradients_of(parameters)) {
+  for (const auto& some : gradients_of(distinct_tensors(parameters))) {
     auto found = std::find_if(found_inf.begin(), found_inf.end(),
                               [&](const auto& flag) { return flag.device() == some.device; });
     if (found == found_inf.end()) {

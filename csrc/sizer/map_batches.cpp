@@ -11,10 +11,10 @@
 #include <algorithm>
 #include <list>
 #include <mutex>
-#include <sstream>
 #include <string>
 #include <utility>
 
+#include "base/text_stream.h"
 #include "sizer/retry.h"
 #include "sizer/too_large.h"
 #include "step/remedy.h"
@@ -81,11 +81,14 @@ void remember(const MapKind& kind, c10::Device device, const RetryPolicy& policy
 }
 
 void check_rows(const std::vector<at::Tensor>& results, int64_t rows) {
-  TORCH_CHECK_TYPE(!results.empty(), "fn returned no tensor (rows of the piece: ", rows,
-                   "); return its results");
+  bool any = false;
   for (size_t i = 0; i < results.size(); ++i) {
     const auto& result = results[i];
-    TORCH_CHECK_TYPE(result.defined() && result.layout() == at::kStrided,
+    if (!result.defined()) {  // LibTorch's "none", of any rows
+      continue;
+    }
+    any = true;
+    TORCH_CHECK_TYPE(result.layout() == at::kStrided,
                      "fn returned no dense tensor (tensor of the result: ", i,
                      "); return tensors with strides");
     TORCH_CHECK_VALUE(result.dim() > 0 && result.size(0) == rows,
@@ -93,6 +96,8 @@ void check_rows(const std::vector<at::Tensor>& results, int64_t rows) {
                       ", shape: ", result.sizes(), ", rows of the piece: ", rows,
                       "); return one row in dimension 0 for every row of the piece");
   }
+  TORCH_CHECK_TYPE(any, "fn returned no tensor (rows of the piece: ", rows,
+                   "); return its results");
 }
 
 class Mapping {
@@ -174,20 +179,26 @@ class Mapping {
       require_alike(results, end);
     } else if (end == rows_) {
       for (const auto& result : results) {
-        whole_.push_back(result.requires_grad() ? result.detach() : result);
+        whole_.push_back(result.defined() && result.requires_grad() ? result.detach() : result);
       }
       return;
     } else {
       whole_ = allocate(results);
     }
     for (size_t i = 0; i < results.size(); ++i) {
-      whole_[i].narrow(0, done_, end - done_).copy_(results[i]);
+      if (results[i].defined()) {
+        whole_[i].narrow(0, done_, end - done_).copy_(results[i]);
+      }
     }
   }
 
   std::vector<at::Tensor> allocate(const std::vector<at::Tensor>& results) const {
     std::vector<at::Tensor> whole;
     for (const auto& result : results) {
+      if (!result.defined()) {
+        whole.emplace_back();
+        continue;
+      }
       auto sizes = result.sizes().vec();
       sizes[0] = rows_;
       whole.push_back(
@@ -204,6 +215,14 @@ class Mapping {
     for (size_t i = 0; i < results.size(); ++i) {
       const auto& now = results[i];
       const auto& before = whole_[i];
+      TORCH_CHECK_VALUE(now.defined() == before.defined(),
+                        "fn returned another structure for rows ", done_, " to ", end,
+                        " than for those before (tensor of the result: ", i,
+                        ", defined: ", now.defined(), " and ", before.defined(),
+                        "); return the same for every piece");
+      if (!now.defined()) {
+        continue;
+      }
       TORCH_CHECK_VALUE(now.sizes().slice(1) == before.sizes().slice(1) &&
                             now.dtype() == before.dtype() && now.device() == before.device(),
                         "fn returned something else for rows ", done_, " to ", end,
@@ -228,7 +247,7 @@ class Mapping {
       released_ = true;
     }
     const auto next = release ? count : retry.next(options_.device).piece_rows;
-    std::ostringstream line;
+    TextStream line;
     line << "map_batches ran out of memory with " << count << " rows of " << rows_
          << " and goes on with " << next << (release ? ", torch's cache released" : "");
     log(LogLevel::warning, line.str());

@@ -1,4 +1,5 @@
 #include <brimful/sizer/optimizer_bytes.h>
+#include <brimful/step/distinct_tensors.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -48,7 +49,7 @@ int64_t next_step_bytes(const optim::Optimizer& optimizer) {
     if (!need) {
       return 0;
     }
-    for (const auto& parameter : group.params()) {
+    for (const auto& parameter : distinct_tensors(group.params())) {
       if (!parameter.requires_grad()) {
         continue;
       }

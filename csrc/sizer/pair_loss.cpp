@@ -105,7 +105,9 @@ void PairRun::take_gradients(const Towers& all, std::vector<at::Tensor> gradient
   // Every rank has differentiated the same loss: the sum over them is to have it once.
   if (const auto ranks = meeting_.ranks_with_rows(); !work_.options.own && ranks > 1) {
     for (auto& gradient : beside_.gradients) {
-      gradient.div_(ranks);
+      if (gradient.defined()) {
+        gradient.div_(ranks);
+      }
     }
   }
 }

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <brimful/memory/stats.h>
+#include <brimful/step/distinct_tensors.h>
 #include <brimful/step/oom.h>
 #include <brimful/step/step.h>
 #include <brimful/step/stop.h>
@@ -44,7 +45,7 @@ at::Tensor with_loss(const at::Tensor& loss_sum, const PieceLoss& piece) {
 StepGroup::StepGroup(std::vector<std::shared_ptr<Participant>> participants,
                      std::vector<at::Tensor> outside)
     : participants_(std::move(participants)),
-      outside_(std::move(outside)),
+      outside_(distinct_tensors(std::move(outside))),
       kept_(std::make_shared<KeptGradients>()) {
   require_one_group();
 }

@@ -4,6 +4,7 @@
 #include <brimful/step/transaction.h>
 
 #include <algorithm>
+#include <unordered_map>
 
 #include "step/copy_each.h"
 
@@ -34,11 +35,19 @@ void Transaction::hold(std::vector<at::Tensor> buffers) {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> copies;
+  std::unordered_map<const c10::TensorImpl*, at::Tensor>
+      made;  // one that a module lists twice has one copy
   for (size_t i = 0; i < buffers.size(); ++i) {
+    auto& copy = made[buffers[i].unsafeGetTensorImpl()];
+    if (copy.defined()) {
+      copies.push_back(copy);
+      continue;
+    }
     const bool known = i < buffers_.size() && buffers[i].is_same(buffers_[i]) &&
                        buffers[i].sizes() == copies_[i].sizes() &&
                        buffers[i].dtype() == copies_[i].dtype();
-    copies.push_back(known ? copies_[i] : at::empty_like(buffers[i]));
+    copy = known ? copies_[i] : at::empty_like(buffers[i]);
+    copies.push_back(copy);
   }
   buffers_ = std::move(buffers);
   copies_ = std::move(copies);

@@ -4,8 +4,7 @@
 #include <ATen/core/ivalue.h>
 #include <brimful/pipeline/value.h>
 
-#include <sstream>
-
+#include "base/text_stream.h"
 #include "pipeline/transport/ivalue_form.h"
 #include "pipeline/transport/shapes.h"
 #include "sizer/ivalue_entries.h"
@@ -42,7 +41,7 @@ Shapes::Shapes(const std::vector<at::Tensor>& tensors) {
 }
 
 std::string Shapes::to_string() const {
-  std::ostringstream text;
+  TextStream text;
   for (size_t i = 0; i < shapes_.size(); ++i) {
     text << (i == 0 ? "" : ", ");
     if (shapes_[i]) {
@@ -94,6 +93,12 @@ Value joined(const std::vector<Value>& pieces) {
     TORCH_CHECK_VALUE(piece.tensors.size() == count,
                       "microbatches gave results of different structure (tensors: ", count, " and ",
                       piece.tensors.size(), "); return the same for every microbatch");
+    for (size_t i = 0; i < count; ++i) {
+      TORCH_CHECK_VALUE(piece.tensors[i].defined() == pieces[0].tensors[i].defined(),
+                        "microbatches gave results of different structure (tensor: ", i,
+                        ", defined: ", pieces[0].tensors[i].defined(), " and ",
+                        piece.tensors[i].defined(), "); return the same for every microbatch");
+    }
   }
   for (size_t i = 0; i < count; ++i) {
     if (!has_rows(pieces[0].tensors[i])) {

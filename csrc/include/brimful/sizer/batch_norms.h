@@ -4,6 +4,8 @@
 #include <torch/nn/modules/batchnorm.h>
 
 #include <memory>
+#include <string>
+#include <unordered_set>
 #include <vector>
 
 namespace brimful {
@@ -38,9 +40,12 @@ inline std::vector<BatchNormModule> batch_norms_of(torch::nn::Module& module) {
         detail::add_batch_norm<torch::nn::BatchNorm2dImpl>(name, item, found) ||
         detail::add_batch_norm<torch::nn::BatchNorm3dImpl>(name, item, found);
   };
+  std::unordered_set<const torch::nn::Module*> known;         // one may be registered in two places
   const bool is_shared = !module.weak_from_this().expired();  // else it cannot be named
   for (const auto& item : module.named_modules("", /*include_self=*/is_shared)) {
-    add(item.key(), item.value());
+    if (known.insert(item.value().get()).second) {
+      add(item.key(), item.value());
+    }
   }
   return found;
 }

@@ -66,11 +66,15 @@ MapKind map_kind_of(const Fn& fn, const Batch& batch) {
   return {identity_of(fn), std::move(kind.form), std::max<int64_t>(kind.elements, 1)};
 }
 
-/// Calls `visit` for every tensor in a tensor, vector, pair, tuple, array or map of such.
+/// Calls `visit` for every tensor in a tensor, optional, vector, pair, tuple, array or map of such.
 template <typename Result, typename Visit>
 void visit_tensors(Result& result, const Visit& visit) {
   if constexpr (std::is_same_v<Result, at::Tensor>) {
     visit(result);
+  } else if constexpr (requires { result.has_value(); }) {
+    if (result) {
+      visit_tensors(*result, visit);
+    }
   } else if constexpr (requires { std::tuple_size<Result>::value; }) {
     std::apply([&](auto&... items) { (visit_tensors(items, visit), ...); }, result);
   } else if constexpr (requires { typename Result::mapped_type; }) {

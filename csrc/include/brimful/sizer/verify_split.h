@@ -3,6 +3,7 @@
 #include <brimful/export.h>
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/split.h>
+#include <brimful/step/distinct_tensors.h>
 #include <brimful/step/transaction.h>
 
 #include <cstdint>
@@ -72,6 +73,8 @@ SplitCheck verify_split(const Module& module, const Batch& batch, const LossFn& 
   for (const auto& item : module.named_parameters()) {
     parameters.emplace_back(item.key(), item.value());
   }
+  parameters = distinct_tensors(std::move(parameters),
+                                [](const auto& item) -> const at::Tensor& { return item.second; });
   Transaction transaction({}, {options.device});
   transaction.follow([&] { return module.buffers(); });
   const auto forward = [&](int64_t begin, int64_t end) {
