@@ -26,6 +26,7 @@ class Limited:
 
     def __init__(self, model, rows=FIT):
         self.rows, self.refused = rows, []
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
         model.register_forward_pre_hook(self.check, with_kwargs=True)
 
     def check(self, _, args, kwargs):
@@ -160,9 +161,21 @@ def of_decoder_inputs(model):
     return model.generate(tokens, decoder_input_ids=begun, **SETTINGS)
 
 
+def adapted():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(
+        llama(), peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    ).eval()
+
+
+def of_prompts(model):
+    return model.generate(prompts(), **SETTINGS)
+
+
 @pytest.mark.parametrize(
     ("make", "call"),
     [
+        (adapted, of_prompts),
         (whisper, of_whisper),
         (whisper, of_whisper_by_position),
         (image_to_text, of_images),
@@ -442,3 +455,20 @@ def test_a_trainer_that_generates_predicts_and_evaluates_in_pieces(tmp_path, lab
         assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"])
         losses = [run.evaluate(data)["eval_loss"] for run in (plain, ours)]
         assert losses[0] == pytest.approx(losses[1])
+
+
+def test_a_model_that_the_trainer_makes_itself_generates_in_pieces(tmp_path):
+    made = []
+
+    def make(_=None):
+        made.append(llama())
+        return made[-1]
+
+    rows = [{"input_ids": row, "labels": row} for row in prompts()]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1, save_strategy="no"
+    )
+    run = transformers.Trainer(model_init=make, args=arguments, train_dataset=rows)
+    run.add_callback(adapter.BrimfulCallback(run))
+    run.train()
+    assert len(made) > 1 and hasattr(run.model.generate, "_whole")

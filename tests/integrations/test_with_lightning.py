@@ -74,12 +74,11 @@ def fit(module, strategy, callbacks=(), **options):
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=2,
         strategy=strategy,
         enable_checkpointing=False,
         callbacks=list(callbacks),
         **quiet,
-        **{"max_epochs": 1, "use_distributed_sampler": True, **options},
+        **{"devices": 2, "max_epochs": 1, "use_distributed_sampler": True, **options},
     )
     trainer.fit(module)
     return trainer

@@ -32,6 +32,14 @@ _SHARED = {
 }
 #: Lists with an entry for each row, where they have that many.
 _LISTS_OF_ROWS = {"decoder_start_token_id", "language", "num_frames", "task"}
+#: The parameters of transformers' ``generate``.
+_IN_ORDER = (
+    "inputs",
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+)
 _CACHES = ("past_key_values", "cache", "cache_params")
 #: What rows have at each token: one that has ended goes on until the last of its batch, so that pieces have less.
 _AT_EACH_TOKEN = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -45,6 +53,10 @@ def flattened(
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             named.update(named.pop(name, {}))
+        elif (
+            parameter.kind is inspect.Parameter.VAR_POSITIONAL
+        ):  # one that hands on, such as PEFT's
+            named.update(zip(_IN_ORDER, named.pop(name, ()), strict=False))
     return named
 
 

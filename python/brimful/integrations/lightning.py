@@ -22,18 +22,21 @@ import brimful
 from brimful.integrations import fabric  # noqa: F401  (registers the strategy there)
 from brimful.integrations._batch_size_finder import BatchSizeFinder
 from brimful.integrations._step_as_loss import step_as_loss
+from brimful.integrations._step_outputs import BatchSkipped, OfPieces, StepOutputs
 from brimful.integrations._until_all_end import until_all_end
 from brimful.sampler import global_sampler_of
 
-__all__ = ["BatchSizeFinder", "BrimfulStrategy", "MemoryReport"]
+__all__ = ["BatchSizeFinder", "BrimfulStrategy", "MemoryReport", "OfPieces"]
 
 
 class BrimfulStrategy(DDPStrategy):
     """``Trainer(strategy="ddp_brimful")``: Lightning's DDPStrategy with brimful's class in the place of torch's.
 
     Takes the keywords of ``DDPStrategy`` and of ``brimful.DistributedDataParallel``. With ``sizer=True``, or a dict of
-    options of ``BatchSizer``, every batch runs in pieces that fit: ``training_step`` is called for each piece, and what
-    it logs is of the piece. That is for automatic optimization, and a ``training_step`` that returns the mean loss.
+    options of ``BatchSizer``, every batch runs in pieces that fit: ``training_step`` is called for each piece. What it
+    logs is logged once for the batch, and what it returns beside the loss is put together: rows in their order, floats
+    as their mean, anything else as ``OfPieces`` where there were several. ``None`` for any piece leaves the batch out.
+    That is for automatic optimization, and a ``training_step`` that returns the mean loss.
     A rank whose training data ends before that of others takes part until all end; hooks get ``brimful.NO_DATA`` there.
     A ``GlobalSampler`` that is the training loader's ``batch_sampler`` learns each step's outcome.
     A scaler (``precision="16-mixed"``) scales the gradients of a batch when they are made; bfloat16 needs none.
@@ -44,6 +47,7 @@ class BrimfulStrategy(DDPStrategy):
         self._sizer_options = {} if sizer is True else sizer
         self.sizer: brimful.BatchSizer | None = None
         self._sampler: brimful.GlobalSampler | None = None
+        self._outputs: StepOutputs | None = None
 
     def _setup_model(self, model: torch.nn.Module) -> brimful.DistributedDataParallel:
         return brimful.DistributedDataParallel(
@@ -65,6 +69,8 @@ class BrimfulStrategy(DDPStrategy):
                 "automatic_optimization to True"
             )
         self.sizer = brimful.BatchSizer(self.model, self.optimizers, **self._sizer_options)
+        self._outputs = StepOutputs(self.lightning_module)
+        self.sizer._keepers = self._outputs.keepers
 
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
@@ -76,18 +82,40 @@ class BrimfulStrategy(DDPStrategy):
     def training_step(self, batch: Any, *args: Any) -> Any:
         if self.sizer is None:
             return super().training_step(batch, *args)
-        one_piece = super().training_step
+        outputs, one_piece = self._outputs, super().training_step
+        assert outputs is not None
         trainer = self.lightning_module.trainer
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self.model.zero_grad()  # as Lightning will, before it is a copy that is kept in the step
 
         def loss_fn(_: Any, piece: Any) -> Any:
-            output = one_piece(piece, *args)
-            return output["loss"] if isinstance(output, Mapping) else output
+            return outputs.of_piece(lambda: one_piece(piece, *args), self._weight_of(piece))
 
         sizer = self.sizer
         sizer._sampler = self._sampler
-        return step_as_loss(sizer, lambda: sizer.step(batch, loss_fn))
+        outcomes: list[Any] = []
+
+        def step() -> Any:
+            outcomes.append(sizer.step(batch, loss_fn))
+            return outcomes[0]
+
+        try:
+            loss = step_as_loss(sizer, step)
+        except BatchSkipped:
+            outputs.log([])
+            return None
+        outputs.log(outcomes[0].split)
+        return outputs.output(loss, outcomes[0].split, outcomes[0].order)
+
+    def _weight_of(self, piece: Any) -> float | None:
+        """Of a piece in means: its labels that count, where rows go by length, else its rows."""
+        by_length = isinstance(self._sizer_options, Mapping) and self._sizer_options.get(
+            "by_length"
+        )
+        labels = piece.get("labels") if by_length and isinstance(piece, Mapping) else None
+        if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.is_floating_point():
+            return None
+        return float(brimful.token_weight(piece))
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         super().pre_backward(closure_loss)
@@ -97,8 +125,13 @@ class BrimfulStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         if self.sizer is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        loss = closure()  # its errors leave no optimizer in the middle of a step
-        return super().optimizer_step(optimizer, lambda: loss, model, **kwargs)
+        computed = [closure()]  # its errors leave no optimizer in the middle of a step
+
+        def once_more() -> Any:
+            """An optimizer may call it again, as LBFGS does."""
+            return computed.pop() if computed else closure()
+
+        return super().optimizer_step(optimizer, once_more, model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -111,6 +144,7 @@ class BrimfulStrategy(DDPStrategy):
     def teardown(self) -> None:
         self.model = self.lightning_module
         self._sampler = None
+        self._outputs = None
         self.sizer = None  # which holds the wrapper, and its buckets
         super().teardown()
 

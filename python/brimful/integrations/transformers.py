@@ -23,9 +23,11 @@ class BrimfulCallback(TrainerCallback):
     """``trainer.add_callback(BrimfulCallback(trainer))``: each batch runs in pieces that fit, and logs show the memory.
 
     The batch stays what it was asked to be, and the loop is never restarted: when memory runs out, on any rank, all
-    ranks repeat the batch in smaller pieces. ``options`` are those of ``brimful.BatchSizer``. Gradients are the
-    Trainer's: the mean over the ranks, with its ``num_items_in_batch`` and gradient accumulation. A model that returns
-    a mean over tokens and takes no ``num_items_in_batch`` is weighted by rows. A rank whose data ends before that of
+    ranks repeat the batch in smaller pieces. ``options`` are those of ``brimful.BatchSizer`` but ``weight_fn``; with
+    ``by_length=True`` pieces are trimmed, and packed batches cut between sequences. Gradients are the
+    Trainer's: the mean over the ranks, with its ``num_items_in_batch`` and gradient accumulation. A loss that takes no
+    ``num_items_in_batch`` is a mean over the labels that count, where there is more than one a row, else over rows
+    (``rows_are_independent`` says so of one with labels). A rank whose data ends before that of
     others takes part until all end. A ``GlobalSampler`` that is the training loader's ``batch_sampler`` learns each
     step's outcome; its ``lag`` is at least that of its loader and ``gradient_accumulation_steps`` more.
 
@@ -70,10 +72,18 @@ class BrimfulCallback(TrainerCallback):
         return None if self._loss is None else self._loss.sizer
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        train_dataloader: Any = None,
+        **_: Any,
     ) -> None:
         if self._loss is not None:
             self._loss.follow(train_dataloader)
+            if model is not None:  # another one where the Trainer has model_init
+                generate_in_pieces(model)
         brimful.memory.reset_peak(args.device)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
