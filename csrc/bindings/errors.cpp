@@ -154,12 +154,12 @@ py::error_already_set as_pybinds(python_error& error) {
   return {};
 }
 
-detail::BindingError read_error(const py::error_already_set& error) {
+detail::ForeignError read_error(const py::error_already_set& error) {
   const auto& value = error.value();
   return {type_name(value.ptr()) + ": " + message_of(value.ptr()), speaks_of_own_memory(error)};
 }
 
-std::optional<detail::BindingError> read_python_error(const std::exception_ptr& error) {
+std::optional<detail::ForeignError> read_python_error(const std::exception_ptr& error) {
   if (Py_IsInitialized() == 0) {
     return std::nullopt;
   }
@@ -276,7 +276,7 @@ void bind_errors(py::module_& m) {
   make_types(m);
   py::register_local_exception_translator(&translate);
   set_throwers();
-  detail::set_binding_error_reader(&read_python_error);
+  detail::set_foreign_error_reader(&read_python_error);
   bind_log(m);
 }
 

@@ -78,13 +78,13 @@ bool confirms(const MemoryEvidence& evidence) {
   return evidence.refused || (evidence.free_bytes && *evidence.free_bytes < kShortBytes);
 }
 
-std::atomic<detail::BindingErrorReader>& binding_error_reader() {
-  static std::atomic<detail::BindingErrorReader> reader{nullptr};
+std::atomic<detail::ForeignErrorReader>& foreign_error_reader() {
+  static std::atomic<detail::ForeignErrorReader> reader{nullptr};
   return reader;
 }
 
-std::optional<detail::BindingError> read_by_binding(const std::exception_ptr& error) {
-  const auto reader = binding_error_reader().load();
+std::optional<detail::ForeignError> read_foreign(const std::exception_ptr& error) {
+  const auto reader = foreign_error_reader().load();
   return reader != nullptr && error ? reader(error) : std::nullopt;
 }
 
@@ -117,8 +117,8 @@ bool is_shortage(Shortage shortage, const Evidence& evidence) {
 
 template <typename Evidence>
 bool is_out_of_memory_by(const std::exception_ptr& error, const Evidence& evidence) {
-  if (const auto read = read_by_binding(error)) {
-    return read->out_of_memory;
+  if (const auto foreign = read_foreign(error)) {
+    return foreign->out_of_memory;
   }
   try {
     std::rethrow_exception(error);
@@ -189,8 +189,8 @@ bool is_out_of_memory_message(std::string_view message, const MemoryEvidence& ev
   return is_shortage(shortage_in(message), [&] { return evidence; });
 }
 
-void detail::set_binding_error_reader(BindingErrorReader reader) {
-  binding_error_reader() = reader;
+void detail::set_foreign_error_reader(ForeignErrorReader reader) {
+  foreign_error_reader() = reader;
 }
 
 bool is_out_of_memory(const std::exception_ptr& error) {
@@ -203,8 +203,8 @@ bool is_out_of_memory(const std::exception_ptr& error, const MemoryEvidence& evi
 
 std::string to_string(const std::exception_ptr& error) {
   std::string text;
-  if (auto read = read_by_binding(error)) {
-    text = std::move(read->text);
+  if (auto foreign = read_foreign(error)) {
+    text = std::move(foreign->text);
   } else {
     text = own_text_of(error);
   }

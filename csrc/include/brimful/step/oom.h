@@ -57,13 +57,13 @@ BRIMFUL_API std::string to_string(const std::exception_ptr& error);
 
 namespace detail {
 /// Of an error of another language, which crosses the core as an exception that only a binding can read.
-struct BindingError {
+struct ForeignError {
   std::string text;
   bool out_of_memory = false;
 };
 /// Nothing for the core's own errors. It never throws, and takes out of the thread's state what the error has left there.
-using BindingErrorReader = std::optional<BindingError> (*)(const std::exception_ptr& error);
-BRIMFUL_API void set_binding_error_reader(BindingErrorReader reader);
+using ForeignErrorReader = std::optional<ForeignError> (*)(const std::exception_ptr& error);
+BRIMFUL_API void set_foreign_error_reader(ForeignErrorReader reader);
 }  // namespace detail
 
 }  // namespace brimful
