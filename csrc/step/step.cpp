@@ -122,7 +122,8 @@ void StepGroup::rehearse(int64_t rows, const PieceWork& work,
       }
     }
   } catch (...) {
-    is_out_of_memory(std::current_exception());  // read at once, as in run()
+    is_out_of_memory(
+        std::current_exception());  // read at once: operators fail while an error of Python is set
     discard();
     throw;
   }
