@@ -1,6 +1,4 @@
 #pragma once
-#include <torch/csrc/Exceptions.h>
-
 #include <string>
 #include <utility>
 
@@ -12,8 +10,6 @@ namespace brimful {
 /// traceback, which pins the tensors of its frames, is dropped; any other travels through the core as it is.
 /// Call it inside a handler, with the GIL held.
 [[noreturn]] void throw_to_core(py::error_already_set& error);
-/// The same of an error that torch has thrown, of an operator.
-[[noreturn]] void throw_to_core(python_error& error);
 
 /// Calls `fn`, which uses Python, from core code: takes the GIL and translates errors.
 template <typename Fn>
@@ -22,8 +18,6 @@ auto call_python(Fn&& fn) {
   try {
     return std::forward<Fn>(fn)();
   } catch (py::error_already_set& error) {
-    throw_to_core(error);
-  } catch (python_error& error) {
     throw_to_core(error);
   }
 }

@@ -6,9 +6,7 @@
 
 #include <system_error>
 
-#include "base/one_line.h"
 #include "bindings/callbacks.h"
-#include "bindings/native_read.h"
 
 namespace brimful {
 namespace {
@@ -37,18 +35,8 @@ PyObject* new_type(py::module_& m, const char* name, const char* doc, const py::
   return type;
 }
 
-/// Any bytes, since a file's name or another language's error may be in a text.
-py::str as_str(std::string_view text) {
-  return py::str(as_utf8(text));
-}
-
-void set_error(PyObject* type, const c10::Error& error) {
-  PyErr_SetObject(type, as_str(error.what_without_backtrace()).ptr());
-}
-
 void set_rank_failed(PyObject* type, const RankFailed& error) {
-  py::object instance =
-      py::reinterpret_borrow<py::object>(type)(as_str(error.what_without_backtrace()));
+  py::object instance = py::reinterpret_borrow<py::object>(type)(error.what_without_backtrace());
   instance.attr("rank") = error.rank();
   instance.attr("step") = error.step();
   instance.attr("kind") = error.kind() == Status::out_of_memory ? "out_of_memory" : "error";
@@ -67,7 +55,7 @@ py::dict dict_of_bytes(const Pairs& pairs) {
 void set_too_large(const BatchTooLarge& error) {
   const auto& facts = error.facts();
   py::object instance = py::reinterpret_borrow<py::object>(error_types.batch_too_large)(
-      as_str(error.what_without_backtrace()));
+      error.what_without_backtrace());
   const bool is_known = !facts.device.empty();
   py::list tried;
   for (const auto& split : facts.tried) {
@@ -84,8 +72,8 @@ void set_too_large(const BatchTooLarge& error) {
 }
 
 void set_accelerator_error(const c10::AcceleratorError& error) {
-  py::object instance = py::reinterpret_borrow<py::object>(error_types.accelerator)(
-      as_str(error.what_without_backtrace()));
+  py::object instance =
+      py::reinterpret_borrow<py::object>(error_types.accelerator)(error.what_without_backtrace());
   instance.attr("error_code") = error.get_error_code();
   PyErr_SetObject(error_types.accelerator, instance.ptr());
 }
@@ -102,31 +90,31 @@ void translate(std::exception_ptr pointer) {  // NOLINT(*-unnecessary-value-para
   } catch (const BatchTooLarge& e) {
     set_too_large(e);
   } catch (const HalfStepError& e) {
-    set_error(error_types.half_step, e);
+    PyErr_SetString(error_types.half_step, e.what_without_backtrace());
   } catch (const PlanMismatch& e) {
-    set_error(error_types.plan_mismatch, e);
+    PyErr_SetString(error_types.plan_mismatch, e.what_without_backtrace());
   } catch (const LeftOut& e) {
-    set_error(error_types.left_out, e);
+    PyErr_SetString(error_types.left_out, e.what_without_backtrace());
   } catch (const StoreLost& e) {
-    set_error(error_types.store_lost, e);
+    PyErr_SetString(error_types.store_lost, e.what_without_backtrace());
   } catch (const c10::ValueError& e) {
-    set_error(PyExc_ValueError, e);
+    PyErr_SetString(PyExc_ValueError, e.what_without_backtrace());
   } catch (const c10::TypeError& e) {
-    set_error(PyExc_TypeError, e);
+    PyErr_SetString(PyExc_TypeError, e.what_without_backtrace());
   } catch (const c10::NotImplementedError& e) {
-    set_error(PyExc_NotImplementedError, e);
+    PyErr_SetString(PyExc_NotImplementedError, e.what_without_backtrace());
   } catch (const c10::OutOfMemoryError& e) {
-    set_error(error_types.out_of_memory, e);
+    PyErr_SetString(error_types.out_of_memory, e.what_without_backtrace());
   } catch (const c10::AcceleratorError& e) {
     set_accelerator_error(e);
   } catch (const std::system_error& e) {
     // Of the file system: OSError makes a FileNotFoundError and the like of it.
-    const auto instance = py::handle(PyExc_OSError)(e.code().value(), as_str(e.what()));
+    const auto instance = py::handle(PyExc_OSError)(e.code().value(), e.what());
     PyErr_SetObject(py::type::of(instance).ptr(), instance.ptr());
   } catch (python_error& e) {
     e.restore();
   } catch (const c10::Error& e) {
-    set_error(PyExc_RuntimeError, e);
+    PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
   }
 }
 
@@ -135,46 +123,7 @@ bool is_out_of_memory(const py::error_already_set& error) {
     return true;
   }
   return error.matches(PyExc_RuntimeError) && !error.matches(py::handle(error_types.distributed)) &&
-         is_out_of_memory_message(message_of(error.value().ptr()));
-}
-
-bool speaks_of_own_memory(const py::error_already_set& error) {
-  // A peer's failure is not this rank's own shortage, although it is an out-of-memory error to Python.
-  return !error.matches(py::handle(error_types.rank_failed)) && is_out_of_memory(error);
-}
-
-/// With the GIL held. Where an operator threw it, Python's own error is still set: the next call would fail of it.
-py::error_already_set as_pybinds(python_error& error) {
-  error.persist();
-  PyErr_Restore(py::handle(error.type).inc_ref().ptr(), py::handle(error.value).inc_ref().ptr(),
-                py::handle(error.traceback).inc_ref().ptr());
-  if (PyErr_Occurred() == nullptr) {
-    PyErr_SetString(PyExc_RuntimeError, "an error of Python was lost on its way through C++");
-  }
-  return {};
-}
-
-detail::ForeignError read_error(const py::error_already_set& error) {
-  const auto& value = error.value();
-  return {type_name(value.ptr()) + ": " + message_of(value.ptr()), speaks_of_own_memory(error)};
-}
-
-std::optional<detail::ForeignError> read_python_error(const std::exception_ptr& error) {
-  if (Py_IsInitialized() == 0) {
-    return std::nullopt;
-  }
-  try {
-    std::rethrow_exception(error);
-  } catch (const py::error_already_set& of_pybind) {
-    const Gil gil;
-    return read_error(of_pybind);
-  } catch (python_error& of_torch) {
-    of_torch.persist();
-    const Gil gil;
-    return read_error(as_pybinds(of_torch));
-  } catch (...) {
-    return std::nullopt;
-  }
+         is_out_of_memory_message(py::str(error.value()).cast<std::string>());
 }
 
 void make_types(py::module_& m) {
@@ -234,7 +183,7 @@ void set_throwers() {
   });
   detail::set_plan_mismatch_thrower([](const PlanMismatch& error) {
     const py::gil_scoped_acquire gil;
-    set_error(error_types.plan_mismatch, error);
+    PyErr_SetString(error_types.plan_mismatch, error.what_without_backtrace());
     throw py::error_already_set();
   });
 }
@@ -247,9 +196,9 @@ void bind_log(py::module_& m) {
       if (Py_IsInitialized() == 0) {
         return;
       }
-      const Gil gil;
+      const py::gil_scoped_acquire gil;
       try {
-        (*kept)(static_cast<int>(level), as_str(line));
+        (*kept)(static_cast<int>(level), line);
       } catch (py::error_already_set& e) {
         e.discard_as_unraisable("brimful's log sink");
       }
@@ -261,22 +210,18 @@ void bind_log(py::module_& m) {
 }  // namespace
 
 void throw_to_core(py::error_already_set& error) {
-  if (!speaks_of_own_memory(error)) {
+  // A peer's failure is not this rank's own shortage, although it is an out-of-memory error to Python.
+  if (error.matches(py::handle(error_types.rank_failed)) || !is_out_of_memory(error)) {
     throw error;
   }
-  C10_THROW_ERROR(OutOfMemoryError, message_of(error.value().ptr()));
-}
-
-void throw_to_core(python_error& error) {
-  auto read = as_pybinds(error);
-  throw_to_core(read);
+  const auto text = py::str(error.value()).cast<std::string>();
+  C10_THROW_ERROR(OutOfMemoryError, text);
 }
 
 void bind_errors(py::module_& m) {
   make_types(m);
   py::register_local_exception_translator(&translate);
   set_throwers();
-  detail::set_foreign_error_reader(&read_python_error);
   bind_log(m);
 }
 

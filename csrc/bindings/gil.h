@@ -28,27 +28,18 @@ decltype(auto) or_stop_at_exit(Fn&& fn) {
 #endif
 }
 
-/// Holds the GIL, on any thread. An error that torch has left in the thread's state on its way through C++ is put aside
-/// meanwhile: Python would take it for one of the next call.
+/// Holds the GIL, on any thread.
 class Gil {
  public:
   Gil() {
     or_stop_at_exit([this] { held_.emplace(); });
-    PyErr_Fetch(&type_, &value_, &trace_);
   }
   Gil(const Gil&) = delete;
   Gil& operator=(const Gil&) = delete;
-  ~Gil() {
-    if (type_ != nullptr) {
-      PyErr_Restore(type_, value_, trace_);
-    }
-  }
+  ~Gil() = default;
 
  private:
   std::optional<py::gil_scoped_acquire> held_;
-  PyObject* type_ = nullptr;  ///< with the others: an error that was set before
-  PyObject* value_ = nullptr;
-  PyObject* trace_ = nullptr;
 };
 
 /// An object of Python's that threads without the GIL may let go of.

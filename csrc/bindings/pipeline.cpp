@@ -6,8 +6,9 @@
 #include <brimful/sizer/grad_scaler.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <sstream>
+
 #include "base/format.h"
-#include "base/text_stream.h"
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
 #include "bindings/fields.h"
@@ -228,10 +229,7 @@ class PythonPipeline {
       return fn();
     } catch (py::error_already_set& error) {
       if (const auto& failure = pipeline_->last_failure()) {
-        try {
-          error.value().attr("add_note")("in the " + to_string(*failure));
-        } catch (py::error_already_set&) {  // a class that refuses: its error is the one to raise
-        }
+        error.value().attr("add_note")("in the " + to_string(*failure));
       }
       throw;
     }
@@ -245,7 +243,7 @@ class PythonPipeline {
 };
 
 std::string pipeline_outcome_repr(const PipelineOutcome& outcome) {
-  TextStream out;
+  std::ostringstream out;
   out << "PipelineOutcome(loss=" << outcome.loss << ", weight=" << outcome.weight
       << ", microbatches=" << outcome.microbatches << ", retries=" << outcome.retries
       << ", total_ms=" << outcome.total_ms << ")";

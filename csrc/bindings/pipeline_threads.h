@@ -91,7 +91,6 @@ inline std::exception_ptr translated(std::exception_ptr error) {
   try {
     std::rethrow_exception(std::move(error));
   } catch (python_error& python) {
-    python.persist();
     try {
       call_python([&] {
         python.restore();

@@ -50,7 +50,6 @@ auto with_python_errors(const Work& work) -> decltype(work()) {
   try {
     return work();
   } catch (python_error& error) {
-    error.persist();
     call_python([&] {
       error.restore();
       throw py::error_already_set();

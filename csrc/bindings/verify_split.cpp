@@ -2,7 +2,6 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "base/text_stream.h"
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
 #include "bindings/fields.h"
@@ -46,7 +45,6 @@ std::vector<at::Tensor> gradients_of(const at::Tensor& loss, const at::Tensor& s
   try {
     return detail::gradients_of(loss, seed, inputs);
   } catch (python_error& error) {  // from a Python hook or function in the graph
-    error.persist();
     return call_python([&]() -> std::vector<at::Tensor> {
       error.restore();
       throw py::error_already_set();
@@ -93,7 +91,7 @@ std::string split_check_repr(const SplitCheck& check) {
     }
     return text + "]";
   };
-  TextStream out;
+  std::ostringstream out;
   out << "SplitCheck(equal=" << (check.equal ? "True" : "False")
       << ", loss_difference=" << check.loss_difference
       << ", gradient_difference=" << check.gradient_difference << ", worst_parameter='"

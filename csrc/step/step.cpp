@@ -122,8 +122,6 @@ void StepGroup::rehearse(int64_t rows, const PieceWork& work,
       }
     }
   } catch (...) {
-    is_out_of_memory(
-        std::current_exception());  // read at once: operators fail while an error of Python is set
     discard();
     throw;
   }
@@ -211,9 +209,6 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   begin_attempt(attempt.buffer_source);
   Announcement said{attempt.record, {}};
   result.error = thrown_by([&] { run_pieces(attempt, work, said); });
-  if (result.error) {
-    is_out_of_memory(result.error);  // read at once: operators fail while an error of Python is set
-  }
   // Behind the handler: the exception no longer pins the frames in which memory ran out.
   result.buckets_launched = launched();
   if (!result.error) {

@@ -18,13 +18,13 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from brimful import _C, _log
+from brimful import _C
 
 if TYPE_CHECKING:
     from brimful.reducer import DistributedDataParallel
 
 _EXIT_PATIENCE_MS = 2000
-_logger = logging.getLogger("brimful")
+_log = logging.getLogger("brimful")
 _live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
@@ -40,18 +40,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def mark_reported(error: BaseException) -> None:
     """The other ranks know this error, and it is not announced again."""
-    with suppress(Exception):  # slots, or a class that refuses
+    with suppress(AttributeError):
         error._brimful_reported = True  # type: ignore[attr-defined]
 
 
 def _was_reported(error: BaseException) -> bool:
-    with suppress(Exception):
-        return isinstance(error, _C.RankFailed) or getattr(error, "_brimful_reported", False)
-    return False
+    return isinstance(error, _C.RankFailed) or getattr(error, "_brimful_reported", False)
 
 
 def text_of(error: BaseException) -> str:
-    return f"{_C._type_name(error)}: {_log.text_of(error)}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _announce(error: BaseException | None) -> None:
@@ -76,10 +74,7 @@ def _announce(error: BaseException | None) -> None:
             else:  # the others are elsewhere, and find the group broken when this process is gone
                 reducer.publish_failure(memory, text)
         except Exception as unheard:
-            print(
-                f"brimful: could not announce this rank's failure: {_log.text_of(unheard)}",
-                file=sys.stderr,
-            )
+            print(f"brimful: could not announce this rank's failure: {unheard}", file=sys.stderr)
 
 
 def announce_owed(error: BaseException) -> None:
@@ -89,7 +84,7 @@ def announce_owed(error: BaseException) -> None:
             try:
                 model.reducer.announce_failure(is_out_of_memory(error), text_of(error), 0)
             except Exception as unheard:
-                _logger.warning("could not announce this rank's failure: %s", _log.text_of(unheard))
+                _log.warning("could not announce this rank's failure: %s", unheard)
 
 
 def _end() -> None:
