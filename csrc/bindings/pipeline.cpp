@@ -6,9 +6,8 @@
 #include <brimful/sizer/grad_scaler.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <sstream>
-
 #include "base/format.h"
+#include "base/text_stream.h"
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
 #include "bindings/fields.h"
@@ -243,7 +242,7 @@ class PythonPipeline {
 };
 
 std::string pipeline_outcome_repr(const PipelineOutcome& outcome) {
-  std::ostringstream out;
+  TextStream out;
   out << "PipelineOutcome(loss=" << outcome.loss << ", weight=" << outcome.weight
       << ", microbatches=" << outcome.microbatches << ", retries=" << outcome.retries
       << ", total_ms=" << outcome.total_ms << ")";

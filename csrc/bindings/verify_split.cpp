@@ -2,6 +2,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "base/text_stream.h"
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
 #include "bindings/fields.h"
@@ -91,7 +92,7 @@ std::string split_check_repr(const SplitCheck& check) {
     }
     return text + "]";
   };
-  std::ostringstream out;
+  TextStream out;
   out << "SplitCheck(equal=" << (check.equal ? "True" : "False")
       << ", loss_difference=" << check.loss_difference
       << ", gradient_difference=" << check.gradient_difference << ", worst_parameter='"
