@@ -22,6 +22,7 @@ from brimful.sizer import _pairs, _trial
 from brimful.sizer._by_length import NO_LABELS, ByLength, LengthFn, RowsByLength, TrimFn
 from brimful.sizer._host_state import HostState, can_leave
 from brimful.sizer._ladder import LadderModules, has_state, rungs_of
+from brimful.sizer._loops import LookAhead, Loop, without
 from brimful.sizer._optimizer_room import OptimizerRoom
 from brimful.sizer._packed import counted, whole_of
 from brimful.sizer._parts import Parts
@@ -207,6 +208,8 @@ class BatchSizer:
 
     #: Called after each step.
     _observers: tuple[Callable[[_C.Outcome], object], ...] = ()
+    #: The innermost loop over batches whose body runs.
+    _loop: Loop | None = None
     #: Give and put back what `loss_fn` changes besides buffers and random numbers, for an attempt that is repeated.
     _keepers: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = ()
 
@@ -267,7 +270,7 @@ class BatchSizer:
             state_may_leave=self._state_may_leave(),
         )
         self._loops = 0  # that have not come to their end
-        self._sampler: _Notes | None = None  # of a batch that was handed out and not stepped
+        self._sampler: _Notes | None = None  # of a batch that comes from no loop of this sizer
         self._take_over(parts.wrapped)
         self._follow_optimizers()
 
@@ -473,21 +476,31 @@ class BatchSizer:
     ) -> _C.Outcome:
         """A step, and what follows one that stands."""
         outcome = self._with_room(step)
-        self._consumed += has_data
-        if self._sampler is not None:
-            self._sampler.note(outcome)
-            self._sampler = None
+        self._count(outcome, has_data)
         if trial is not None:
             trial.after_step(outcome)
         for observe in self._observers:
             observe(outcome)
         return outcome
 
+    def _count(self, outcome: _C.Outcome, has_data: bool) -> None:
+        """A batch once, however many steps its body makes of it."""
+        noting, self._sampler = self._sampler, None
+        loop = self._loop
+        if loop is None:
+            self._consumed += has_data
+        else:
+            self._consumed += has_data and not loop.is_counted
+            loop.is_counted = True
+            noting, loop.sampler = noting or loop.sampler, None
+        if noting is not None:
+            noting.note(outcome)
+
     def _with_room(self, step: Callable[[], _C.Outcome]) -> _C.Outcome:
         """A step, and once more where the optimizer's state is what a row's room is taken by."""
         while True:
             try:
-                return step()
+                return self._stepped(step)
             except BaseException as reported:
                 mark_reported(reported)
                 alone = self._core.world_size == 1  # else the others were informed of a failure
@@ -587,48 +600,80 @@ class BatchSizer:
         """Yield the loader's batches, then ``NO_DATA`` while other ranks have some.
 
         All ranks leave the loop after the same step. Looks one batch ahead, and begins with one
-        exchange between the ranks. Every batch must be given to ``step``. A ``GlobalSampler`` that is the loader's
-        ``batch_sampler`` notes the outcome of each.
+        exchange between the ranks. Every batch must be given to ``step``, once or, on all ranks alike, several times;
+        a loop may be in the body of another one. A ``GlobalSampler`` that is the loader's ``batch_sampler`` notes the
+        outcome of each. The state of a loader that has one, such as torchdata's ``StatefulDataLoader``, is that of the
+        batch in the body, not of the one ahead, until the loader goes on.
         """
         core = self._core
-        if self._loops > 0 and core.expects_step:
+        if self._loop is None and self._loops > 0 and core.expects_step:
             # The loop before was left: by all ranks, or the others wait in its next step.
             core.report_failure(False, "it left its loop over data and began another one")
-        self._loops = 0
-        error: BaseException | None = None
+        loops = 0 if self._loop is None else self._loops
+        loop, sampler, ahead = Loop(self._loop), None, None
         following: Any = None
-        sampler = self._sampler = None
+        error: BaseException | None = None
         try:
             sampler = global_sampler_of(loader)
-            source = iter(loader)
-            following = next(source, NO_DATA)
+            ahead = LookAhead(loader, NO_DATA)
+            following = ahead.first()
         except BaseException as caught:
             error = caught
         any_rank = core.begin_loop(self._counted(_announced(following)))
+        if loop.outer is not None:
+            loop.outer.is_announced = False
         if error is not None:
             self._fail(error)
-        self._loops += any_rank
-        while any_rank:
-            current = following
-            try:
-                following = next(source, NO_DATA) if current is not NO_DATA else NO_DATA
-            except BaseException as caught:
-                self._fail(caught)
-            core.announce_next(self._counted(_announced(following)))
-            calls = core.calls
-            self._sampler = sampler
-            try:
+        assert ahead is not None
+        self._loops, self._loop = loops + any_rank, loop
+        try:
+            while any_rank:
+                current = following
+                loop.begin_body(sampler)
+                following = self._look(ahead, loop, current)
                 yield current
-            finally:  # a later step is of another batch, where the loop is left before this one's
-                not_noted, self._sampler = self._sampler, None
-            if core.calls == calls:
-                raise RuntimeError(
-                    f"a batch was left out (steps: {core.steps}); call sizer.step for every batch"
-                )
-            if not_noted is not None:  # the step failed on all ranks, and the program goes on
-                not_noted.note(None)
-            any_rank = not core.at_end
-        self._loops = 0
+                if loop.steps == 0:
+                    raise RuntimeError(
+                        f"a batch was left out (steps: {core.steps}); call sizer.step for every batch"
+                    )
+                if (
+                    loop.sampler is not None
+                ):  # the step failed on all ranks, and the program goes on
+                    loop.sampler.note(None)
+                any_rank = not loop.at_end
+            self._loops = loops
+            if following is NO_DATA:  # else the ranks stop before their data ends
+                ahead.end()
+        finally:
+            self._loop = without(loop, self._loop)
+            ahead.leave()
+
+    def _look(self, ahead: LookAhead, loop: Loop, current: Any) -> Any:
+        """The batch after this one, of which the next step informs the other ranks."""
+        try:
+            loop.following = ahead.following() if current is not NO_DATA else NO_DATA
+        except BaseException as caught:
+            self._fail(caught)
+        self._announce(loop)
+        return loop.following
+
+    def _announce(self, loop: Loop) -> None:
+        self._core.announce_next(self._counted(_announced(loop.following)))
+        loop.is_announced = True
+
+    def _stepped(self, step: Callable[[], _C.Outcome]) -> _C.Outcome:
+        """A step of the loop that is under way: each says whether there is a batch after it."""
+        loop = self._loop
+        if loop is None:
+            return step()
+        if not loop.is_announced:
+            self._announce(loop)
+        loop.is_announced = False
+        try:
+            return step()
+        finally:
+            loop.steps += 1
+            loop.at_end = self._core.at_end
 
     def _fail(self, error: BaseException) -> None:
         """Inform the other ranks, which wait in their next step; none does after the last one."""

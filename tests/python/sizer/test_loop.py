@@ -19,6 +19,7 @@ from models import (
 from rank_processes import raised
 
 import brimful
+from brimful import _C
 
 
 def net():
@@ -280,6 +281,190 @@ def test_a_resumed_sizer_starts_with_the_size_that_fits():
 def test_a_state_that_is_none_is_refused(state):
     with pytest.raises(ValueError, match="state"):
         brimful.BatchSizer(net()).load_state_dict(state)
+
+
+def several_steps_job(rank, counts):
+    """Two steps a body, of a half of the batch each; the ranks' data end at different bodies."""
+    model = wrap(net())
+    sizer = brimful.BatchSizer(model)
+    bodies, last = 0, []
+    for batch in sizer.batches(data_of(rank.index, counts[rank.index])):
+        bodies += 1
+        assert bodies <= max(counts), "batches() goes on after the last batch"
+        for half in range(2):
+            rows = slice(half, None, 2)
+            part = batch if batch is brimful.NO_DATA else tuple(of[rows] for of in batch)
+            last.append(sizer.step(part, cross_entropy).last)
+            model.zero_grad()
+    return bodies, last[::2], last[1::2], sizer.state_dict()["consumed"]
+
+
+@pytest.mark.parametrize("counts", [[3], [2, 4], [3, 0]])
+def test_a_body_may_make_several_steps(ranks, counts):
+    steps = max(counts)
+    for rank, found in enumerate(ranks(several_steps_job, counts, size=len(counts))):
+        last = [False] * (steps - 1) + [True]
+        assert found == (steps, last, last, counts[rank])
+
+
+def test_a_step_that_failed_is_made_again_in_the_same_body():
+    model, sizer = single()
+    log = []
+    for batch in sizer.batches(data_of(0, 2)):
+        assert len(log) < 4, "batches() goes on after the last batch"
+
+        def loss(model, piece):
+            if len(log) % 2 == 0:
+                raise ValueError("planted")
+            return cross_entropy(model, piece)
+
+        for _ in range(2):
+            log.append(raised(sizer.step, batch, loss))
+        model.zero_grad()
+    assert [error is None for error in log] == [False, True] * 2
+    assert sizer.state_dict()["consumed"] == 2
+
+
+def nested_job(rank, counts, inner_first):
+    """A loop in the body of another one, which ends on all ranks together by itself."""
+    model = wrap(net())
+    sizer = brimful.BatchSizer(model)
+    log = []
+    outer = data_of(rank.index, counts[rank.index])
+
+    def inner():
+        for other in sizer.batches(data_of(10 + rank.index, 2 + rank.index)):
+            train(sizer, model, other)
+            log.append("inner")
+
+    for batch in sizer.batches(outer):
+        assert log.count("outer") < max(counts), "batches() goes on after the last batch"
+        if inner_first:
+            inner()
+        train(sizer, model, batch)
+        log.append("outer")
+        if not inner_first:
+            inner()
+    again = [train(sizer, model, batch).last for batch in sizer.batches(outer)]
+    return log, again
+
+
+@pytest.mark.parametrize("inner_first", [False, True])
+@pytest.mark.parametrize("counts", [[3], [2, 3]])
+def test_a_loop_may_be_in_the_body_of_another_one(ranks, counts, inner_first):
+    steps, inner = max(counts), 1 + len(counts)
+    body = ["inner"] * inner + ["outer"] if inner_first else ["outer"] + ["inner"] * inner
+    expected = body * steps, [False] * (steps - 1) + [True]
+    assert ranks(nested_job, counts, inner_first, size=len(counts)) == [expected] * len(counts)
+
+
+def left_inside_job(rank):
+    """The inner loop is left by all ranks, and the outer one goes on."""
+    model = wrap(net())
+    sizer = brimful.BatchSizer(model)
+    seen = 0
+    for batch in sizer.batches(data_of(rank.index, 3)):
+        for other in sizer.batches(data_of(rank.index, 4)):
+            train(sizer, model, other)
+            break
+        train(sizer, model, batch)
+        seen += 1
+    return seen, sizer._loop, sizer._loops
+
+
+def test_an_inner_loop_may_be_left(ranks):
+    assert ranks(left_inside_job) == [(3, None, 0)] * 2
+
+
+def test_a_batch_left_out_of_the_outer_loop_raises():
+    model, sizer = single()
+
+    def loop():
+        for _ in sizer.batches(data_of(0, 2)):
+            for other in sizer.batches(data_of(0, 2)):
+                train(sizer, model, other)
+
+    with pytest.raises(RuntimeError, match=r"a batch was left out"):
+        loop()
+
+
+class Stateful:
+    """A loader that can be resumed, as torchdata's is: its state is how many batches it has given."""
+
+    def __init__(self, count=5):
+        self.count, self.given, self.asked = count, 0, 0
+
+    def __iter__(self):
+        for number in range(self.given, self.count):
+            self.given = number + 1
+            yield classes(4, seed=number)
+        self.given = 0
+
+    def state_dict(self):
+        self.asked += 1
+        return {"given": self.given, "of": [self.given]}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+def test_a_loaders_state_is_of_the_batch_in_the_body_and_not_of_the_one_ahead():
+    model, sizer = single()
+    loader, states = Stateful(), []
+    for batch in sizer.batches(loader):
+        train(sizer, model, batch)
+        states.append(loader.state_dict())
+    assert [state["given"] for state in states] == [1, 2, 3, 4, 5]
+    assert [state["of"] for state in states] == [[1], [2], [3], [4], [5]]
+    assert "state_dict" not in vars(loader) and loader.state_dict()["given"] == 0
+    resumed = Stateful()
+    resumed.load_state_dict(states[2])
+    assert len(list(resumed)) == 2
+
+
+def test_a_loader_that_was_left_has_the_state_of_its_last_body_until_it_goes_on():
+    model, sizer = single()
+    loader = Stateful()
+    for number, batch in enumerate(sizer.batches(loader)):
+        train(sizer, model, batch)
+        if number == 2:
+            break
+    assert loader.state_dict()["given"] == 3
+    rest = iter(loader)
+    next(rest)
+    assert loader.state_dict()["given"] == 5 and "state_dict" not in vars(loader)
+
+
+def test_a_loader_at_which_the_ranks_stopped_goes_on_with_the_next_batch():
+    model, sizer = single()
+    loader, steps = Stateful(), 0
+    try:
+        for batch in sizer.batches(loader):
+            steps += 1
+            if steps == 2:
+                brimful.request_stop()
+            stopped = train(sizer, model, batch).stop
+    finally:
+        _C.clear_stop()
+    assert stopped and steps == 2 and loader.state_dict()["given"] == 2
+
+
+def test_a_loader_that_was_left_begins_again_with_a_state_of_its_own():
+    model, sizer = single()
+    loader = Stateful()
+    for _ in range(2):
+        for batch in sizer.batches(loader):
+            train(sizer, model, batch)
+            break
+    assert loader.state_dict()["given"] == 3  # one ahead each time, which is where it goes on
+
+
+def test_an_advisor_around_a_stateful_loader_leaves_its_state_right():
+    model, sizer = single()
+    loader = Stateful()
+    for number, batch in enumerate(sizer.batches(brimful.LoaderAdvisor(loader))):
+        train(sizer, model, batch)
+        assert loader.state_dict()["given"] == number + 1
 
 
 def random_loader(fetched):
