@@ -1,6 +1,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -20,8 +21,7 @@ std::vector<Entry> distinct_tensors(std::vector<Entry> entries, const TensorOf& 
 }
 
 inline std::vector<at::Tensor> distinct_tensors(std::vector<at::Tensor> tensors) {
-  return distinct_tensors(std::move(tensors),
-                          [](const at::Tensor& tensor) -> const at::Tensor& { return tensor; });
+  return distinct_tensors(std::move(tensors), std::identity());
 }
 
 }  // namespace brimful
