@@ -1,7 +1,6 @@
-import ctypes
 import gc
-from pathlib import Path
 
+import gpu_marks
 import pytest
 import torch
 import torch._dynamo  # the first step of an optimizer would, after the heap was put aside
@@ -52,31 +51,8 @@ def whole_heap():
     put_aside()
 
 
-SIMULATED = hasattr(ctypes.CDLL(None), "sim_cuda_calls")
-# Tests marked gpu that a real device is known to fail, and why. They are strict: one that passes is noticed.
-FAILS_ON_A_GPU = Path(__file__).parent / "fails_on_a_gpu.txt"
-
-
-def _fails_on_a_gpu():
-    """Why, by the test's name, of this torch."""
-    lines = FAILS_ON_A_GPU.read_text().splitlines()
-    known = [line.split("  ", 2) for line in lines if line and not line.startswith("#")]
-    return {name: why for of, name, why in known if of == "any" or torch.__version__.startswith(of)}
-
-
 def pytest_collection_modifyitems(items):
-    """`gpu` tests run on a real device, else on the simulated one, which has to be loaded first."""
-    here = torch.cuda.is_available()
-    gpu = pytest.mark.skip(reason="runs on the simulated CUDA device: make test-cuda-sim")
-    real_gpu = pytest.mark.skip(reason="needs a real CUDA device")
-    fails = _fails_on_a_gpu() if here and not SIMULATED else {}
-    for item in items:
-        if item.get_closest_marker("gpu") and not here:
-            item.add_marker(gpu)
-        if item.get_closest_marker("real_gpu") and (SIMULATED or not here):
-            item.add_marker(real_gpu)
-        if why := fails.get(f"{item.path.parent.name}/{item.path.name}::{item.name}"):
-            item.add_marker(pytest.mark.xfail(reason=why, strict=True))
+    gpu_marks.mark(items)
     # What compiles for minutes does not come last.
     items.sort(key=lambda item: item.path.name != "test_examples.py")
 
@@ -86,7 +62,7 @@ def pytest_runtest_makereport(item):
     """A `gpu` test that skips on the simulated device runs nowhere: it has to be marked `real_gpu`."""
     report = yield
     wanted = item.get_closest_marker("gpu") and not item.get_closest_marker("real_gpu")
-    if SIMULATED and wanted and report.skipped and not hasattr(report, "wasxfail"):
+    if gpu_marks.SIMULATED and wanted and report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skips on the simulated CUDA device: {report.longrepr}"
     return report

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-import conftest
+import gpu_marks
 import pytest
 import torch
 
@@ -412,10 +412,10 @@ def test_tests_that_fail_are_counted_and_named(monkeypatch):
 
 
 class Collected:
-    """As much of pytest's item as the project's conftest asks for."""
+    """As much of pytest's item as gpu_marks asks for."""
 
     def __init__(self, file, name):
-        self.path, self.name, self.markers = conftest.FAILS_ON_A_GPU.parent / file, name, []
+        self.path, self.name, self.markers = gpu_marks.FAILS_ON_A_GPU.parent / file, name, []
 
     def get_closest_marker(self, name):
         return name if name == "gpu" else None
@@ -430,22 +430,22 @@ def test_what_fails_on_a_gpu_is_expected_there_and_nowhere_else(tmp_path, monkey
         "# a comment\nany  sizer/test_a.py::test_b[0.7]  its forecast is short\n"
         "1.0  sizer/test_a.py::test_b[1]  of another torch\n"
     )
-    monkeypatch.setattr(conftest, "FAILS_ON_A_GPU", known)
+    monkeypatch.setattr(gpu_marks, "FAILS_ON_A_GPU", known)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for simulated, expected in ((False, [("xfail", "its forecast is short", True)]), (True, [])):
-        monkeypatch.setattr(conftest, "SIMULATED", simulated)
+        monkeypatch.setattr(gpu_marks, "SIMULATED", simulated)
         items = [
             Collected("sizer/test_a.py", "test_b[0.7]"),
             Collected("sizer/test_a.py", "test_b[1]"),
         ]
-        conftest.pytest_collection_modifyitems(items)
+        gpu_marks.mark(items)
         found, others = (item.markers for item in items)
         assert [(m.name, m.kwargs["reason"], m.kwargs["strict"]) for m in found] == expected
         assert others == []
 
 
 def test_what_fails_on_a_gpu_is_there_and_marked_gpu():
-    known = conftest._fails_on_a_gpu()
+    known = gpu_marks.known_failures()
     for name in known:
         file, test = name.split("::")
         text = (ROOT / "tests/python" / file).read_text()
