@@ -5,10 +5,13 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <array>
 #include <string>
+#include <string_view>
 
 #include "bindings/batch_dim.h"
 #include "bindings/list_rows.h"
+#include "bindings/own_indexing.h"
 #include "bindings/ragged.h"
 #include "bindings/split_types.h"
 
@@ -28,6 +31,21 @@ void require_same(const Found& first, const Found& other) {
       "where rows are, or pass size_fn and split_fn");
 }
 
+/// Whether it is known by its name for the place of a row in each entry, as collate functions of speech and detection have
+/// it.
+bool holds_places(const Entry& entry) {
+  static constexpr std::array<std::string_view, 7> kNames{
+      "sequence_idx", "batch_idx", "batch_index", "batch_indices",
+      "row_idx",      "row_index", "_idx_m"};
+  if (!PyUnicode_Check(entry.key.ptr()) || !THPVariable_Check(entry.value.ptr())) {
+    return false;
+  }
+  const auto& tensor = THPVariable_Unpack(entry.value.ptr());
+  const auto name = entry.key.cast<std::string_view>();
+  return tensor.dim() > 0 && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/false) &&
+         std::find(kNames.begin(), kNames.end(), name) != kNames.end();
+}
+
 /// Looks for the rows of a batch, which all its parts must have alike.
 class RowFinder {
  public:
@@ -36,10 +54,14 @@ class RowFinder {
 
   std::optional<Found> operator()(const py::handle& batch, const py::object& batch_dim) {
     visit(batch, batch_dim, name_);
+    open_lists_of_lists();
     const auto rows = decide();
     // Whether a list is cut by its entries depends on how many rows the rest has.
     for (size_t i = 0; i < lists_.size(); ++i) {  // NOLINT(modernize-loop-convert): it grows
       const auto list = lists_[i];
+      if (list.opened) {
+        continue;
+      }
       const auto of_rest = found_ ? std::optional(found_->rows) : rows;
       if (!of_rest || !is_column(list.object, list.kind, list.alike, *of_rest, readings_)) {
         visit_entries(list.object, list.kind, list.batch_dim, list.path);
@@ -55,14 +77,31 @@ class RowFinder {
     py::object batch_dim;
     std::string path;
     std::optional<detail::AlikeList> alike;
+    bool opened = false;
   };
+
+  /// Lists of lists that have no entry for each row are structure.
+  void open_lists_of_lists() {
+    const auto rows = found_ ? std::optional(found_->rows) : known_;
+    for (size_t i = 0; rows && i < lists_.size();
+         ++i) {  // NOLINT(modernize-loop-convert): it grows
+      const auto list = lists_[i];
+      if (list.alike && list.alike->entries == detail::Entries::lists &&
+          list.alike->length != *rows) {
+        lists_[i].opened = true;
+        visit_entries(list.object, list.kind, list.batch_dim, list.path);
+      }
+    }
+  }
 
   /// What tensors outside of lists, the caller and the lists themselves say together.
   std::optional<int64_t> decide() {
     detail::RowEvidence evidence{found_ ? std::optional(found_->rows) : known_, {}};
     const detail::AlikeList* first = nullptr;
     for (const auto& list : lists_) {
-      if (list.alike) {
+      if (!list.alike) {
+        evidence.lists.push_back(plain_list(list.object, list.path));
+      } else if (!list.opened) {
         const auto& alike = *list.alike;
         first = first == nullptr && (alike.column_rows || alike.uneven) ? &alike : first;
         if (found_ && alike.column_rows && !alike.uneven && alike.length != found_->rows) {
@@ -105,8 +144,16 @@ class RowFinder {
     const WalkDepth depth;
     const auto entries = entries_of(object, kind);
     const auto dims = batch_dims_of(batch_dim, object, kind, entries, path);
+    const bool by_key = PyDict_Check(batch_dim.ptr());
     for (size_t i = 0; i < entries.size(); ++i) {
-      visit(entries[i].value, dims[i], path + path_of(kind, entries[i]));
+      const bool is_said = by_key && batch_dim.contains(entries[i].key);
+      const auto inner = path + path_of(kind, entries[i]);
+      TORCH_CHECK_VALUE(
+          is_said || !holds_places(entries[i]),
+          "an entry of the batch holds places of its rows, "
+          "which are other places in a piece (",
+          inner, "); pass size_fn and split_fn, or a batch_dim for the entry if it holds none");
+      visit(entries[i].value, dims[i], inner);
     }
   }
 
@@ -160,11 +207,10 @@ class Cut {
  private:
   py::object of_tensor(const py::handle& object, int64_t dim) const {
     const auto& tensor = THPVariable_Unpack(object.ptr());
-    if (THPVariable_CheckExact(object.ptr()) || tensor.dim() == 0 ||
-        tensor.layout() != at::kStrided) {
+    if (THPVariable_CheckExact(object.ptr()) || tensor.dim() == 0) {
       return py::cast(detail::slice_tensor(tensor, dim, range_));
     }
-    return object.attr("narrow")(dim, range_.begin, range_.end - range_.begin);  // keeps its class
+    return slice_subclass(object, dim, range_);
   }
 
   /// A view.
@@ -178,7 +224,9 @@ class Cut {
       index.append(py::slice(std::nullopt, std::nullopt, std::nullopt));
     }
     index.append(py::slice(range_.begin, range_.end, 1));
-    return object[py::tuple(index)];
+    py::object piece = object[py::tuple(index)];
+    require_state_kept(object, piece, {}, range_.rows);
+    return piece;
   }
 
   py::object of_structure(const py::handle& object, Kind kind, const py::object& batch_dim,
@@ -195,6 +243,11 @@ class Cut {
     for (size_t i = 0; i < entries.size(); ++i) {
       entries[i].value = (*this)(before[i].value, dims[i], path + path_of(kind, before[i]));
     }
+    if (!mirrors(batch_dim)) {
+      if (auto own = slice_structure(object, kind, entries, batch_dim.cast<int64_t>(), range_)) {
+        return *own;
+      }
+    }
     py::object piece = rebuild(object, kind, before, entries);
     // A BatchEncoding of transformers holds what its tokenizer said of each row beside its entries.
     const py::object of_rows = py::getattr(piece, "_encodings", py::none());
@@ -202,11 +255,18 @@ class Cut {
         is_column(of_rows, Kind::list, {}, range_.rows, readings_)) {
       py::setattr(piece, "_encodings", column(of_rows));
     }
+    require_state_kept(object, piece, before, range_.rows);
     return piece;
   }
 
   py::object column(const py::handle& list) const {
-    return py::reinterpret_borrow<py::object>(list)[py::slice(range_.begin, range_.end, 1)];
+    py::object piece =
+        py::reinterpret_borrow<py::object>(list)[py::slice(range_.begin, range_.end, 1)];
+    if (PyList_CheckExact(piece.ptr()) && !PyList_CheckExact(list.ptr())) {
+      piece = py::type::handle_of(list)(piece);
+    }
+    require_state_kept(list, piece, {}, range_.rows);
+    return piece;
   }
 
   detail::Range range_;

@@ -54,12 +54,26 @@ bool holds_rows(const py::handle& object, Arrays arrays) {
 
 bool alike(const py::handle& a, const py::handle& b);
 
+/// Of two dicts those keys count that both have, of which there is one: samples may lack some.
 bool alike_entries(const py::handle& a, const py::handle& b, Kind kind) {
   const auto first = entries_of(a, kind);
   const auto second = entries_of(b, kind);
-  return std::equal(
-      first.begin(), first.end(), second.begin(), second.end(),
-      [](const Entry& x, const Entry& y) { return x.key.equal(y.key) && alike(x.value, y.value); });
+  const auto same = [](const Entry& x, const Entry& y) {
+    return x.value.is_none() || y.value.is_none() || alike(x.value, y.value);
+  };
+  if (kind != Kind::mapping) {
+    return std::equal(first.begin(), first.end(), second.begin(), second.end(), same);
+  }
+  bool shared = first.empty() && second.empty();
+  for (const auto& x : first) {
+    const auto y = std::find_if(second.begin(), second.end(),
+                                [&](const Entry& entry) { return entry.key.equal(x.key); });
+    shared = shared || y != second.end();
+    if (y != second.end() && !same(x, *y)) {
+      return false;
+    }
+  }
+  return shared;
 }
 
 bool alike(const py::handle& a, const py::handle& b) {
@@ -75,12 +89,15 @@ bool alike(const py::handle& a, const py::handle& b) {
     const auto& y = THPVariable_Unpack(b.ptr());
     return x.dim() == y.dim() && x.dtype() == y.dtype() && x.layout() == y.layout();
   }
+  if (is_number(a) && is_number(b)) {
+    return true;
+  }
   if (!py::type::handle_of(a).is(py::type::handle_of(b))) {
     return false;
   }
   if (has_entries(kind)) {
     const WalkDepth depth;
-    return alike_entries(a, b, kind);
+    return !holds_rows(a, Arrays::count) || alike_entries(a, b, kind);
   }
   return !is_array(a) || (array_dims(a) == array_dims(b) && a.attr("dtype").equal(b.attr("dtype")));
 }
@@ -89,6 +106,14 @@ bool all_alike(const std::vector<Entry>& entries) {
   return !entries.empty() && std::all_of(entries.begin(), entries.end(), [&](const Entry& entry) {
     return alike(entries.front().value, entry.value);
   });
+}
+
+/// A tensor's or array's; nothing for what is neither.
+std::optional<int64_t> dims_of(const py::handle& object, Kind kind) {
+  if (kind == Kind::tensor) {
+    return THPVariable_Unpack(object.ptr()).dim();
+  }
+  return kind == Kind::whole && is_array(object) ? std::optional(array_dims(object)) : std::nullopt;
 }
 
 /// What an entry says of the list, if that holds columns. False: part of it is no column of tensors or arrays, but has
@@ -104,15 +129,16 @@ bool add_columns(const py::handle& object, int64_t dim, detail::AlikeList& list)
     return std::all_of(entries.begin(), entries.end(),
                        [&](const Entry& entry) { return add_columns(entry.value, dim, list); });
   }
-  const bool array = kind == Kind::whole && is_array(object);
-  if (kind != Kind::tensor && !array) {
+  const auto dims = dims_of(object, kind);
+  if (!dims) {
     return kind == Kind::whole;
   }
-  const auto dims = array ? array_dims(object) : THPVariable_Unpack(object.ptr()).dim();
-  if (dims == 0) {
+  if (*dims == 0) {
     return true;
   }
-  if (dim < -dims || dim >= dims) {
+  list.fewest_dims = list.most_dims == 0 ? *dims : std::min(list.fewest_dims, *dims);
+  list.most_dims = std::max(list.most_dims, *dims);
+  if (dim < -*dims || dim >= *dims) {
     list.uneven = true;
     return true;
   }
@@ -120,6 +146,77 @@ bool add_columns(const py::handle& object, int64_t dim, detail::AlikeList& list)
   list.uneven = list.uneven || (list.column_rows && list.column_rows != rows);
   list.column_rows = list.column_rows ? list.column_rows : rows;
   return true;
+}
+
+/// Looks through one entry of a list for what no column has beside tensors.
+class SampleSigns {
+ public:
+  explicit SampleSigns(int64_t dim) : dim_(dim) {}
+
+  void look(const py::handle& object) {
+    if (object.is_none() || own_split_of(object)) {
+      return;
+    }
+    const auto kind = part_kind(object);
+    if (is_list(object, kind) && !holds_rows(object, Arrays::count)) {
+      lengths_.push_back(static_cast<int64_t>(py::len(object)));
+    } else if (has_entries(kind)) {
+      const WalkDepth depth;
+      for (const auto& entry : entries_of(object, kind)) {
+        look(entry.value);
+      }
+    } else if (const auto dims = dims_of(object, kind); dims.value_or(0) == 0) {
+      single_ = true;
+    } else if (dim_ >= -*dims && dim_ < *dims) {
+      sizes_.push_back(*rows_of_leaf(object, kind, dim_, ""));
+    }
+  }
+
+  bool found() const {
+    const auto other = [&](int64_t size) { return size != sizes_.front(); };
+    return !sizes_.empty() && (single_ || std::any_of(sizes_.begin(), sizes_.end(), other) ||
+                               std::any_of(lengths_.begin(), lengths_.end(), other));
+  }
+
+ private:
+  int64_t dim_;
+  bool single_ = false;  ///< a text, a number, a tensor without a dimension
+  std::vector<int64_t> sizes_;
+  std::vector<int64_t>
+      lengths_;  ///< of lists that hold no tensors: a column of texts has as many as a tensor rows
+};
+
+detail::Entries entries_kind(const std::vector<Entry>& entries, bool lists, int64_t dim) {
+  const auto kind = part_kind(entries.front().value);
+  if (lists) {
+    return detail::Entries::lists;
+  }
+  if (!has_entries(kind)) {
+    const auto dims = dims_of(entries.front().value, kind);
+    return kind == Kind::tensor && dims == 0 ? detail::Entries::plain : detail::Entries::tensors;
+  }
+  const bool samples = std::any_of(entries.begin(), entries.end(), [&](const Entry& entry) {
+    SampleSigns signs(dim);
+    signs.look(entry.value);
+    return signs.found();
+  });
+  return samples ? detail::Entries::samples : detail::Entries::records;
+}
+
+bool same_shapes(const std::vector<Entry>& entries) {
+  return std::all_of(entries.begin(), entries.end(), [&](const Entry& entry) {
+    return entry.value.attr("shape").equal(entries.front().value.attr("shape"));
+  });
+}
+
+/// A tuple that is the batch has fields, unless so many of its entries are alike that each may be a sample.
+bool has_fields(const std::vector<Entry>& entries) {
+  const auto kind = part_kind(entries.front().value);
+  const bool many = entries.size() > static_cast<size_t>(detail::kMostColumns);
+  if (has_entries(kind)) {
+    return !(many || kind == Kind::mapping || kind == Kind::dataclass);
+  }
+  return !many || !dims_of(entries.front().value, kind) || !same_shapes(entries);
 }
 
 bool is_array_of(const py::handle& object, int64_t rows) {
@@ -162,8 +259,7 @@ bool is_list(const py::handle& object, Kind kind) {
 
 std::optional<detail::AlikeList> alike_list(const py::handle& object, Kind kind,
                                             const py::object& batch_dim, const std::string& path) {
-  const bool of_fields = kind == Kind::tuple && path == "batch";
-  if (!is_list(object, kind) || of_fields || mirrors(batch_dim) || batch_dim.is_none()) {
+  if (!is_list(object, kind) || mirrors(batch_dim) || batch_dim.is_none()) {
     return std::nullopt;
   }
   const WalkDepth depth;
@@ -172,24 +268,48 @@ std::optional<detail::AlikeList> alike_list(const py::handle& object, Kind kind,
     return std::nullopt;
   }
   const auto& first = entries.front().value;
-  const auto first_kind = part_kind(first);
-  // Lists of lists are structure; each inner one is looked at by itself.
-  const bool inner = has_entries(first_kind) && is_list(first, first_kind) &&
-                     all_alike(entries_of(first, first_kind));
-  if (inner || (!is_number(first) && !holds_rows(first, Arrays::count))) {
+  if (!is_number(first) && !holds_rows(first, Arrays::count)) {
     return std::nullopt;
   }
-  detail::AlikeList list{path, static_cast<int64_t>(entries.size()), {}, false};
+  const auto first_kind = part_kind(first);
+  // A few lists of lists are structure; each inner one is looked at by itself.
+  const bool lists = has_entries(first_kind) && is_list(first, first_kind) &&
+                     all_alike(entries_of(first, first_kind));
+  const bool is_batch = kind == Kind::tuple && path == "batch";
+  if ((lists && std::ssize(entries) <= detail::kMostColumns) || (is_batch && has_fields(entries))) {
+    return std::nullopt;
+  }
   const auto dim = batch_dim.cast<int64_t>();
+  detail::AlikeList list{path, std::ssize(entries), {}, false, entries_kind(entries, lists, dim), 0,
+                         0};
   const bool are_columns_or_rows =
       std::all_of(entries.begin(), entries.end(),
                   [&](const Entry& entry) { return add_columns(entry.value, dim, list); });
-  return are_columns_or_rows ? std::optional(std::move(list)) : std::nullopt;
+  const bool only_one =
+      list.entries == detail::Entries::records && is_batch && list.length <= detail::kMostColumns;
+  return are_columns_or_rows && !only_one ? std::optional(std::move(list)) : std::nullopt;
 }
 
 bool waits_for_rows(const py::handle& object, Kind kind) {
   return is_list(object, kind) &&
          !holds_rows(object, kind == Kind::list ? Arrays::skip : Arrays::count);
+}
+
+detail::AlikeList plain_list(const py::handle& object, const std::string& path) {
+  py::object type = py::none();
+  bool one_type = true;
+  for (const auto& entry : object) {
+    if (!entry.is_none()) {
+      const auto own = py::type::of(entry);
+      one_type = one_type && (type.is_none() || type.is(own));
+      type = own;
+    }
+  }
+  return {path,
+          static_cast<int64_t>(py::len(object)),
+          {},
+          false,
+          one_type && !type.is_none() ? detail::Entries::plain : detail::Entries::tensors};
 }
 
 bool is_column(const py::handle& object, Kind kind, const std::optional<detail::AlikeList>& alike,

@@ -18,12 +18,15 @@ std::optional<int64_t> rows_of_leaf(const py::handle& leaf, Kind kind, int64_t d
 bool is_list(const py::handle& object, Kind kind);
 
 /// What it says of the batch's rows, if its entries are alike and hold numbers, tensors or arrays. The tuple that a batch
-/// is has fields.
+/// is has fields, unless its entries are samples.
 std::optional<detail::AlikeList> alike_list(const py::handle& object, Kind kind,
                                             const py::object& batch_dim, const std::string& path);
 
-/// Whether it can be read only when the rows of the rest are known, though nothing is alike in it.
+/// Whether nothing in it has rows of its own: how long it is says how many rows there are, if anything else has as many.
 bool waits_for_rows(const py::handle& object, Kind kind);
+
+/// What such a list says. Of entries of several types it may be a setting.
+detail::AlikeList plain_list(const py::handle& object, const std::string& path);
 
 /// Whether it has an entry for each row. `alike`: what alike_list() said of it.
 bool is_column(const py::handle& object, Kind kind, const std::optional<detail::AlikeList>& alike,

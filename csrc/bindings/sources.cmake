@@ -20,6 +20,8 @@ brimful_sources(BINDINGS
   launch.cpp
   leaks.cpp
   list_rows.cpp
+  own_indexing.cpp
+  piece_note.cpp
   live_table.cpp
   members.cpp
   memory.cpp

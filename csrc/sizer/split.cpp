@@ -2,6 +2,7 @@
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
 #include <brimful/sizer/split.h>
 #include <c10/core/WrapDimMinimal.h>
 
@@ -74,6 +75,21 @@ bool has_tensor(const c10::IValue& part) {
   return found;
 }
 
+/// Numbers, texts, and lists of them.
+bool is_plain_type(const c10::Type& type) {
+  switch (type.kind()) {
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::FloatType:
+    case c10::TypeKind::BoolType:
+    case c10::TypeKind::StringType:
+      return true;
+    case c10::TypeKind::ListType:
+      return is_plain_type(*type.castRaw<c10::ListType>()->getElementType());
+    default:
+      return false;
+  }
+}
+
 bool is_list_of_rows(const c10::IValue& list, int64_t rows) {
   return list.isTensorList()
              ? are_rows(list.toTensorVector(), rows)
@@ -116,6 +132,13 @@ void Part<c10::IValue>::count(const c10::IValue& part, RowEvidence& found) {
     add_rows(found, tensor_rows(part.toTensor(), 0));
   } else if (part.isTensorList()) {
     add_list(found, part.toTensorVector());
+  } else if (part.isList() && is_plain_type(*part.toList().elementType())) {
+    const bool numbers = part.isIntList() || part.isDoubleList() || part.isBoolList();
+    found.lists.push_back({"numbers or texts",
+                           static_cast<int64_t>(part.toListRef().size()),
+                           {},
+                           false,
+                           numbers ? Entries::tensors : Entries::plain});
   } else if (part.isList() || part.isTuple() || part.isGenericDict()) {
     for_each_entry(part, [&](const c10::IValue& item) { count(item, found); });
   } else {

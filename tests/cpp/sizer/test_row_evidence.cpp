@@ -36,7 +36,7 @@ TEST_CASE("Lists are read as the rest of the batch says", "[sizer]") {
       {std::nullopt, {of(3, 3), of(3, {})}, std::nullopt},
       {std::nullopt, {of(12, 3, true), of(12, {})}, 12},
       {std::nullopt, {of(12, 3, true), of(12, 5, true)}, 12},
-      {std::nullopt, {of(2, 3, true), of(2, {})}, std::nullopt},
+      {std::nullopt, {of(2, 3, true), of(2, {})}, 2},  // no columns, however few
       {std::nullopt, {of(12, 3, true)}, std::nullopt},
       {std::nullopt, {of(12, 3), of(12, 5)}, 12},  // two samples' sizes: no columns
       {std::nullopt, {of(12, 3), of(12, 3)}, std::nullopt},
@@ -53,6 +53,47 @@ TEST_CASE("Lists are read as the rest of the batch says", "[sizer]") {
     }
   }
   CHECK(decide_rows({std::nullopt, {of(5, std::nullopt)}}) == std::nullopt);
+}
+
+namespace {
+AlikeList made_of(Entries entries, int64_t length, Rows column_rows, int64_t dims = 2) {
+  return {"x", length, column_rows, false, entries, dims, dims};
+}
+}  // namespace
+
+TEST_CASE("What no column is made of says that entries are rows", "[sizer]") {
+  const auto texts = [](int64_t length) { return made_of(Entries::plain, length, {}); };
+  struct Case {
+    Rows fixed;
+    std::vector<AlikeList> lists;
+    Rows rows;  // nothing: refused
+  };
+  for (const int64_t n : {1, 2, 3, 8}) {
+    const std::vector<Case> cases{
+        {std::nullopt, {of(n, 50), texts(n)}, n},    // waves and texts
+        {std::nullopt, {texts(50), of(n, 50)}, 50},  // columns and texts
+        {std::nullopt, {of(n, 50), texts(n), texts(50)}, std::nullopt},
+        {std::nullopt, {made_of(Entries::samples, n, 50)}, n},
+        {std::nullopt, {made_of(Entries::samples, n, n)}, n},
+        {std::nullopt, {made_of(Entries::samples, n, 50), of(n + 1, 50)}, std::nullopt},
+        {std::nullopt, {made_of(Entries::records, n, 50, 1)}, n},  // blocks of tokens
+        {std::nullopt, {made_of(Entries::records, n, 50), of(n, 50)}, n},
+        {std::nullopt, {made_of(Entries::records, n, 50)}, n <= 3 ? Rows(50) : Rows()},
+        {std::nullopt, {made_of(Entries::lists, n, 50)}, n <= 3 ? Rows(50) : Rows()},
+        {n, {made_of(Entries::samples, n, n)}, n},
+    };
+    for (size_t i = 0; i < cases.size(); ++i) {
+      INFO("case " << i << ", rows " << n);
+      const auto& [fixed, lists, rows] = cases[i];
+      if (rows) {
+        CHECK(decide_rows({fixed, lists}) == rows);
+      } else {
+        CHECK_THROWS_AS(decide_rows({fixed, lists}), c10::ValueError);
+      }
+    }
+  }
+  ListReadings none;
+  CHECK(reading_of(made_of(Entries::samples, 3, 3), 3, none) == Reading::rows);
 }
 
 TEST_CASE("What a list was taken for holds for smaller batches", "[sizer]") {

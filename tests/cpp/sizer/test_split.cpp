@@ -148,6 +148,27 @@ TEST_CASE("Parts without rows are in every piece", "[sizer]") {
   CHECK(words == std::vector<std::string>{"x", "y"});
 }
 
+TEST_CASE("Vectors of strings and of numbers say that equally long samples are rows", "[sizer]") {
+  const std::vector<at::Tensor> waves{rows(50), rows(50), rows(50), rows(50)};
+  const std::vector<std::vector<int64_t>> tokens{{1}, {2, 3}, {4}, {5}};
+  const auto check = [&](const auto& beside) {
+    const std::pair batch{waves, beside};
+    CHECK(rows_of(batch) == 4);
+    const auto [some, rest] = slice_rows(batch, 1, 3);
+    CHECK(some.size() == 2);
+    CHECK(some[0].size(0) == 50);
+    CHECK(rest.size() == 2);
+    CHECK(rest[0] == beside[1]);
+  };
+  check(std::vector<std::string>{"a", "b", "c", "d"});
+  check(tokens);
+  CHECK_THROWS_AS(rows_of(waves), c10::ValueError);  // alone: time, or rows
+  c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
+  dict.insert("waves", c10::List<at::Tensor>({rows(50), rows(50)}));
+  dict.insert("texts", c10::List<std::string>({"a", "b"}));
+  CHECK(rows_of(c10::IValue(dict)) == 2);
+}
+
 TEST_CASE("A vector with a string, number or Example for each row is cut", "[sizer]") {
   const std::tuple batch{rows(3), std::vector<std::string>{"a", "b", "c"},
                          std::vector<int64_t>{1, 2, 3}};

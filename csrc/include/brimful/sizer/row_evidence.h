@@ -12,13 +12,28 @@ namespace brimful::detail {
 
 using Rows = std::optional<int64_t>;
 
-/// A list whose entries are alike.
+/// What a list's entries are, and so how much its length says of the batch's rows.
+enum class Entries : uint8_t {
+  tensors,  ///< or numbers, such as labels; two of these are a size as well
+  plain,  ///< texts, lists, metadata, tensors without a dimension: columns are made of no such things
+  lists,  ///< lists of alike tensors: pairs of columns, samples that are pairs, or columns that are lists of rows
+  records,  ///< structures of tensors with as many rows each, if these are columns
+  samples,  ///< structures that hold what a column does not have beside tensors: texts, numbers, tensors of other sizes
+};
+
+/// A list alone is one of columns up to a triplet; more entries may be either.
+constexpr int64_t kMostColumns = 3;
+
+/// A list whose entries are alike, or all without rows.
 struct AlikeList {
   std::string name;
   int64_t length = 0;
   Rows
       column_rows;  ///< of its tensors, as columns; nothing: there are none, or without a dimension
   bool uneven = false;  ///< they differ in that: these are no columns
+  Entries entries = Entries::tensors;
+  int64_t fewest_dims = 2;  ///< of its tensors
+  int64_t most_dims = 2;
 };
 
 enum class Reading : uint8_t { columns, rows };

@@ -58,6 +58,12 @@ struct Part<T> : BuiltIn {
   static void visit(const T& part, const Visit& visit) { visit_part(part.data, visit); }
 };
 
+/// Texts, numbers, and lists of them: an entry for each row, if anything has as many.
+template <typename T>
+struct IsPlain : std::bool_constant<Scalar<T>> {};
+template <typename T>
+struct IsPlain<std::vector<T>> : IsPlain<T> {};
+
 template <typename T>
 struct Part<std::vector<T>> : BuiltIn {
   static constexpr bool kSamples = Example<T> || TensorExample<T>;
@@ -66,8 +72,12 @@ struct Part<std::vector<T>> : BuiltIn {
       add_rows(found, static_cast<int64_t>(part.size()));
     } else if constexpr (std::is_same_v<T, at::Tensor>) {
       add_list(found, part);
-    } else if constexpr (std::is_arithmetic_v<T>) {  // such as labels
-      found.lists.push_back({"numbers", static_cast<int64_t>(part.size()), {}, false});
+    } else if constexpr (IsPlain<T>::value) {  // such as labels
+      found.lists.push_back({"numbers or texts",
+                             static_cast<int64_t>(part.size()),
+                             {},
+                             false,
+                             std::is_arithmetic_v<T> ? Entries::tensors : Entries::plain});
     } else {
       for (const T& item : part) {
         Part<T>::count(item, found);
@@ -75,7 +85,7 @@ struct Part<std::vector<T>> : BuiltIn {
     }
   }
   static std::vector<T> slice(const std::vector<T>& part, const Range& range) {
-    if constexpr (kSamples || Scalar<T>) {
+    if constexpr (kSamples || IsPlain<T>::value) {
       return static_cast<int64_t>(part.size()) == range.rows ? entries(part, range) : part;
     } else {
       if constexpr (std::is_same_v<T, at::Tensor>) {
@@ -109,7 +119,7 @@ struct Part<std::vector<T>> : BuiltIn {
   }
   static void visit(const std::vector<T>& part, const Visit& visit) {
     for (const T& item : part) {
-      if constexpr (!Scalar<T>) {
+      if constexpr (!IsPlain<T>::value) {
         visit_part(item, visit);
       }
     }
