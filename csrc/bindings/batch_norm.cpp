@@ -48,14 +48,47 @@ BatchNormModule batch_norm_of(const std::string& name, const py::object& object)
   };
   return made;
 }
+
+std::vector<at::Tensor> statistics_of(const py::object& module) {
+  std::vector<at::Tensor> found;
+  if (module.is_none()) {
+    return found;
+  }
+  for (const auto& [name, buffer] : module.attr("_buffers").cast<py::dict>()) {
+    if (THPVariable_Check(buffer.ptr()) && THPVariable_Unpack(buffer.ptr()).is_floating_point() &&
+        names_statistics(name.cast<std::string>())) {
+      found.push_back(THPVariable_Unpack(buffer.ptr()));
+    }
+  }
+  return found;
+}
+
+BatchNormModule other_norm_of(const std::string& name, const py::object& object) {
+  const auto module = shared_object(py::weakref(object));
+  BatchNormModule made;
+  made.name = name;
+  made.state = [module] {
+    return call_python([&] {
+      const py::object alive = (*module)();
+      return BatchNormState{!alive.is_none() && alive.attr("training").cast<bool>(), true,
+                            std::nullopt};
+    });
+  };
+  made.statistics = [module] { return call_python([&] { return statistics_of((*module)()); }); };
+  return made;
+}
 }  // namespace
 
 std::vector<BatchNormModule> batch_norms_of(
     const std::vector<std::pair<std::string, py::object>>& modules) {
+  const py::object torchs = py::module_::import("torch.nn.modules.batchnorm").attr("_BatchNorm");
   std::vector<BatchNormModule> made;
-  made.reserve(modules.size());
   for (const auto& [name, module] : modules) {
-    made.push_back(batch_norm_of(name, module));
+    if (py::isinstance(module, torchs)) {
+      made.push_back(batch_norm_of(name, module));
+    } else if (!statistics_of(module).empty()) {
+      made.push_back(other_norm_of(name, module));
+    }
   }
   return made;
 }

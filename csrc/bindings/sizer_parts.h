@@ -31,7 +31,8 @@ Transaction::Keeper keeper_of(py::function capture, py::function restore);
 /// The object's methods are those of ladder::Modules.
 std::shared_ptr<ladder::Modules> ladder_modules_of(py::object modules);
 
-/// torch.nn's BatchNorm modules with their names; they are not kept alive.
+/// Of modules with their names, those of torch.nn's BatchNorm, and those whose buffers may be running statistics; they are
+/// not kept alive.
 std::vector<BatchNormModule> batch_norms_of(
     const std::vector<std::pair<std::string, py::object>>& modules);
 

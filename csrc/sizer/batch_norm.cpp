@@ -7,13 +7,24 @@
 
 #include <algorithm>
 #include <cmath>
+#include <unordered_set>
 
 #include "sizer/norm_calls.h"
 #include "step/copy_each.h"
 
 namespace brimful {
 namespace {
-constexpr size_t kNamed = 8;  // modules in a message
+constexpr size_t kNamed = 8;   // modules in a message
+constexpr int64_t kLooks = 4;  // forwards until a module that changes no statistics is believed
+
+std::string list_names(const std::vector<std::string>& names) {
+  std::string text;
+  for (size_t i = 0; i < names.size() && i < kNamed; ++i) {
+    text += (i == 0 ? "" : ", ") + names[i];
+  }
+  return names.size() > kNamed ? text + " and " + std::to_string(names.size() - kNamed) + " more"
+                               : text;
+}
 
 bool couples_rows(const BatchNormState& state) {
   return state.training || !state.tracks;
@@ -61,31 +72,111 @@ BatchNormPolicy batch_norm_policy(const std::string& name) {
   return BatchNormPolicy::refuse;
 }
 
+bool names_statistics(const std::string& name) {
+  static const std::unordered_set<std::string> words{
+      "running", "moving",  "mean", "var", "variance", "std", "ema",
+      "avg",     "average", "amax", "min", "max",      "size"};
+  size_t begin = 0;
+  while (begin < name.size()) {
+    const auto end = std::min(name.find('_', begin), name.size());
+    if (words.count(name.substr(begin, end - begin)) != 0) {
+      return true;
+    }
+    begin = end + 1;
+  }
+  return false;
+}
+
 BatchNorms::BatchNorms(BatchNormPolicy policy, std::vector<BatchNormModule> modules)
-    : policy_(policy), modules_(std::move(modules)) {}
+    : policy_(policy), looks_left_(kLooks) {
+  for (auto& module : modules) {
+    (module.statistics ? others_ : modules_).push_back(std::move(module));
+  }
+  seen_.assign(others_.size(), false);
+}
 
 std::string BatchNorms::names() const {
-  std::string text;
-  size_t count = 0;
+  std::vector<std::string> names;
   for (const auto& module : modules_) {
-    if (couples_rows(module.state()) && ++count <= kNamed) {
-      text += (text.empty() ? "" : ", ") + module.name;
+    if (couples_rows(module.state())) {
+      names.push_back(module.name);
     }
   }
-  return count > kNamed ? text + " and " + std::to_string(count - kNamed) + " more" : text;
+  return list_names(names);
+}
+
+std::string BatchNorms::names_of_others() const {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < others_.size(); ++i) {
+    if (seen_[i] && others_[i].state().training) {
+      names.push_back(others_[i].name);
+    }
+  }
+  return list_names(names);
 }
 
 bool BatchNorms::may_split() const {
-  return policy_ != BatchNormPolicy::refuse ||
-         std::none_of(modules_.begin(), modules_.end(),
-                      [](const auto& module) { return couples_rows(module.state()); });
+  return policy_ != BatchNormPolicy::refuse || (names().empty() && names_of_others().empty());
 }
 
 void BatchNorms::require_whole(int64_t pieces) const {
-  TORCH_CHECK_VALUE(pieces <= 1 || may_split(),
+  if (pieces <= 1 || may_split()) {
+    return;
+  }
+  const auto coupled = names();
+  const auto others = names_of_others();
+  TORCH_CHECK_VALUE(false,
                     "this model's batches must not be split (batch_norm: refuse, pieces: ", pieces,
-                    ", BatchNorm modules: ", names(),
+                    coupled.empty() ? "" : ", BatchNorm modules: ", coupled,
+                    others.empty() ? "" : ", modules that keep running statistics: ", others,
                     "); give the device more memory, use GroupNorm, or choose another batch_norm");
+}
+
+std::vector<BatchNorms::Watched> BatchNorms::watch() {
+  std::vector<Watched> watched;
+  if (others_.empty() || looks_left_ == 0) {
+    return watched;
+  }
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < others_.size(); ++i) {
+    if (!seen_[i] && others_[i].state().training) {
+      watched.push_back({i, others_[i].statistics(), {}});
+      for (const auto& tensor : watched.back().statistics) {
+        watched.back().copies.push_back(tensor.clone());
+      }
+    }
+  }
+  return watched;
+}
+
+void BatchNorms::look(const std::vector<Watched>& watched, int64_t pieces) {
+  if (others_.empty() || (watched.empty() && warned_of_others_)) {
+    return;
+  }
+  if (!watched.empty()) {
+    --looks_left_;
+    for (const auto& module : watched) {
+      const auto now = others_[module.module].statistics();
+      bool same = now.size() == module.statistics.size();
+      for (size_t i = 0; same && i < now.size(); ++i) {
+        same = now[i].is_same(module.statistics[i]) && at::equal(now[i], module.copies[i]);
+      }
+      seen_[module.module] = !same;
+    }
+    require_whole(pieces);
+  }
+  const auto names = names_of_others();
+  if (pieces < 2 || names.empty() || warned_of_others_) {
+    return;
+  }
+  warned_of_others_ = true;
+  log(LogLevel::warning,
+      "the batch is split, and modules that keep running statistics update them with every piece: "
+      "the result depends on the split (modules: " +
+          names +
+          "); batch_norm=\"refuse\" keeps batches whole; \"rescale\" and \"freeze\" know torch's "
+          "BatchNorm only");
 }
 
 void BatchNorms::warn() {

@@ -44,5 +44,10 @@ def named_parameters(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch
 
 
 def batch_norms(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    """BatchNorm, and all else that may keep running statistics."""
     kind = torch.nn.modules.batchnorm._BatchNorm
-    return [(name, module) for name, module in named_modules(models) if isinstance(module, kind)]
+    return [
+        (name, module)
+        for name, module in named_modules(models)
+        if isinstance(module, kind) or module._buffers
+    ]

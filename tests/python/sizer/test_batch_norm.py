@@ -317,3 +317,116 @@ def test_ranks_with_other_splits_keep_equal_buffers(ranks):
 def test_an_unknown_policy_is_refused():
     error = raised(brimful.BatchSizer, net(), batch_norm="hope")
     assert type(error) is ValueError and '(batch_norm: hope); pass "warn"' in str(error)
+
+
+class OwnNorm(torch.nn.Module):
+    """Normalises over rows and keeps running statistics, and is of no class of torch's."""
+
+    def __init__(self, how="copies"):
+        super().__init__()
+        self.how = how
+        self.register_buffer("running_mean", torch.zeros(8))
+        self.register_buffer("running_var", torch.ones(8))
+
+    def forward(self, x):
+        mean, variance = x.mean(0), x.var(0)
+        if self.training and self.how == "copies":
+            self.running_mean.copy_(self.running_mean.lerp(mean.detach(), 0.1))
+        elif self.training and self.how == "assigns":
+            self.running_mean = self.running_mean.lerp(mean.detach(), 0.1)
+        elif self.training and self.how == "calls torch":
+            statistics = self.running_mean, self.running_var
+            return torch.nn.functional.batch_norm(x, *statistics, training=True)
+        return (x - mean) / variance.sqrt()
+
+
+class Codebook(torch.nn.Module):
+    """Counts which of its codes rows are near to."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cluster_size", torch.zeros(8))
+
+    def forward(self, x):
+        if self.training:
+            self.cluster_size.mul_(0.9).add_(x.argmax(1).bincount(minlength=8))
+        return x
+
+
+# Modules of other classes that keep statistics of what they saw
+KEEPING = {
+    "copies": lambda: OwnNorm("copies"),
+    "assigns": lambda: OwnNorm("assigns"),
+    "calls torch": lambda: OwnNorm("calls torch"),
+    "instances": lambda: torch.nn.Sequential(
+        torch.nn.Unflatten(1, (2, 4)),
+        torch.nn.InstanceNorm1d(2, track_running_stats=True),
+        torch.nn.Flatten(),
+    ),
+    "a codebook": Codebook,
+}
+# Those that do not, though their buffers are called so
+NOT_KEEPING = {
+    "frozen": lambda: OwnNorm("is frozen"),
+    "in eval": lambda: OwnNorm("copies").eval(),
+}
+
+
+def net_with(middle):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), middle, torch.nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("whole_first", [False, True])
+@pytest.mark.parametrize("name", KEEPING)
+def test_modules_of_other_classes_that_keep_statistics_are_refused(name, whole_first):
+    model = net_with(KEEPING[name]())
+    sizer = brimful.BatchSizer(model, batch_norm="refuse")
+    if whole_first:
+        assert sizer.step(BATCH, cross_entropy).split == [ROWS]
+        model.zero_grad()
+    before = values_of(model)
+    with pytest.raises(ValueError, match=r"refuse, .*keep running statistics: 1[.1]*\)"):
+        sizer.step(BATCH, cross_entropy, split=[4, 8])
+    assert same_bits(values_of(model), before)
+    assert all(p.grad is None for p in model.parameters())
+    assert sizer.step(BATCH, cross_entropy).split == [ROWS]
+
+
+@pytest.mark.parametrize("policy", ["warn", "freeze", "rescale"])
+@pytest.mark.parametrize("name", KEEPING)
+def test_modules_of_other_classes_that_keep_statistics_are_named_once(caplog, name, policy):
+    model = net_with(KEEPING[name]())
+    sizer = brimful.BatchSizer(model, batch_norm=policy)
+    with caplog.at_level(logging.WARNING, "brimful"):
+        sizer.step(BATCH, cross_entropy)
+        assert not caplog.records
+        for _ in range(2):
+            model.zero_grad()
+            sizer.step(BATCH, cross_entropy, split=[4, 8])
+    assert len(caplog.records) == 1
+    assert "(modules: 1" in caplog.text and "running statistics" in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["warn", "refuse"])
+@pytest.mark.parametrize("name", NOT_KEEPING)
+def test_modules_that_keep_no_statistics_are_left_alone(caplog, name, policy):
+    model = net_with(NOT_KEEPING[name]())
+    sizer = brimful.BatchSizer(model, batch_norm=policy)
+    with caplog.at_level(logging.WARNING, "brimful"):
+        for _ in range(6):
+            sizer.step(BATCH, cross_entropy, split=[4, 8])
+            model.zero_grad()
+    assert not caplog.records
+
+
+def test_a_pipelines_stage_that_keeps_statistics_is_refused():
+    model = net_with(OwnNorm())
+    pipeline = brimful.Pipeline(
+        [model[0], model[1:]],
+        loss_fn=torch.nn.functional.cross_entropy,
+        batch_norm="refuse",
+        microbatches=2,
+    )
+    with pytest.raises(ValueError, match="keep running statistics"):
+        pipeline.step(*BATCH)

@@ -45,7 +45,13 @@ struct BatchNormModule {
   std::function<BatchNormState()> state;
   std::function<void(std::optional<double>)> set_momentum;
   std::function<BatchNormBuffers()> buffers;
+  /// Set for a module of another class, whose buffers may be running statistics: these. It counts once its forward was seen
+  /// to change one of them; how it does is not known, and so `freeze` and `rescale` leave it alone.
+  std::function<std::vector<at::Tensor>()> statistics;
 };
+
+/// Whether a buffer of this name, such as running_mean, is one of the statistics that modules keep. Pure.
+BRIMFUL_API bool names_statistics(const std::string& name);
 
 /// A policy and the modules that it is for. Not thread-safe.
 class BRIMFUL_API BatchNorms {
@@ -53,7 +59,7 @@ class BRIMFUL_API BatchNorms {
   BatchNorms(BatchNormPolicy policy, std::vector<BatchNormModule> modules);
 
   /// False if the policy refuses and a module depends on the other rows of its batch: one in training, or without running
-  /// statistics.
+  /// statistics; or a module of another class was seen to change its statistics.
   bool may_split() const;
   /// @throws c10::ValueError, which names the modules, unless may_split() or there is one piece
   void require_whole(int64_t pieces) const;
@@ -63,8 +69,10 @@ class BRIMFUL_API BatchNorms {
   template <typename Work>
   auto forward(int64_t piece, int64_t pieces, const Work& work) {
     const auto calls = before_piece(piece, pieces);
+    const auto watched = watch();
     auto result = work();
     after_piece(piece, calls.get());
+    look(watched, pieces);
     return result;
   }
   /// To be called when all pieces have run, with all that backward computes again. Under `freeze` running statistics become
@@ -91,8 +99,18 @@ class BRIMFUL_API BatchNorms {
     double seen = 0;          ///< batches before this step, where there is no momentum
     std::vector<Moments> calls;  ///< over the pieces, for each time that a piece calls the module
   };
+  /// Statistics of a module of another class, before it ran.
+  struct Watched {
+    size_t module = 0;
+    std::vector<at::Tensor> statistics;
+    std::vector<at::Tensor> copies;  ///< torch's batch_norm leaves no trace in a version
+  };
   std::string names() const;
+  std::string names_of_others() const;
   void warn();
+  std::vector<Watched> watch();
+  /// @throws c10::ValueError under `refuse` if one of `pieces` changed what was watched
+  void look(const std::vector<Watched>& watched, int64_t pieces);
   void hold();
   static void change(const Held& held, int64_t piece, int64_t pieces);
   void copy_buffers();
@@ -105,8 +123,12 @@ class BRIMFUL_API BatchNorms {
 
   BatchNormPolicy policy_;
   std::vector<BatchNormModule> modules_;
+  std::vector<BatchNormModule> others_;  ///< of other classes
+  std::vector<bool> seen_;               ///< which of them changed their statistics
+  int64_t looks_left_ = 0;
   std::vector<Held> held_;
   bool warned_ = false;
+  bool warned_of_others_ = false;
 };
 
 }  // namespace brimful
