@@ -2,10 +2,12 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
+#include "bindings/piece_note.h"
 #include "bindings/sizer_parts.h"
 
 namespace brimful {
@@ -22,7 +24,9 @@ PieceWork work_on(const Called& called, std::optional<int64_t> place) {
           place ? rows.attr("like")(*place, end - begin) : rows.attr("piece")(begin, end);
       const auto weight = place ? static_cast<double>(end - begin)
                                 : py::float_(rows.attr("weight")(begin, end)).cast<double>();
-      return as_piece_loss(called->at(1)(called->at(2), piece), weight);
+      return PieceNote::with(
+          [&] { return as_piece_loss(called->at(1)(called->at(2), piece), weight); },
+          [&] { return place ? "" : rows.attr("note")(begin, end).cast<std::string>(); });
     });
   };
   return {forward, run_python_backward, {}};

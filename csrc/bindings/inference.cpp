@@ -9,6 +9,7 @@
 
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
+#include "bindings/piece_note.h"
 #include "bindings/sizer_parts.h"
 
 namespace brimful {
@@ -113,7 +114,10 @@ class PythonMapping {
   std::vector<at::Tensor> piece(int64_t begin, int64_t end) {
     return call_python([&] {
       last_ = py::none();  // it holds memory
-      py::object result = fn_(std::exchange(next_, py::none()));
+      const char* const whole = tried_ ? "run whole before" : "never run whole";
+      tried_ = tried_ || (begin == 0 && end == rows_);
+      py::object result = PieceNote::with([&] { return fn_(std::exchange(next_, py::none())); },
+                                          [&] { return PieceNote::of(begin, end, rows_, whole); });
       std::vector<at::Tensor> tensors;
       const auto form = take_tensors(result, tensors);
       if (begin == 0) {
@@ -131,6 +135,7 @@ class PythonMapping {
   py::object batch_;
   const Splitter& splitter_;
   int64_t rows_;
+  bool tried_ = false;  ///< the batch in one piece
   std::string form_;
   py::object next_ = py::none();  ///< piece
   py::object last_ = py::none();  ///< result

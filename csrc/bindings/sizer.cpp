@@ -10,6 +10,7 @@
 #include "bindings/by_length.h"
 #include "bindings/callbacks.h"
 #include "bindings/module_entries.h"
+#include "bindings/piece_note.h"
 #include "bindings/sizer_parts.h"
 
 namespace brimful {
@@ -222,13 +223,17 @@ class PythonSizer {
 
   PieceWork work_of(const Source& source, const py::object& loss_fn,
                     const py::object& model) const {
-    const auto forward = [&](int64_t begin, int64_t end) {
+    const auto tried = std::make_shared<bool>(false);
+    const auto forward = [&, tried](int64_t begin, int64_t end) {
       return call_python([&] {
         TORCH_CHECK_VALUE(source.batch,
                           "a rank without data cannot take part in the model's own collectives "
                           "(lockstep: true); give all ranks the same number of batches");
-        return as_piece_loss(
-            loss_fn(model, splitter_->slice(source.batch, source.rows, begin, end)), end - begin);
+        const char* const whole = *tried ? "run whole before" : "never run whole";
+        *tried = *tried || (begin == 0 && end == source.rows);
+        const py::object piece = splitter_->slice(source.batch, source.rows, begin, end);
+        return PieceNote::with([&] { return as_piece_loss(loss_fn(model, piece), end - begin); },
+                               [&] { return PieceNote::of(begin, end, source.rows, whole); });
       });
     };
     const auto tensors = [&](int64_t begin, int64_t end) {

@@ -7,6 +7,7 @@
 #include "bindings/callbacks.h"
 #include "bindings/fields.h"
 #include "bindings/module_entries.h"
+#include "bindings/piece_note.h"
 #include "bindings/sizer_parts.h"
 #include "sizer/call_log.h"
 
@@ -68,7 +69,9 @@ SplitCheck verify(const py::object& batch, const py::function& loss_fn, const py
   const auto forward = [&](int64_t begin, int64_t end) {
     const With with(around);
     return call_python([&] {
-      return as_piece_loss(loss_fn(splitter.slice(batch, rows, begin, end)), end - begin);
+      const py::object piece = splitter.slice(batch, rows, begin, end);
+      return PieceNote::with([&] { return as_piece_loss(loss_fn(piece), end - begin); },
+                             [&] { return PieceNote::of(begin, end, rows, "run whole before"); });
     });
   };
   const auto gradients = [&](const at::Tensor& loss, const at::Tensor& seed,
@@ -125,6 +128,7 @@ void bind_verify_split(py::module_& m) {
           },
           py::arg("name"), py::arg("outputs"))
       .def("drew", &CallLog::drew, py::arg("given_again"))
+      .def("drew_places", &CallLog::drew_places)
       .def_property_readonly("run", [](const CallLog& log) { return log.runs() - 1; })
       .def_property_readonly(
           "rows", [](const CallLog& log) { return std::pair(log.rows().begin, log.rows().end); })

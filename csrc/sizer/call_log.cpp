@@ -97,6 +97,15 @@ void CallLog::drew(bool given_again) {
   }
 }
 
+void CallLog::drew_places() {
+  drew(false);
+  if (inside_.empty()) {
+    places_in_loss_ = true;
+  } else {
+    add_once(drew_places_, inside_.back().name);
+  }
+}
+
 std::vector<const CallLog::Call*> CallLog::counterparts(const Call& call) const {
   std::vector<const Call*> found;
   for (size_t run = 1; run < runs_.size(); ++run) {
@@ -157,7 +166,9 @@ std::vector<std::string> CallLog::coupled(double rtol) const {
   }
   std::vector<std::string> names;
   for (size_t i = 0; i < calls.size(); ++i) {
-    if (fault[i]) {
+    const bool drew_places =
+        std::find(drew_places_.begin(), drew_places_.end(), calls[i].name) != drew_places_.end();
+    if (fault[i] || drew_places) {
       add_once(names, calls[i].name);
     }
   }

@@ -28,6 +28,8 @@ class BRIMFUL_API CallLog {
   void leave(const std::string& name, const std::vector<at::Tensor>& outputs);
   /// Random numbers were drawn. Not `given_again`: the pieces have others than the whole batch had.
   void drew(bool given_again);
+  /// Places of rows were drawn: of the whole batch's in its run, of a piece's in others. No numbers could be given again.
+  void drew_places();
 
   int64_t runs() const { return static_cast<int64_t>(runs_.size()); }
   Rows rows() const { return runs_.empty() ? Rows{} : runs_.back().rows; }
@@ -43,6 +45,8 @@ class BRIMFUL_API CallLog {
   const std::vector<std::string>& random() const { return random_; }
   /// Some random numbers could not be given again.
   bool lost_random() const { return lost_random_; }
+  /// The loss function drew places of rows, outside of any module.
+  bool places_in_loss() const { return places_in_loss_; }
 
  private:
   struct Call {
@@ -74,6 +78,8 @@ class BRIMFUL_API CallLog {
   double coarsest_epsilon_ = 0;
   bool recording_ = false;
   bool lost_random_ = false;
+  bool places_in_loss_ = false;
+  std::vector<std::string> drew_places_;  ///< modules
 };
 
 /// Machine epsilon of a floating dtype, 0 of others.

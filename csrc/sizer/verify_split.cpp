@@ -196,7 +196,8 @@ SplitCheck verify_split(int64_t rows, const NamedTensors& parameters, Transactio
   if (log != nullptr) {
     check.random = log->random();
     check.coupled = check.equal ? std::vector<std::string>{} : log->coupled(check.rtol);
-    check.loss_coupled = !check.equal && check.coupled.empty() && !log->lost_random();
+    check.loss_coupled =
+        !check.equal && check.coupled.empty() && (!log->lost_random() || log->places_in_loss());
   }
   return check;
 }

@@ -43,7 +43,8 @@ def verify_split(
     module is at fault and so the loss function is, such as a contrastive loss. ``random`` names modules that draw
     random numbers, such as Dropout: rows get the same numbers in both runs, so that what is random is not taken for
     coupled. Random numbers that cannot be given again (fused attention with dropout, Python's and numpy's) make
-    ``equal`` false, and nothing is said of the loss then.
+    ``equal`` false, and nothing is said of the loss then. Places of rows (``torch.randperm(len(x))``) are other places
+    in a piece: what draws them counts as coupled.
 
     Raises ``ValueError`` if the batch has fewer rows than ``pieces``, and what ``loss_fn`` raises. Gradients are
     computed as ``torch.autograd.grad`` does: checkpoints need ``use_reentrant=False``. Modules that are compiled run

@@ -25,6 +25,7 @@ from brimful.sizer._trim_check import require_same_loss
 __all__ = ["ByLength", "RowsByLength", "in_batch_order", "token_weight"]
 
 _MOST_CHECKS = 4
+_MOST_NAMED = 8
 NO_LABELS = "no label of the batch counts (rows: {rows}); leave the batch out"
 LengthFn = Callable[[Any], Sequence[int]]
 Made = TypeVar("Made")
@@ -145,6 +146,15 @@ class RowsByLength:
         if self._weight_fn is not None:
             self._last = begin, end, piece
         return piece
+
+    def note(self, begin: int, end: int) -> str:
+        """For an error that comes with the piece."""
+        some = ", ".join(map(str, self.order[begin : min(end, begin + _MOST_NAMED)]))
+        more = ", ..." if end - begin > _MOST_NAMED else ""
+        return (
+            f"in a piece of the batch (rows: {some}{more} of {self.rows}, trimmed to length {self.lengths[begin]}); "
+            "a model that computes a width from lengths needs rows that are trimmed to that"
+        )
 
     def like(self, place: int, count: int) -> Any:
         """So many rows of the length of the one at this place: from there on, and again from there. A row alone is no

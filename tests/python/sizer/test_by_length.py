@@ -255,6 +255,57 @@ def test_functions_of_the_program_say_how_long_rows_are_and_how_they_are_trimmed
     assert outcome.weight == ROWS
 
 
+def fixed_width(bad=None):
+    """A model whose mask is as wide as the longest row, so that it takes no row that is padded further."""
+
+    def length_fn(batch):
+        return (batch[0] != 0).sum(1)
+
+    def trim_fn(batch, begin, end):
+        ids, wanted = (part[begin:end] for part in batch)
+        return ids[:, : int((ids != 0).sum(1).max())], wanted
+
+    def loss(model, piece):
+        ids, wanted = piece
+        mask = torch.arange(int((ids != 0).sum(1).max())) < (ids != 0).sum(1, keepdim=True)
+        if bad is not None and bad in wanted:
+            raise KeyError("planted")
+        hidden = torch.tanh(model.words(ids)) * mask[..., None]
+        return F.cross_entropy(model.scores(hidden.sum(1)), wanted)
+
+    batch = tokens()["input_ids"], torch.arange(ROWS) % 50
+    return batch, loss, {"by_length": length_fn, "trim_fn": trim_fn}
+
+
+def test_a_model_that_takes_trimmed_rows_alone_is_trained():
+    model = Tokens()
+    batch, loss, options = fixed_width()
+    loss(model, batch).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    assert brimful.BatchSizer(model, pieces=3, **options).step(batch, loss).pieces == 3
+    got = [p.grad for p in model.parameters() if p.grad is not None]
+    assert off(got, expected) < 1e-5
+
+
+def test_an_error_in_a_piece_names_its_rows():
+    model = Tokens()
+    batch, loss, options = fixed_width(bad=0)
+    sizer = brimful.BatchSizer(model, pieces=3, **options)
+    longest = int((batch[0] != 0).sum(1).argmax())
+    batch[1][longest] = 0
+    batch[1][[i for i in range(ROWS) if i != longest]] = 1
+    with pytest.raises(KeyError) as caught:
+        sizer.step(batch, loss)
+    assert f"(rows: {longest}" in caught.value.__notes__[0]
+    batch, loss, _ = fixed_width()
+    with pytest.raises(RuntimeError, match="size") as caught:
+        narrow = batch[0][(batch[0] != 0).sum(1).argsort()], batch[1]
+        brimful.BatchSizer(model, pieces=3).step(narrow, loss)
+    note = caught.value.__notes__[0]
+    assert "never run whole (rows: 0 to" in note and "size_fn and split_fn" in note
+
+
 def test_auto_trims_the_usual_dict_alone():
     model = Tokens()
     sizer = brimful.BatchSizer(model, by_length="auto", pieces=2)

@@ -249,6 +249,73 @@ def test_random_numbers_that_cannot_be_given_again_are_not_called_coupled():
     assert (check.equal, check.coupled, check.loss_coupled) == (False, [], False)
 
 
+def mixup(model, piece):
+    x, y = piece
+    other = torch.randperm(len(x))
+    return F.cross_entropy(model(0.7 * x + 0.3 * x[other]), y)
+
+
+def negatives(model, piece):
+    x = piece[0]
+    drawn = torch.randint(len(x), (len(x),))
+    return (1 + model(x[drawn]) - model(x)).relu().mean()
+
+
+def one_of_them(model, piece):
+    x = piece[0]
+    return (model(x) - model(x[torch.randint(0, len(x), (1,))])).square().mean()
+
+
+def in_place(model, piece):
+    x = piece[0]
+    drawn = torch.empty(len(x), dtype=torch.long).random_(0, len(x))
+    return (model(x) * model(x[drawn])).mean()
+
+
+def by_weights(model, piece):
+    x = piece[0]
+    drawn = torch.multinomial(torch.ones(len(x)), len(x), replacement=True)
+    return (model(x) * model(x[drawn])).mean()
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+@pytest.mark.parametrize("loss_fn", [mixup, negatives, one_of_them, in_place, by_weights])
+def test_a_loss_that_draws_places_of_rows_is_named_as_the_loss(loss_fn, pieces):
+    check = brimful.verify_split(net(), BATCH, loss_fn, pieces=pieces)
+    assert (check.equal, check.coupled, check.loss_coupled) == (False, [], True)
+
+
+class Mixing(torch.nn.Module):
+    def forward(self, x):
+        return x + x[torch.randperm(len(x))]
+
+
+def test_a_module_that_draws_places_of_rows_is_named():
+    check = brimful.verify_split(net(Mixing()), BATCH, cross_entropy)
+    assert (check.equal, check.coupled, check.random) == (False, ["1"], ["1"])
+    assert not check.loss_coupled
+
+
+def test_places_of_other_things_are_given_again():
+    def columns(model, piece):
+        drawn = torch.randint(6, (len(piece[0]), 6))
+        return cross_entropy(model, (piece[0].gather(1, drawn), piece[1]))
+
+    assert brimful.verify_split(net(), BATCH, columns).equal
+
+
+def test_an_error_in_a_piece_says_which_rows_it_had():
+    def needs_all(model, piece):
+        if len(piece[0]) < 8:
+            raise RuntimeError("a width that is not the batch's")
+        return cross_entropy(model, piece)
+
+    with pytest.raises(RuntimeError) as caught:
+        brimful.verify_split(net(), BATCH, needs_all)
+    (note,) = caught.value.__notes__
+    assert "run whole before (rows: 0 to 4 of 8)" in note and "split_fn" in note
+
+
 def test_nothing_of_the_comparison_stays():
     model = net(torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3))
     first, second, *_ = model.parameters()
