@@ -189,7 +189,9 @@ class BatchSizer:
     ``"refuse"`` raises ``ValueError`` before a step that would be split runs, and ``BatchTooLarge``
     where memory runs out. Only modules that are in training, or keep no running statistics, count. Modules are as
     before after every step. SyncBatchNorm normalises a piece over all ranks: in ``lockstep`` the policies hold for it
-    as well. ``verify_split`` finds other modules that mix rows.
+    as well. Modules of other classes whose forward in training changes buffers that are called as statistics are
+    (``running_mean``) are warned of once, and refused by ``"refuse"``. ``verify_split`` finds other modules that mix
+    rows.
 
     Call it from one thread at a time: a step within a step, or a call while another thread is in one, raises
     ``ValueError`` and changes nothing.
@@ -372,12 +374,13 @@ class BatchSizer:
         namedtuples, lists, dicts and other mappings, dataclasses. A ``PackedSequence`` and a jagged tensor are split by
         sequences, a sparse tensor (COO, CSR) by rows. NumPy arrays are cut as tensors are, and so is flex
         attention's ``BlockMask``. A list or tuple with an entry for each row is cut; tensors that are alike in it are
-        columns where they have the batch's rows, or nothing else shows it, and ``ValueError`` says where they could be
-        both. Strings, numbers,
-        ``None``, 0-dim tensors, functions and the like are in every piece; what else there is raises ``TypeError``
-        until ``register_split`` or ``batch_dim`` says how it is cut. ``split`` (rows per piece) repeats a recorded
-        ``Outcome.split``, and ``rungs`` a recorded ``Outcome.rungs`` (of a sizer with a ladder). Gradients must be
-        empty before the call.
+        columns where they have the batch's rows, or where there are three at most and nothing else shows it, and
+        ``ValueError`` says where they could be both. Texts, lists of numbers and metadata in a list beside them, and
+        samples (dicts, pairs) that hold what no column holds, show that entries are rows. Classes of the program's own
+        are cut by their own indexing. Strings, numbers, ``None``, 0-dim tensors, functions and the like are in every
+        piece; what else there is raises ``TypeError`` until ``register_split`` or ``batch_dim`` says how it is cut.
+        ``split`` (rows per piece) repeats a recorded ``Outcome.split``, and ``rungs`` a recorded ``Outcome.rungs`` (of
+        a sizer with a ladder). Gradients must be empty before the call.
 
         ``accumulate`` adds the step's gradients to those that there are, on all ranks alike: for several batches before
         one ``optimizer.step()``. While the step runs there is one copy more of the gradients.
