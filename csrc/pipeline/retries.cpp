@@ -61,7 +61,7 @@ void Pipeline::State::choose_microbatches(Call& call) {
   const auto first = first_microbatches(call.trains, call.rows);
   const auto known = call.microbatches();
   if (known > first) {
-    const auto fits = policy.first(call.rows, first).pieces;
+    const auto fits = std::min(policy.first(call.rows, first).pieces, known);
     call.retry.set_plan(ExecutionPlan::in_pieces(call.rows, doubled(first, fits, known)));
   }
 }

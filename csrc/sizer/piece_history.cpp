@@ -51,7 +51,7 @@ void PieceHistory::note(int64_t piece_rows, int64_t pieces, int64_t bytes, Room 
   if (piece_rows <= 0) {
     return;
   }
-  if (ran_out_ && piece_rows >= ran_out_->piece_rows) {
+  if (ran_out_ && piece_rows >= ran_out_->piece_rows && !is_much_more(room, ran_out_->room)) {
     ran_out_.reset();  // it was a passing shortage
   }
   if (usable_ && room && static_cast<double>(bytes) > usable_->share * static_cast<double>(*room)) {
@@ -108,19 +108,55 @@ std::optional<int64_t> PieceHistory::need(int64_t piece_rows, int64_t pieces) co
   return of_whole && of_several ? std::min(of_whole, of_several) : of_whole ? of_whole : of_several;
 }
 
+PieceHistory::Room PieceHistory::usable(Room room, int64_t step) const {
+  return room ? Room(static_cast<int64_t>(usable_share(step) * static_cast<double>(*room)))
+              : std::nullopt;
+}
+
+bool PieceHistory::is_known_to_fit(int64_t piece_rows, int64_t pieces, Room room,
+                                   int64_t step) const {
+  const auto bytes = need(piece_rows, pieces);
+  const bool fits = has_fitted(piece_rows, pieces, room);
+  return bytes && *bytes <= bytes_in(fits ? room : usable(room, step)) &&
+         !is_blocked(piece_rows, room, step);
+}
+
+/// What fewer rows were seen to take is the least that more rows take.
+bool PieceHistory::is_known_too_large(int64_t piece_rows, int64_t pieces, Room room,
+                                      int64_t step) const {
+  if (!room || has_fitted(piece_rows, pieces, room)) {
+    return false;
+  }
+  const auto& peaks = pieces == 1 ? whole_ : several_;
+  const auto end = peaks.upper_bound(piece_rows);
+  const auto at_most = bytes_in(usable(room, step));
+  return is_blocked(piece_rows, room, step) ||
+         (end != peaks.begin() && std::any_of(peaks.begin(), end, [&](const auto& peak) {
+            return peak.second.bytes > at_most;
+          }));
+}
+
 int64_t PieceHistory::coarser(int64_t rows, int64_t pieces, Room room, int64_t step) const {
-  const auto usable =
-      room ? Room(static_cast<int64_t>(usable_share(step) * static_cast<double>(*room)))
-           : std::nullopt;
   for (int64_t fewer = 1; fewer < pieces; ++fewer) {
-    const auto piece_rows = pieces_for(rows, fewer);
-    const auto bytes = need(piece_rows, fewer);
-    const bool fits = has_fitted(piece_rows, fewer, room);
-    if (bytes && *bytes <= bytes_in(fits ? room : usable) && !is_blocked(piece_rows, room, step)) {
+    if (is_known_to_fit(pieces_for(rows, fewer), fewer, room, step)) {
       return fewer;
     }
   }
   return pieces;
+}
+
+int64_t PieceHistory::fitting(int64_t rows, int64_t pieces, Room room, int64_t step) const {
+  auto fits = coarser(rows, pieces, room, step);
+  while (fits >= pieces && fits < rows &&
+         is_known_too_large(pieces_for(rows, fits), fits, room, step)) {
+    const auto next = finer(rows, fits, room);
+    const auto known = [&](int64_t more) {
+      return is_known_to_fit(pieces_for(rows, more), more, room, step);
+    };
+    for (++fits; fits < next && !known(fits); ++fits) {
+    }
+  }
+  return fits;
 }
 
 int64_t PieceHistory::finer(int64_t rows, int64_t pieces, Room room) const {

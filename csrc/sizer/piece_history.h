@@ -28,6 +28,9 @@ class BRIMFUL_API PieceHistory {
 
   /// The fewest pieces, `pieces` at most, that are known to fit.
   int64_t coarser(int64_t rows, int64_t pieces, Room room, int64_t step) const;
+  /// As many as are known to fit: coarser(), or finer ones where `pieces` are known not to fit in this room, such as
+  /// beside gradients of an earlier batch. Nothing has to run out for that.
+  int64_t fitting(int64_t rows, int64_t pieces, Room room, int64_t step) const;
   /// The number of pieces to try after `pieces` ran out of memory: what fits by a margin where their need is known (up
   /// to four times as many, of two rows at least), else twice as many; at most one row each.
   int64_t finer(int64_t rows, int64_t pieces, Room room) const;
@@ -51,7 +54,10 @@ class BRIMFUL_API PieceHistory {
   std::optional<int64_t> need(int64_t piece_rows, int64_t pieces) const;
   bool is_blocked(int64_t piece_rows, Room room, int64_t step) const;
   bool has_fitted(int64_t piece_rows, int64_t pieces, Room room) const;
+  bool is_known_to_fit(int64_t piece_rows, int64_t pieces, Room room, int64_t step) const;
+  bool is_known_too_large(int64_t piece_rows, int64_t pieces, Room room, int64_t step) const;
   double usable_share(int64_t step) const;
+  Room usable(Room room, int64_t step) const;
 
   Law law_;
   Peaks whole_;    ///< of steps in one piece

@@ -47,7 +47,7 @@ ExecutionPlan RetryPolicy::first(int64_t rows, int64_t pieces) const {
   }
   int64_t most = 1;
   for (const auto& seen : seen_) {
-    most = std::max(most, seen.history.coarser(rows, known, room(seen.device), units_));
+    most = std::max(most, seen.history.fitting(rows, known, room(seen.device), units_));
   }
   return ExecutionPlan::in_pieces(rows, most);
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <vector>
 
 namespace test_piece_history {
 
@@ -138,6 +139,48 @@ TEST_CASE("One refinement is enough where the need is known and rows are most of
   CHECK(seen.history.finer(11, 2, 4 * kMb) == 5);
   seen.run(8, 2);
   CHECK(seen.history.finer(8, 2, 3 * kMb) == 4);  // pieces of one row are left to the second try
+}
+
+// Each second step has gradients of the one before in its way.
+TEST_CASE("Pieces that are known not to fit beside what else is there do not run out again",
+          "[sizer]") {
+  PieceHistory history;
+  std::vector<int64_t> failed;
+  int64_t piece_rows = 100;
+  for (int64_t step = 0; step < 200; ++step) {
+    const PieceHistory::Room room = step % 2 == 0 ? 60 * kMb : 45 * kMb;
+    auto pieces = history.fitting(100, brimful::pieces_for(100, piece_rows), room, step);
+    bool at_once = true;
+    while (need(brimful::pieces_for(100, pieces), pieces) > *room) {
+      at_once = false;
+      history.note_failure(brimful::pieces_for(100, pieces), pieces, room, step);
+      pieces = history.finer(100, pieces, room);
+      piece_rows = brimful::pieces_for(100, pieces);
+    }
+    if (at_once) {
+      const auto rows = brimful::pieces_for(100, pieces);
+      history.note(rows, pieces, need(rows, pieces), room);
+      piece_rows = std::max(piece_rows, rows);
+    } else {
+      failed.push_back(step);
+    }
+  }
+  CHECK(failed == std::vector<int64_t>{0, 1});  // nothing of the size of step 0 was seen by then
+  CHECK(history.fitting(100, 2, 60 * kMb, 200) == 2);
+  CHECK(history.fitting(100, 2, 45 * kMb, 200) == 3);
+  CHECK(history.fitting(100, 2, 4 * kMb, 200) == 8);  // smaller ones were not seen
+  CHECK(history.fitting(100, 2, std::nullopt, 200) <= 2);
+}
+
+TEST_CASE("A size that fits in much more room is no sign that it fits in less", "[sizer]") {
+  Seen seen;
+  seen.history.note_failure(50, 2, 45 * kMb, 0);
+  seen.history.note(50, 2, 40 * kMb, 60 * kMb);
+  CHECK(seen.history.fitting(100, 2, 45 * kMb, 1) == 3);
+  CHECK(seen.history.fitting(100, 2, 60 * kMb, 1) == 2);
+  CHECK(seen.history.fitting(100, 2, 45 * kMb, 16) == 2);  // once more
+  seen.history.note(50, 2, 40 * kMb, 45 * kMb);
+  CHECK(seen.history.fitting(100, 2, 45 * kMb, 17) == 2);
 }
 
 // Bytes look in proportion to the rows, but from 17 rows on a library takes more.

@@ -265,3 +265,28 @@ def test_a_copy_that_does_not_fit_is_an_error_on_all_ranks(ranks):
     assert told is brimful.RankOutOfMemory
     assert own is brimful.BatchTooLarge
     assert "(accumulate: true, gradients: 1.0 MiB)" in words
+
+
+@pytest.mark.parametrize("batches", [2, 3])
+def test_steps_that_add_gradients_learn_that_there_is_less_room(batches, no_limit):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(128, 128), torch.nn.GELU()] * 3
+    model = torch.nn.Sequential(*layers)  # one Linear, which three places share
+    model.append(torch.nn.Linear(128, 512))
+    sizer = brimful.BatchSizer(model)
+    batch = torch.randn(256, 128)
+    gradients = sum(p.nbytes for p in model.parameters())
+    used = brimful.memory.stats("cpu").used_bytes
+    brimful.memory.set_limit("cpu", used + 3 * gradients + (300 << 10))
+    repeated = []
+    for step in range(24):
+        outcome = sizer.step(
+            batch, lambda m, x: m(x).square().mean(), accumulate=step % batches != 0
+        )
+        if outcome.retries:
+            repeated.append(step)
+        if step % batches == batches - 1:
+            model.zero_grad()
+    pieces = [attempt.pieces for attempt in outcome.attempts]
+    assert pieces[-1] > 1
+    assert 1 <= len(repeated) <= 3 and repeated[-1] <= 4, repeated
