@@ -46,6 +46,7 @@ void bind_global_sampler(py::module_& m) {
       .def("reset", [](GlobalSampler& self) { self.reset(); })
       .def("next", [](GlobalSampler& self) { return self.next(); })
       .def("next_step", &GlobalSampler::next_step)
+      .def_property_readonly("handed_out", &GlobalSampler::handed_out)
       .def("regroup", &GlobalSampler::regroup, py::arg("rank"), py::arg("world_size"),
            py::arg("max_rows"))
       .def(

@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "base/torch_compat.h"
 #include "bindings/fields.h"
 #include "bindings/structure.h"
 #include "reducer/at_exit.h"
@@ -41,39 +42,40 @@ void bind_figures(py::module_& m) {
 }
 
 void bind_create(ReducerClass& reducer) {
-  reducer.def(py::init([](std::vector<at::Tensor> parameters, std::vector<at::Tensor> buffers,
-                          const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                          std::vector<std::string> names, std::vector<bool> sparse,
-                          std::vector<bool> renormalised, std::vector<at::Tensor> frozen,
-                          std::optional<double> bucket_cap_mb, double first_bucket_cap_mb,
-                          std::vector<double> bucket_cap_mb_list, std::string plan,
-                          const py::object& wire_dtype, bool error_feedback,
-                          std::optional<double> gradient_predivide_factor, bool broadcast_buffers,
-                          bool synchronise_at_start) {
-                ReducerOptions options;
-                options.bucket_cap_mb = bucket_cap_mb;
-                options.first_bucket_cap_mb = first_bucket_cap_mb;
-                options.bucket_cap_mb_list = std::move(bucket_cap_mb_list);
-                options.plan = std::move(plan);
-                options.wire_dtype = dtype_of(wire_dtype);
-                options.error_feedback = error_feedback;
-                options.gradient_predivide_factor = gradient_predivide_factor;
-                options.broadcast_buffers = broadcast_buffers;
-                options.synchronise_at_start = synchronise_at_start;
-                options.names = std::move(names);
-                options.sparse = std::move(sparse);
-                options.renormalised = std::move(renormalised);
-                options.frozen = std::move(frozen);
-                options.forwards_announced = true;
-                const py::gil_scoped_release no_gil;
-                return Reducer::create(std::move(parameters), std::move(buffers), group, options);
-              }),
-              py::arg("parameters"), py::arg("buffers"), py::arg("group"), py::kw_only(),
-              py::arg("names"), py::arg("sparse"), py::arg("renormalised"), py::arg("frozen"),
-              py::arg("bucket_cap_mb"), py::arg("first_bucket_cap_mb"),
-              py::arg("bucket_cap_mb_list"), py::arg("plan"), py::arg("wire_dtype"),
-              py::arg("error_feedback"), py::arg("gradient_predivide_factor"),
-              py::arg("broadcast_buffers"), py::arg("synchronise_at_start"));
+  reducer.def(
+      py::init([](std::vector<at::Tensor> parameters, std::vector<at::Tensor> buffers,
+                  const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                  std::vector<std::string> names, std::vector<bool> sparse,
+                  std::vector<bool> renormalised, std::vector<at::Tensor> frozen,
+                  std::optional<double> bucket_cap_mb, double first_bucket_cap_mb,
+                  std::vector<double> bucket_cap_mb_list, std::string plan,
+                  const py::object& wire_dtype, bool error_feedback,
+                  std::optional<double> gradient_predivide_factor, bool broadcast_buffers,
+                  bool synchronise_at_start, bool check_updates) {
+        ReducerOptions options;
+        options.check_updates = check_updates;
+        options.bucket_cap_mb = bucket_cap_mb;
+        options.first_bucket_cap_mb = first_bucket_cap_mb;
+        options.bucket_cap_mb_list = std::move(bucket_cap_mb_list);
+        options.plan = std::move(plan);
+        options.wire_dtype = dtype_of(wire_dtype);
+        options.error_feedback = error_feedback;
+        options.gradient_predivide_factor = gradient_predivide_factor;
+        options.broadcast_buffers = broadcast_buffers;
+        options.synchronise_at_start = synchronise_at_start;
+        options.names = std::move(names);
+        options.sparse = std::move(sparse);
+        options.renormalised = std::move(renormalised);
+        options.frozen = std::move(frozen);
+        options.forwards_announced = true;
+        const py::gil_scoped_release no_gil;
+        return Reducer::create(std::move(parameters), std::move(buffers), group, options);
+      }),
+      py::arg("parameters"), py::arg("buffers"), py::arg("group"), py::kw_only(), py::arg("names"),
+      py::arg("sparse"), py::arg("renormalised"), py::arg("frozen"), py::arg("bucket_cap_mb"),
+      py::arg("first_bucket_cap_mb"), py::arg("bucket_cap_mb_list"), py::arg("plan"),
+      py::arg("wire_dtype"), py::arg("error_feedback"), py::arg("gradient_predivide_factor"),
+      py::arg("broadcast_buffers"), py::arg("synchronise_at_start"), py::arg("check_updates"));
 }
 
 void bind_regroup(py::module_& m, ReducerClass& reducer) {
@@ -145,7 +147,7 @@ auto of_loop(Result (PlainLoop::*method)(Args...)) {
 }
 
 void bind_loop(ReducerClass& reducer) {
-  reducer.def("prepare_forward", of_loop(&PlainLoop::prepare_forward), NoGil())
+  reducer.def("prepare_forward", &prepare_forward, NoGil())
       .def(
           "watch",
           [](Reducer& reducer, const py::object& outputs) {
@@ -163,7 +165,7 @@ void bind_loop(ReducerClass& reducer) {
       .def("end_join", of_loop(&PlainLoop::end_join))
       .def_property_readonly("active", [](Reducer& reducer) { return reducer.loop().active(); })
       .def_property_readonly("stop", [](Reducer& reducer) { return reducer.loop().stop(); })
-      .def("begin_scope", of_loop(&PlainLoop::begin_scope), NoGil())
+      .def("begin_scope", &begin_scope, NoGil())
       .def("end_scope_ok", of_loop(&PlainLoop::end_scope_ok), NoGil())
       .def_property(
           "sync", [](Reducer& reducer) { return reducer.loop().sync(); },
@@ -196,6 +198,10 @@ void bind_failures(ReducerClass& reducer) {
 
 void bind_reducer(py::module_& m) {
   m.def("_release_groups", &release_groups, NoGil());
+  m.def(
+      "_configuration_of",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { return configuration_of(*group); },
+      py::arg("group"), NoGil());
   m.def(
       "_set_whole_path", [](bool on) { return std::exchange(WholePath::is_on(), on); },
       py::arg("on"));

@@ -10,13 +10,25 @@ void bind_torch_ddp_adapter(py::module_& m) {
       m, "TorchDdpAdapter", "torch's DistributedDataParallel as a part of a BatchSizer's step.")
       .def(py::init([](std::vector<at::Tensor> parameters,
                        const c10::intrusive_ptr<c10d::ProcessGroup>& side_group,
-                       py::function reduce) {
+                       py::function reduce, bool check_updates, py::function follow) {
              const auto kept = shared_object(std::move(reduce));
-             return TorchDdpAdapter::create(std::move(parameters), side_group, [kept](int source) {
-               call_python([&] { (*kept)(source); });
-             });
+             const auto kept_follow = shared_object(std::move(follow));
+             return TorchDdpAdapter::create(
+                 std::move(parameters), side_group,
+                 [kept](int source) { call_python([&] { (*kept)(source); }); }, check_updates,
+                 [kept_follow] {
+                   c10::intrusive_ptr<c10d::ProcessGroup> group;
+                   call_python([&] {
+                     const auto now = (*kept_follow)();
+                     if (!now.is_none()) {
+                       group = now.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
+                     }
+                   });
+                   return group;
+                 });
            }),
-           py::arg("parameters"), py::arg("side_group"), py::arg("reduce"))
+           py::arg("parameters"), py::arg("side_group"), py::arg("reduce"),
+           py::arg("check_updates"), py::arg("follow"))
       .def_property_readonly("rank", &TorchDdpAdapter::rank)
       .def_property_readonly("world_size", &TorchDdpAdapter::world_size);
 }

@@ -224,6 +224,10 @@ void GlobalSampler::regroup(int rank, int world_size, std::vector<int64_t> max_r
   state_->regroup(rank, world_size, std::move(max_rows));
 }
 
+size_t GlobalSampler::handed_out() const {
+  return state_->handed.size();
+}
+
 void GlobalSampler::note(const Outcome& outcome) {
   state_->note(outcome.work_ms);
 }

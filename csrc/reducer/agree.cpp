@@ -179,29 +179,31 @@ BucketPlan with_devices_in_order(BucketPlan plan) {
   return plan;
 }
 
-uint64_t require_same_model(const Group& group, c10::Device device, const Model& model,
-                            uint64_t number) {
+std::array<uint64_t, 2> require_same_model(const Group& group, c10::Device device,
+                                           const Model& model,
+                                           const std::array<uint64_t, 2>& numbers) {
   const auto lines = describe_model(model);
   std::string text;
   for (const auto& line : lines) {
     text += line + '\0';
   }
   // As long as a control record: gloo ends a process whose peer is elsewhere and sends another size.
-  const uint64_t head[kRecordBytes / sizeof(uint64_t)] = {hash_lines(lines), text.size(), number};
+  const uint64_t head[kRecordBytes / sizeof(uint64_t)] = {hash_lines(lines), text.size(),
+                                                          numbers[0], numbers[1]};
   static_assert(sizeof(head) == kRecordBytes);
   std::vector<uint8_t> head_bytes(sizeof(head));
   std::memcpy(head_bytes.data(), head, sizeof(head));
   const auto heads = exchange_bytes(group, device, head_bytes);
   bool same = true;
   uint64_t longest = 0;
-  uint64_t most = 0;
+  std::array<uint64_t, 2> most{};
   for (const auto& bytes_of_rank : heads) {
-    uint64_t other[3];
+    uint64_t other[4];
     std::memcpy(other, bytes_of_rank.data(), sizeof(other));
     same = same && std::equal(bytes_of_rank.begin(), bytes_of_rank.begin() + 2 * sizeof(uint64_t),
                               heads[0].begin());
     longest = std::max(longest, other[1]);
-    most = std::max(most, other[2]);
+    most = {std::max(most[0], other[2]), std::max(most[1], other[3])};
   }
   if (same) {
     return most;

@@ -3,6 +3,7 @@
 #include <brimful/reducer/bucket_plan.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -40,10 +41,11 @@ struct Model {
 BucketPlan with_devices_in_order(BucketPlan plan);
 
 /// Checks that all ranks have the same model, before anything else is sent (gloo kills a process whose peer sends another
-/// size). Returns the most of the ranks' `number`s.
+/// size). Returns the most of the ranks' `numbers`, each by itself.
 /// @throws PlanMismatch on every rank, naming the first parameter or buffer that differs
-uint64_t require_same_model(const Group& group, c10::Device device, const Model& model,
-                            uint64_t number);
+std::array<uint64_t, 2> require_same_model(const Group& group, c10::Device device,
+                                           const Model& model,
+                                           const std::array<uint64_t, 2>& numbers);
 
 /// Gives every rank the values of rank `source`.
 void broadcast_from(int source, const Group& group, const std::vector<at::Tensor>& tensors);

@@ -150,12 +150,13 @@ BucketPlan agree_on_plan(EngineState& s, const std::vector<at::Tensor>& paramete
                   : plan_buckets(s.layout.infos, s.layout.plan_options);
   s.link.device = plan.buckets.back().device;
   s.watch.set_device(s.link.device, waits_in_streams(*s.link.group, s.link.device));
-  const auto most_others = require_same_model(
+  const auto [most_others, number] = require_same_model(
       s.link.group, s.link.device,
       {parameters, options.names, options.frozen, buffers,
        to_string(with_devices_in_order(plan), s.layout.infos) + describe(options)},
-      others);
+      {others, s.link.next_number()});
   s.link.traffic->several = most_others > 0;
+  s.link.open_board(number);
   return plan;
 }
 
@@ -209,9 +210,8 @@ std::shared_ptr<Reducer::State> Reducer::State::make(std::vector<at::Tensor> par
     broadcast_from(0, group, options.frozen);
     broadcast_from(0, group, buffers);
   }
-  s.link.open_board();
-  if (s.link.world_size > 1) {
-    s.updates.emplace(parameters, s.link.device, options.renormalised);
+  if (s.link.world_size > 1 && options.check_updates) {
+    s.updates.emplace(parameters, s.link.device, options.renormalised, "DistributedDataParallel");
   }
   state->buffers = buffers;
   layout.tail.emplace(make_tail(s, plan, std::move(buffers), options));
@@ -276,7 +276,9 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
     other->retire(theirs.name_of(*theirs.shared_with(layout.parameters)));
   }
   State::connect(state);
-  return std::shared_ptr<Reducer>(new Reducer(std::move(state)));
+  std::shared_ptr<Reducer> reducer(new Reducer(std::move(state)));
+  reducer->self_ = reducer->s_->loop.reducer_ = reducer;
+  return reducer;
 }
 
 Reducer::Reducer(std::shared_ptr<State> state) : s_(std::move(state)) {}

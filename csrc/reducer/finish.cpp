@@ -159,6 +159,9 @@ void Engine::accept(double scale, bool keep_unused) {
     gradient = with_history_of(slot.view.defined() ? slot.view : s_.layout.buckets[slot.bucket].own,
                                gradient);
   }
+  if (s_.updates && !s_.attempt.uneven) {
+    s_.updates->note_gradients();
+  }
   forget_attempt();
   write_back_buffers();
   s_.tuner.propose(s_.layout, s_.watch, s_.attempt.step);

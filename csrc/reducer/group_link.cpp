@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/format.h"
+#include "base/torch_compat.h"
 #include "reducer/device_wait.h"
 
 namespace brimful {
@@ -27,16 +28,24 @@ GroupLink::GroupLink(Group of)
     : group(std::move(of)),
       rank(group->getRank()),
       world_size(group->getSize()),
-      traffic(traffic_of(group.get())) {}
+      traffic(traffic_of(group.get())),
+      configuration(configuration_of(*group)) {
+  traffic->follow(configuration);
+}
 
-void GroupLink::open_board() {
+bool GroupLink::is_reconfigured() const {
+  return !configuration.empty() && group && configuration != configuration_of(*group);
+}
+
+uint64_t GroupLink::next_number() {
   store = group->getStore();
-  if (store) {
-    number = static_cast<uint64_t>(store->add("brimful/reducers/" + std::to_string(rank), 1));
-    key = prefix_of(number);
-  } else {
-    number = static_cast<uint64_t>(++traffic->numbers);
-  }
+  return static_cast<uint64_t>(store ? store->add("brimful/reducers/" + std::to_string(rank), 1)
+                                     : ++traffic->numbers);
+}
+
+void GroupLink::open_board(uint64_t of_reducer) {
+  number = of_reducer;
+  key = store ? prefix_of(number) : std::string();
   board.emplace(store, key);
 }
 

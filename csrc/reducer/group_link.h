@@ -35,14 +35,19 @@ struct GroupLink {
   bool alone = false;  ///< a single rank that takes the short way: nothing to send
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< the last bucket's
   std::shared_ptr<GroupTraffic> traffic;
+  std::string configuration;                       ///< of the group's members
   std::exception_ptr broken;                       ///< the first error of the process group
   Clock::time_point waiting_since;                 ///< of the last wait for others; max: none
   Clock::time_point required_at;                   ///< the group, before the last collective
   std::optional<Clock::time_point> hook_deadline;  ///< of a process that ends
 
   explicit GroupLink(Group of);
-  /// Makes key, number and board, which are the same on all ranks.
-  void open_board();
+  /// The group's members were changed in place: all that is here is of those before.
+  bool is_reconfigured() const;
+  /// For open_board(): of the group's reducers, as far as this rank knows.
+  uint64_t next_number();
+  /// Makes key and board, which are the same on all ranks. `of_reducer`: the largest of the ranks' numbers.
+  void open_board(uint64_t of_reducer);
   /// There are collectives of other reducers, which must not meet this one's.
   bool takes_turns() const { return !broken && !alone && traffic->several; }
   /// That of another reducer of the group.

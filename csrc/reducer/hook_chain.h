@@ -20,6 +20,7 @@ class HookChain {
   explicit HookChain(GroupLink& link) : link_(link) {}
 
   void set(std::unique_ptr<c10d::CommHookInterface> hook) { hook_ = std::move(hook); }
+  std::unique_ptr<c10d::CommHookInterface> take() { return std::move(hook_); }
   bool is_set() const { return hook_ != nullptr; }
   /// The bucket goes through the hook.
   bool takes(const BucketSet& layout, int64_t index) const {

@@ -21,6 +21,7 @@ void Engine::launch(int64_t index) {
   if (index == s_.layout.last()) {
     auto& record = s_.attempt.outgoing.record;
     record.plan = s_.tuner.proposed();
+    record.updated.fill(s_.updates ? kUpdateUnknown : kUpdateNotCompared);
     const bool looks = s_.updates && !s_.attempt.uneven && record.verdict < Status::retry;
     const auto updated = looks ? s_.updates->look() : at::Tensor();
     s_.layout.tail->write(s_.attempt.used, record, s_.attempt.outgoing.loss_sum, updated,

@@ -33,6 +33,15 @@ void LoopDriver::retire(const std::string& taken) {
   taken_ = taken;
 }
 
+void LoopDriver::go_on_from(const LoopDriver& before) {
+  sync_ = before.sync_;
+  scope_.open = before.scope_.open;
+  scope_.step = s_.attempt.step;
+  if (before.s_.attempt.uneven) {
+    begin_join(before.join_.mean_of_active, before.join_.throw_early);
+  }
+}
+
 void LoopDriver::give_way(bool to_step) {
   require_not_taken();
   settle();

@@ -16,6 +16,7 @@
 
 namespace brimful {
 
+class Reducer;
 constexpr const char* kUnknownFailure = "unknown (see that rank's own output)";
 
 /// Drives an engine in a plain loop, as a StepGroup does elsewhere: it finds the beginning of a backward in a hook on the
@@ -62,13 +63,12 @@ class LoopDriver final : public PlainLoop, private EngineDriver {
 
  private:
   struct ForwardState {
-    bool announced =
-        false;  ///< other backwards than those of announced forwards are this rank's own
+    bool announced = false;  ///< a backward of a forward that was not is this rank's own
     bool open = false;
     bool due = false;      ///< it has ended and no backward of the module has begun
     bool passed = false;   ///< as `due`, also where that backward does not synchronise
     bool watched = false;  ///< an output of the forward that ends has a graph
-    int64_t unseen = 0;  ///< since then without one: their outputs cannot say that backward begins
+    int64_t unseen = 0;  ///< since then without one: their outputs do not say that backward begins
     int64_t ooms_before = 0;  ///< refused allocations before this backward
     bool warned = false;      ///< of a backward(inputs=...) of some parameters
   };
@@ -96,7 +96,9 @@ class LoopDriver final : public PlainLoop, private EngineDriver {
     uint64_t parting_number = 0;         ///< and of which reducer
   };
 
-  // EngineDriver.
+  friend class Reducer;  // which puts one loop in another's place, between two steps
+  std::weak_ptr<Reducer> reducer_;
+  void go_on_from(const LoopDriver& before);
   bool begin_backward(std::unique_lock<std::mutex>& lock) override;
   void note_error(std::exception_ptr error) override { step_.own_error = std::move(error); }
   void watch_gradient(const at::Tensor& gradient) override { begin_backward_at(gradient); }
@@ -118,13 +120,11 @@ class LoopDriver final : public PlainLoop, private EngineDriver {
   Ending finish_step();
   void take_sums();
   void require_success(const Ending& ending);
-  // join.cpp
   std::vector<uint8_t> ask_all(uint8_t own, const std::string& what);
   void require_all(bool has_data);
   void meet_behind_forward();
   void join_without_gradients();
   void note_data(const std::vector<ControlRecord>& records);
-  // loop_turns.cpp
   std::vector<std::shared_ptr<LoopDriver>> together();
   void join_backward();
   bool close_turn();

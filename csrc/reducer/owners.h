@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace c10d {
@@ -24,7 +25,17 @@ struct GroupTraffic {
   std::atomic<double> agreeing_ms = 0;  ///< for the other ranks to agree
   /// Whether a rank is known to be dead; null where that is not watched. Set before the group is used.
   std::function<bool(int rank)> is_dead;
+  std::string configuration;  ///< of the members that all of this is about
 
+  /// Begins anew where the members are others: one that has joined has counted nothing.
+  void follow(const std::string& now) {
+    if (!configuration.empty() && configuration != now) {
+      begun = turns = 0;
+      agreeing_ms = 0;
+      is_dead = nullptr;
+    }
+    configuration = now;
+  }
   bool knows_dead(int world_size) const {
     for (int rank = 0; is_dead && rank < world_size; ++rank) {
       if (is_dead(rank)) {

@@ -105,7 +105,14 @@ void Reducer::register_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook,
   TORCH_CHECK_VALUE(s.attempt.mode == Mode::idle,
                     "a communication hook was registered within a step (in a step: true); register "
                     "it before the first step");
-  // Another hook, or none, would send other sizes: gloo kills a process for that.
+  s_->require_same_hook(name);
+  s_->hook = name;
+  s_->engine.set_hook(std::move(hook));
+}
+
+/// Another hook, or none, would send other sizes: gloo kills a process for that.
+void Reducer::State::require_same_hook(const std::string& name) const {
+  const auto& s = engine.state();
   std::vector<uint8_t> own(name.begin(), name.end());
   own.resize(64);
   const auto all = exchange_bytes(s.link.group, s.link.device, own);
@@ -118,7 +125,6 @@ void Reducer::register_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook,
                        std::string(other->begin(), std::find(other->begin(), other->end(), 0)) +
                        "); register the same on every rank");
   }
-  s_->engine.set_hook(std::move(hook));
 }
 
 }  // namespace brimful

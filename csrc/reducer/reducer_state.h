@@ -3,6 +3,7 @@
 
 #include <exception>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "reducer/engine.h"
@@ -25,12 +26,15 @@ struct Reducer::State {
   /// Adds the hooks, and registers the state as its parameters' owner.
   static void connect(const std::shared_ptr<State>& state);
   static void own_parameters(const std::shared_ptr<State>& state);
+  /// Of the communication hook's name. A collective.
+  void require_same_hook(const std::string& name) const;
   /// Undoes connect().
   void let_go();
 
   Engine engine;
   LoopDriver loop;
   ReducerOptions options;
+  std::string hook;                 ///< the communication hook's name
   std::vector<at::Tensor> buffers;  ///< those that a forward put in others' place among them
   bool connected = false;
   int exceptions = std::uncaught_exceptions();  ///< on their way when the reducer was made

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <brimful/error.h>
+#include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/step/oom.h>
 
@@ -146,13 +147,78 @@ Regrouped Reducer::regroup(const Group& group, const RegroupOptions& given) {
     throw_failed(group, s.attempt.step);
   }
   next->options.plan = s_->options.plan;
-  next->engine.state().counters = s.counters;
-  ++next->engine.state().counters.regroups;
-  next->loop.set_sync(s_->loop.sync());
+  replace(std::move(next));
+  return result;
+}
+
+void Reducer::replace(std::shared_ptr<State> next) {
+  auto& counters = next->engine.state().counters;
+  counters = s_->engine.state().counters;
+  ++counters.regroups;
+  next->loop.go_on_from(s_->loop);
+  next->loop.reducer_ = self_;
   s_->let_go();
   s_ = std::move(next);
   State::connect(s_);
-  return result;
+}
+
+bool Reducer::follow_group() {
+  auto& s = s_->engine.state();
+  {
+    const std::lock_guard<std::mutex> lock(s.attempt.mutex);
+    if (s.attempt.mode != Mode::idle || !s_->loop.taken_.empty() || !s.link.is_reconfigured()) {
+      return false;
+    }
+  }
+  // All of the group together, since a process that joins makes all of its own before its first forward.
+  for (const auto& loop : reducers_beside({}, s.link.group.get())) {
+    const auto reducer = loop->reducer_.lock();
+    if (reducer && reducer->s_->engine.state().link.is_reconfigured()) {
+      reducer->follow();
+    }
+  }
+  log(LogLevel::info, "goes on in a group that was reconfigured (rank: " + std::to_string(rank()) +
+                          ", world size: " + std::to_string(world_size()) + ")");
+  return true;
+}
+
+void Reducer::follow() {
+  auto& s = s_->engine.state();
+  const auto group = s.link.group;
+  const memory::UnlimitedEverywhere unlimited;  // all ranks do it, or none
+  auto options = s_->options;
+  options.synchronise_at_start = false;
+  std::shared_ptr<State> next;
+  disown(&s_->loop);  // it has nothing to settle with the new members
+  try {
+    next = State::make(s.layout.parameters, s_->buffers, group, options);
+    if (s.hooks.is_set()) {
+      next->require_same_hook(s_->hook);
+    }
+    move_gradients(s.layout.parameters);
+  } catch (...) {
+    State::own_parameters(s_);
+    throw_failed(group, s.attempt.step);
+  }
+  next->hook = s_->hook;
+  if (s.hooks.is_set()) {
+    next->engine.set_hook(s.hooks.take());
+  }
+  replace(std::move(next));
+}
+
+void prepare_forward(Reducer& reducer) {
+  if (at::GradMode::is_enabled() && reducer.loop().sync()) {
+    static_cast<Participant&>(reducer).follow_group();
+  }
+  reducer.loop().prepare_forward();
+}
+
+void begin_scope(Reducer& reducer) {
+  if (reducer.loop().sync()) {
+    static_cast<Participant&>(reducer).follow_group();
+  }
+  reducer.loop().begin_scope();
 }
 
 }  // namespace brimful

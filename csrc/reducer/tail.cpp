@@ -50,7 +50,7 @@ void Tail::write(const std::vector<uint8_t>& used, const ControlRecord& record,
     own.loss_sum = *loss_sum.const_data_ptr<double>();
   }
   if (updated.defined() && updated.is_cpu()) {
-    std::copy_n(updated.const_data_ptr<bool>(), updated.numel(), own.updated.begin());
+    std::copy_n(updated.const_data_ptr<uint8_t>(), updated.numel(), own.updated.begin());
   }
   const auto bytes = encode(own);
   write_bytes(outgoing_, 0, used.data(), parameters_);

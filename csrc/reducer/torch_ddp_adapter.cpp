@@ -46,6 +46,7 @@ struct TorchDdpAdapter::State final : ParticipantAttempt {
   void accept(double scale, bool keep_unused) override;
   void discard() override;
 
+  void join(const Group& side_group);
   std::vector<ControlRecord> exchange_all(const ControlRecord& record, const std::string& what);
   void reduce_gradients();
   /// Over the group for tensors on the CPU.
@@ -55,6 +56,8 @@ struct TorchDdpAdapter::State final : ParticipantAttempt {
   std::vector<at::Tensor> parameters;
   Group group;
   Reduce reduce;
+  Follow follow;
+  bool check_updates = true;
   int rank = 0;
   int world_size = 1;
   int64_t step = 0;
@@ -71,27 +74,45 @@ TorchDdpAdapter::~TorchDdpAdapter() {
 }
 
 std::shared_ptr<TorchDdpAdapter> TorchDdpAdapter::create(std::vector<at::Tensor> parameters,
-                                                         const Group& side_group, Reduce reduce) {
+                                                         const Group& side_group, Reduce reduce,
+                                                         bool check_updates, Follow follow) {
   TORCH_CHECK_VALUE(side_group,
                     "ranks agree over a group of their own (side_group: null); make one with gloo");
   auto state = std::make_unique<State>();
   state->parameters = distinct_tensors(std::move(parameters));
-  state->group = side_group;
   state->reduce = std::move(reduce);
-  state->rank = side_group->getRank();
-  state->world_size = side_group->getSize();
-  state->board.emplace(side_group->getStore(), prefix_for(*side_group));
-  if (state->world_size > 1 && !state->parameters.empty()) {
-    state->updates.emplace(state->parameters, state->parameters.front().device());
-  }
+  state->follow = std::move(follow);
+  state->check_updates = check_updates;
+  state->join(side_group);
   std::shared_ptr<TorchDdpAdapter> reducer(new TorchDdpAdapter(std::move(state)));
   release_at_exit(reducer.get(), [weak = std::weak_ptr<TorchDdpAdapter>(reducer)] {
     if (const auto alive = weak.lock()) {
       alive->s_->group.reset();
       alive->s_->reduce = nullptr;
+      alive->s_->follow = nullptr;
     }
   });
   return reducer;
+}
+
+void TorchDdpAdapter::State::join(const Group& side_group) {
+  group = side_group;
+  rank = group->getRank();
+  world_size = group->getSize();
+  step = 0;
+  board.emplace(group->getStore(), prefix_for(*group));
+  updates.reset();
+  if (check_updates && world_size > 1 && !parameters.empty()) {
+    updates.emplace(parameters, parameters.front().device(), std::vector<bool>{}, "the BatchSizer");
+  }
+}
+
+bool TorchDdpAdapter::follow_group() {
+  const auto group = s_->follow ? s_->follow() : Group();
+  if (group) {
+    s_->join(group);
+  }
+  return group != nullptr;
 }
 
 int TorchDdpAdapter::rank() const {
@@ -202,10 +223,11 @@ Ending TorchDdpAdapter::State::finish() {
   if (loss_sum.defined()) {
     record.loss_sum = loss_sum.item<double>();
   }
+  record.updated.fill(updates ? kUpdateUnknown : kUpdateNotCompared);
   if (updates && record.verdict < Status::retry) {
     if (const auto updated = updates->look(); updated.defined()) {
       const auto on_host = updated.cpu();
-      std::copy_n(on_host.const_data_ptr<bool>(), on_host.numel(), record.updated.begin());
+      std::copy_n(on_host.const_data_ptr<uint8_t>(), on_host.numel(), record.updated.begin());
     }
   }
   Ending ending{exchange_all(record, "step " + std::to_string(step)), {}};
@@ -253,6 +275,9 @@ void TorchDdpAdapter::State::accept(double scale, bool keep_unused) {
     } else if (gradient.defined() && factor != 1) {
       (gradient.is_sparse() ? gradient._values() : gradient).mul_(factor);
     }
+  }
+  if (updates) {
+    updates->note_gradients();
   }
 }
 

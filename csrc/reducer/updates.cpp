@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 #include <utility>
 
 #include "base/format.h"
@@ -36,6 +37,31 @@ at::Tensor as_real(const at::Tensor& tensor) {
 at::Tensor values_of(const at::Tensor& parameter) {
   const auto real = as_real(parameter);
   return real.as_strided({kValues}, {(real.numel() - 1) / (kValues - 1)});
+}
+
+/// Values of a gradient at the places of values_of(); a gradient of rows is 1 at its rows. Undefined where there are none.
+at::Tensor gradient_of(const at::Tensor& parameter, const at::TensorOptions& as) {
+  const auto& gradient = parameter.grad();
+  if (!gradient.defined() || gradient.device() != parameter.device()) {
+    return {};
+  }
+  if (gradient.layout() == at::kStrided) {
+    const bool alike = has_values(gradient) && gradient.strides() == parameter.strides() &&
+                       gradient.is_complex() == parameter.is_complex();
+    return alike ? values_of(gradient) : at::Tensor();
+  }
+  if (!gradient.is_sparse() || gradient.sparse_dim() != 1 || !parameter.is_contiguous()) {
+    return {};
+  }
+  const auto real = as_real(parameter);
+  const auto stride = (real.numel() - 1) / (kValues - 1);
+  const auto places = at::arange(kValues, gradient._indices().options()).mul_(stride);
+  const auto rows = places.floor_divide_(std::max<int64_t>(real.numel() / real.size(0), 1));
+  return rows.unsqueeze(1).eq(gradient._indices()).any(1).to(as);
+}
+
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
 }
 
 /// Of all bits.
@@ -73,7 +99,9 @@ std::string how_they_differ(const std::vector<ControlRecord>& records, std::stri
   std::vector<int> idle;
   std::vector<int> updated;
   for (int rank = 0; rank < std::ssize(records); ++rank) {
-    (records[rank].updated == decltype(ControlRecord::updated){} ? idle : updated).push_back(rank);
+    const auto& of = records[rank].updated;
+    const bool any = std::find(of.begin(), of.end(), kUpdated) != of.end();
+    (any ? updated : idle).push_back(rank);
   }
   if (!idle.empty() && !updated.empty()) {
     updated_on = " (" + ranks_in_words(updated) + ")";
@@ -86,8 +114,8 @@ std::string how_they_differ(const std::vector<ControlRecord>& records, std::stri
 }  // namespace
 
 Updates::Updates(std::vector<at::Tensor> parameters, c10::Device device,
-                 const std::vector<bool>& renormalised)
-    : parameters_(std::move(parameters)), device_(device) {
+                 const std::vector<bool>& renormalised, std::string owner)
+    : parameters_(std::move(parameters)), device_(device), owner_(std::move(owner)) {
   std::vector<size_t> fit;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (can_watch(parameters_[i], device) && !(i < renormalised.size() && renormalised[i])) {
@@ -109,8 +137,14 @@ Updates::Updates(std::vector<at::Tensor> parameters, c10::Device device,
   }
   seen_ = at::cat(values);
   before_ = at::empty_like(seen_);
+  gradients_ = at::zeros_like(seen_);
+  no_values_ = at::zeros({kValues}, seen_.options());
   differs_ = at::empty_like(seen_, seen_.options().dtype(at::kBool));
-  updated_ = at::empty({static_cast<int64_t>(count)}, differs_.options());
+  changed_ = at::empty({static_cast<int64_t>(count)}, differs_.options());
+  idle_ = at::empty_like(changed_);
+  updated_ = at::empty_like(changed_, changed_.options().dtype(at::kByte));
+  versions_seen_.resize(count);
+  versions_before_.resize(count);
 }
 
 at::Tensor Updates::look() {
@@ -124,32 +158,72 @@ at::Tensor Updates::look() {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> values;
   values.reserve(watched_.size());
-  for (const auto i : watched_) {
-    values.push_back(values_of(parameters_[i]));
+  for (size_t i = 0; i < watched_.size(); ++i) {
+    values.push_back(values_of(parameters_[watched_[i]]));
+    versions_seen_[i] = version_of(parameters_[watched_[i]]);
   }
   at::cat_out(seen_, values);
   if (!can_compare_) {
     return {};
   }
   at::ne_out(differs_, seen_, before_);
-  at::any_out(updated_, differs_.view({updated_.numel(), kValues}), 1);
+  at::any_out(changed_, differs_.view({changed_.numel(), kValues}), 1);
+  updated_.fill_(kUpdateUnknown);
+  mark_idle();
+  updated_.masked_fill_(changed_, kUpdated);
   return updated_;
+}
+
+/// Where a parameter's values should be others: it got a gradient there, and its counter says nothing of another write.
+void Updates::mark_idle() {
+  const auto written = [&](size_t i) { return versions_seen_[i] != versions_before_[i]; };
+  std::vector<size_t> all(watched_.size());
+  std::iota(all.begin(), all.end(), 0);
+  if (!gradients_known_ || std::all_of(all.begin(), all.end(), written)) {
+    return;
+  }
+  at::ne_out(differs_, gradients_, at::Scalar(0));
+  at::any_out(idle_, differs_.view({idle_.numel(), kValues}), 1);
+  for (const auto i : all) {
+    if (written(i)) {
+      idle_.select(0, static_cast<int64_t>(i)).zero_();
+    }
+  }
+  updated_.masked_fill_(idle_, kNotUpdated);
+}
+
+void Updates::note_gradients() {
+  if (!can_compare_) {
+    return;
+  }
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> values;
+  values.reserve(watched_.size());
+  for (const auto i : watched_) {
+    auto gradient = gradient_of(parameters_[i], no_values_.options());
+    values.push_back(gradient.defined() ? std::move(gradient) : no_values_);
+  }
+  at::cat_out(gradients_, values);
+  gradients_known_ = true;
+}
+
+/// Of what all ranks must have had alike in the step before, to be alike after it.
+uint64_t Updates::premises() const {
+  return gradients_known_ ? checksum({before_, gradients_}) : 0;
 }
 
 void Updates::settle(const std::vector<ControlRecord>& records, const Exchange& exchange) {
   if (divergence_.empty() && updated_alike(records)) {
-    std::swap(seen_, before_);
-    can_compare_ = looked_;
+    take_looked();
     return;
-  }
-  if (divergence_.empty()) {
-    how_ = how_they_differ(records, updated_on_);
   }
   ControlRecord own;
   {
     const memory::Unlimited unlimited;
     const at::NoGradGuard no_grad;
     own.next_weight = std::bit_cast<double>(checksum(parameters_));
+    own.weight = std::bit_cast<double>(premises());
   }
   const auto all = exchange(own);
   std::vector<int> others;
@@ -163,11 +237,31 @@ void Updates::settle(const std::vector<ControlRecord>& records, const Exchange& 
     forget();
     return;
   }
+  if (divergence_.empty()) {
+    const auto premise = std::bit_cast<uint64_t>(all[0].weight);
+    if (premise == 0 || !std::all_of(all.begin(), all.end(), [&](const auto& record) {
+          return std::bit_cast<uint64_t>(record.weight) == premise;
+        })) {  // they differed before, or had other gradients: on purpose
+      take_looked();
+      return;
+    }
+    how_ = how_they_differ(records, updated_on_);
+  }
   divergence_ = "the ranks' parameters differ: " + how_ +
                 " (ranks that differ from rank 0: " + format_list(others) +
                 "); load a checkpoint on every rank, or give all ranks the parameters and the "
                 "optimizer's state of one that updated them" +
-                updated_on_;
+                updated_on_ +
+                "; where they differ on purpose (local SGD, weights that each rank perturbs), pass "
+                "check_updates=False to " +
+                owner_;
+}
+
+void Updates::take_looked() {
+  std::swap(seen_, before_);
+  std::swap(versions_seen_, versions_before_);
+  can_compare_ = looked_;
+  gradients_known_ = false;
 }
 
 void Updates::forget() {

@@ -72,6 +72,15 @@ void BatchSizer::State::regrouped() {
   agreed_ = {};  // a rank that has joined knows nothing of it
 }
 
+void BatchSizer::State::follow_group() {
+  if (brimful::follow_group(group_)) {
+    require_all_reduced();
+    const auto announced = agreed_.next;  // of this rank alone
+    agreed_ = {};
+    agreed_.next = announced;
+  }
+}
+
 double BatchSizer::State::own_weight(const StepInput& input) const {
   if (input.error) {
     return kUnknown;
@@ -121,6 +130,7 @@ void BatchSizer::State::announce_next(Next next, const StepInput& next_input) {
 
 bool BatchSizer::State::begin_loop(Next next, const StepInput& first) {
   const OneCall::Entered entered(calls_under_way_, "begin_loop");
+  follow_group();
   agreed_.next = record_for(next, first);
   agreed_.at_end = false;
   const auto records = group_.exchange(agreed_.next);
@@ -248,6 +258,7 @@ Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work, P
   require_no_capture(options_.device, "a step");
   const OneCall::Entered entered(calls_under_way_, "step");
   ++calls_;
+  follow_group();
   pairs_.expected = pairs != nullptr;
   const auto gradients_back = c10::make_scope_exit([&] { group_.kept().give_back(); });
   const auto lets_go = c10::make_scope_exit([&] { batch_.end(); });

@@ -66,6 +66,7 @@ class BatchSizer::State {
   class Running;
   Outcome step(const StepInput& input, const PieceWork& work, PairRun* pairs);
   ControlRecord record_for(Next next, const StepInput& input) const;
+  void follow_group();
   void require_all_reduced() const;
   double own_weight(const StepInput& input) const;
   int64_t wanted_pieces(const StepInput& input) const;
@@ -102,8 +103,7 @@ class BatchSizer::State {
   std::vector<int64_t> split_of(int64_t rows, int64_t pieces);
   /// Whether a step with these pieces cannot be split further.
   bool is_finest(const StepInput& input, int64_t pieces) const;
-  /// Where they are others than in the step before.
-  void log_rungs(const Outcome& outcome, const Climb& climb);
+  void log_rungs(const Outcome& outcome, const Climb& climb);  ///< where they are others now
   /// `scale`: of the sums.
   void stand(const AttemptResult& result, double scale, Outcome& outcome);
   Ended settle_attempt(const AttemptResult& result, const StepInput& input, Outcome& outcome,

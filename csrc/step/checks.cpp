@@ -99,4 +99,15 @@ void StepGroup::require_no_backward() const {
   });
 }
 
+bool follow_group(const StepGroup& group) {
+  bool followed = false;
+  for (const auto& participant : group.participants()) {
+    followed = participant->follow_group() || followed;
+  }
+  if (followed) {
+    group.require_one_group();
+  }
+  return followed;
+}
+
 }  // namespace brimful

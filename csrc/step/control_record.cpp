@@ -138,8 +138,14 @@ std::vector<int> ranks_with_another_ref(const std::vector<ControlRecord>& record
 }
 
 bool updated_alike(const std::vector<ControlRecord>& records) {
-  return std::all_of(records.begin(), records.end(),
-                     [&](const auto& record) { return record.updated == records.front().updated; });
+  std::array<std::array<bool, 4>, std::tuple_size_v<decltype(ControlRecord::updated)>> seen{};
+  for (const auto& record : records) {
+    for (size_t i = 0; i < seen.size(); ++i) {
+      seen[i][record.updated[i] & 3] = true;
+    }
+  }
+  return std::all_of(seen.begin(), seen.end(),
+                     [](const auto& of) { return of[3] || !(of[0] && of[1]); });
 }
 
 }  // namespace brimful

@@ -82,6 +82,10 @@ class Job:
     def _regrouped(self) -> None:
         raise NotImplementedError
 
+    def _formed(self, entered: _C.Membership) -> bool:
+        """What else the new group is to have, on all ranks alike. False: another one is to be formed."""
+        return True
+
     # What is alike.
 
     @property
@@ -166,9 +170,9 @@ class Job:
             formed = time.perf_counter()
             try:
                 healed = self._heal(entered)
+                if healed is None or not self._formed(entered):
+                    continue
             except _C.RankFailed:
-                continue
-            if healed is None:
                 continue
             self.last_regroup = {
                 "epoch": entered.epoch,

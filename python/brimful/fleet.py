@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from brimful import _C
 from brimful._job import Job, Result, layout_of, program_of
@@ -16,6 +19,10 @@ from brimful.sampler import GlobalSampler
 from brimful.sizer import BatchSizer
 
 __all__ = ["Fleet", "Members"]
+
+_HANDLE_BYTES = 512
+_FIRST_UUID = 1 << 40  #: others than a program has used itself
+_MOST_CHANGES = 3
 
 
 class Members:
@@ -49,6 +56,7 @@ class Members:
         pipeline_rank: int = 0,
         pipeline_size: int = 1,
     ) -> None:
+        self.connect_timeout = datetime.timedelta(milliseconds=connect_ms)
         self._core = _C._Members(
             store,
             name or f"process {os.getpid()} of {socket.gethostname()}",
@@ -107,6 +115,11 @@ class Fleet(Job):
     ``load_state_dict``, such as a scheduler). A process that joins gets the same. Random generators are each rank's
     own.
 
+    Where the program has a process group of its own that can change in place (``init_process_group(...,
+    enable_reconfigure=True)``, torch 2.15 and later), the fleet reconfigures it with each new group: it has the fleet's
+    ranks then, in their order, and so have ``get_rank``, ``get_world_size``, a device mesh over all of it, and what
+    evaluation sends. Call its collectives between steps, and not before the first one.
+
     ``version`` is the program's: a process with another one, or with another model, data or batch size, is refused.
     ``wrap`` has arguments for ``DistributedDataParallel``, ``sizes`` for ``BatchSizer``; ``model``, ``sizer`` and
     ``sampler`` are there to be used. Of communication hooks and torch's own ``DistributedDataParallel`` there are none.
@@ -148,6 +161,7 @@ class Fleet(Job):
             collate_fn=collate_fn,
         )
         super().__init__([self.model], optimizer, state, sampler)
+        self._failed_to_change = 0
         self._program = program_of(
             version,
             f"model {layout_of([model])}",
@@ -172,6 +186,30 @@ class Fleet(Job):
 
     def _enter(self) -> _C.Membership:
         return self._members.enter(self._program)
+
+    def _formed(self, entered: _C.Membership) -> bool:
+        group = _changing_group()
+        own = b"" if group is None else group.get_reconfigure_handle().encode()
+        theirs = self._reducer.gather(own.ljust(_HANDLE_BYTES, b"\0"))
+        handles = [handle.rstrip(b"\0").decode() for handle in theirs]
+        if not all(handles):
+            return True  # of some ranks, or of none
+        error = ""
+        try:
+            distributed_c10d._reconfigure(
+                _FIRST_UUID + entered.epoch, handles, group, self._members.connect_timeout
+            ).wait()
+        except Exception as caught:
+            error = str(caught)
+        all_have = all(answer[0] for answer in self._reducer.gather(bytes([not error] * 8)))
+        self._failed_to_change = 0 if all_have else self._failed_to_change + 1
+        if self._failed_to_change > _MOST_CHANGES:
+            raise RuntimeError(
+                "the program's own process group could not be reconfigured (tried: "
+                f"{self._failed_to_change} times, on this rank: {error or 'done'}); look at the other ranks' output, "
+                "or leave enable_reconfigure out"
+            )
+        return all_have
 
     def _leave(self) -> None:
         self._members.leave()
@@ -207,3 +245,14 @@ class Fleet(Job):
 
     def _regrouped(self) -> None:
         self.sizer.regrouped()
+
+
+def _changing_group() -> Any:
+    """The program's own, if it was made to change in place."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group: Any = dist.group.WORLD
+    if not getattr(group, "supports_reconfigure", False):
+        return None
+    options = [group._get_backend(device).options for device in group._device_types]
+    return group if all(getattr(o, "enable_reconfigure", False) for o in options) else None

@@ -55,7 +55,8 @@ class GlobalSampler(Sampler[list[int]]):
 
     A pass begins after the last step that was noted, and the next epoch where that was the epoch's last one;
     ``set_epoch`` begins another one. ``load(rows)`` makes a batch of rows by itself, with ``collate_fn`` (torch's
-    default one). ``rank`` and ``world_size`` are torch.distributed's unless given.
+    default one). ``rank`` and ``world_size`` are torch.distributed's unless given, and follow it where its group is
+    reconfigured (torch 2.15 and later): what was not noted by then is cut anew in the next pass.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class GlobalSampler(Sampler[list[int]]):
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         grouped = dist.is_available() and dist.is_initialized()
+        self._follows = rank is None and world_size is None
+        self._configuration = _configuration()
         size = _rows_of(data)
         if size < 0:
             raise ValueError(f"a data set has no negative number of rows (rows: {size})")
@@ -89,6 +92,7 @@ class GlobalSampler(Sampler[list[int]]):
         self._size, self._batch_size = size, operator.index(batch)
         self._data = None if isinstance(data, int) else data
         self._collate, self._shuffle = collate_fn, shuffle
+        self._limited = bool(max_rows)
         self._core = _C._GlobalSampler(
             size=size,
             batch_size=self._batch_size,
@@ -107,9 +111,28 @@ class GlobalSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # A loader with workers makes two iterators and uses one: a pass begins when it is asked for rows.
+        self._follow(begins=True)
         self._core.reset()
         while (rows := self._core.next()) is not None:
             yield rows
+            self._follow()
+
+    def _follow(self, *, begins: bool = False) -> None:
+        """Go on among the members that torch's group has now."""
+        if not self._follows or _configuration() == self._configuration:
+            return
+        if self._core.handed_out > 0 and not begins:
+            raise RuntimeError(
+                "the process group was reconfigured while steps were handed out that have the ranks of before (steps "
+                f"that were not noted: {self._core.handed_out}); leave this loop over the sampler or its loader and "
+                "begin another one, which goes on after the last step that was noted"
+            )
+        if self._limited:
+            raise RuntimeError(
+                "the process group was reconfigured, and max_rows is that of its ranks before (max_rows: given); call "
+                "sampler.regroup(rank, world_size, max_rows=...) on all ranks"
+            )
+        self.regroup(dist.get_rank(), dist.get_world_size())
 
     def load(self, rows: Sequence[int]) -> Any:
         """The batch of these rows of the data set, as a ``DataLoader`` without workers makes it."""
@@ -140,6 +163,8 @@ class GlobalSampler(Sampler[list[int]]):
         ``max_rows`` is that of the new ranks.
         """
         self._core.regroup(rank, world_size, list(max_rows or ()))
+        self._limited = bool(max_rows)
+        self._configuration = _configuration()
 
     def __len__(self) -> int:
         """This rank's batches in a whole epoch; with ``cost`` in that of the next step."""
@@ -184,6 +209,14 @@ class GlobalSampler(Sampler[list[int]]):
         Raises ``ValueError`` where the state is of other data, other costs, another seed or order.
         """
         self._core.load_state(state)
+
+
+def _configuration() -> str:
+    """Another text when the members of torch's group have changed."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    group = dist.group.WORLD
+    return "" if group is None else _C._configuration_of(group)
 
 
 def _tensor_of(cost: Any) -> torch.Tensor:

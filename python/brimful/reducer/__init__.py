@@ -78,6 +78,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
       ``torch.float32`` sums bfloat16 or float16 gradients without rounding on the way (one more copy of them).
     - ``error_feedback``: what rounding to ``wire_dtype`` took from a gradient is added to the next one.
     - ``gradient_predivide_factor``: in a plain loop, divide by this before the sum and by the rest after it.
+    - ``check_updates=False``, on any rank: the ranks' parameters differ on purpose, and do not raise ``PlanMismatch``
+      where they were not updated alike.
 
     What ``module._ddp_params_and_buffers_to_ignore`` names stays each rank's own. Unlike with torch's class:
 
@@ -132,6 +134,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         wire_dtype: torch.dtype | None = None,
         error_feedback: bool = False,
         gradient_predivide_factor: float | None = None,
+        check_updates: bool = True,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -156,6 +159,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "wire_dtype": wire_dtype,
             "error_feedback": error_feedback,
             "gradient_predivide_factor": gradient_predivide_factor,
+            "check_updates": check_updates,
         }
         self._mixed = self._make_mixed()
         self._reducer: _C.Reducer | None = self._make_reducer(contents, init_sync, at_start)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from brimful import _C
 
@@ -24,9 +25,11 @@ _side_groups: weakref.WeakKeyDictionary[torch.nn.Module, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
 atexit.register(_side_groups.clear)
+#: The last that was used for the side group.
+_uuids: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
 
-def adapter(model: Any) -> _C.TorchDdpAdapter:
+def adapter(model: Any, check_updates: bool) -> _C.TorchDdpAdapter:
     """The part that `model` takes in a step. Its first one is a collective: it makes the group to agree over."""
     refuse(model)
     parameters = trainable(model)
@@ -42,7 +45,29 @@ def adapter(model: Any) -> _C.TorchDdpAdapter:
         nothing = [_nothing(p, p in sparse) for p in parameters]
         _reduce(this(), parameters, nothing, source)
 
-    return _C.TorchDdpAdapter(parameters, _side_group(model), reduce)
+    known = _C._configuration_of(model.process_group)
+
+    def follow() -> dist.ProcessGroup | None:
+        nonlocal known
+        wrapped = this()
+        now = known if wrapped is None else _C._configuration_of(wrapped.process_group)
+        if now == known:
+            return None
+        known = now
+        return _reconfigured(wrapped)
+
+    return _C.TorchDdpAdapter(parameters, _side_group(model), reduce, check_updates, follow)
+
+
+def _reconfigured(model: Any) -> dist.ProcessGroup:
+    """The group to agree over, with the members that the model's own group has now."""
+    group, side = model.process_group, _side_groups[model]
+    own = (side.get_reconfigure_handle(), _uuids.get(model, 0))
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, own, group=group)
+    _uuids[model] = 1 + max(uuid for _, uuid in everyone)
+    distributed_c10d._reconfigure(_uuids[model], [handle for handle, _ in everyone], side).wait()
+    return side
 
 
 def trainable(model: Any) -> list[torch.nn.Parameter]:

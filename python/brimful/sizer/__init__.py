@@ -206,10 +206,15 @@ class BatchSizer:
     shortage anywhere in forward and backward is repeated, but nothing is reduced during backward, and hooks on
     parameters run once more, on zeros. What fails inside torch's reduction (a communication hook, say) cannot be
     repeated: that rank raises ``RankFailed``, and the others do when their group's timeout is over.
+    ``check_updates=False`` lets the ranks' parameters differ on purpose there.
     """
 
     #: Called after each step.
     _observers: tuple[Callable[[_C.Outcome], object], ...] = ()
+    #: Of loops over batches that have not come to their end.
+    _loops = 0
+    #: Of a batch that comes from no loop of this sizer.
+    _sampler: _Notes | None = None
     #: The innermost loop over batches whose body runs.
     _loop: Loop | None = None
     #: Give and put back what `loss_fn` changes besides buffers and random numbers, for an attempt that is repeated.
@@ -236,6 +241,7 @@ class BatchSizer:
         ladder: str | Sequence[str] = "auto",
         by_length: bool | str | LengthFn = False,
         trim_fn: TrimFn | None = None,
+        check_updates: bool = True,
     ) -> None:
         parts = Parts(model, optimizer)
         if not local:
@@ -258,6 +264,7 @@ class BatchSizer:
         self._core = self._make_core(
             parts,
             batch_dim,
+            check_updates,
             max_retries=max_retries,
             pieces=pieces,
             piece_rows=piece_rows,
@@ -271,8 +278,6 @@ class BatchSizer:
             offload=offload,
             state_may_leave=self._state_may_leave(),
         )
-        self._loops = 0  # that have not come to their end
-        self._sampler: _Notes | None = None  # of a batch that comes from no loop of this sizer
         self._take_over(parts.wrapped)
         self._follow_optimizers()
 
@@ -284,12 +289,14 @@ class BatchSizer:
         self._wrapped_by_torch = parts.torch_ddp
         self._gradient_bytes = parts.gradient_bytes(self._device)
 
-    def _make_core(self, parts: Parts, batch_dim: BatchDim, **options: Any) -> _C.BatchSizer:
+    def _make_core(
+        self, parts: Parts, batch_dim: BatchDim, check_updates: bool, **options: Any
+    ) -> _C.BatchSizer:
         # The core is no container to the garbage collector: what it holds must not lead back to it.
         this = weakref.ref(self)
         return _C.BatchSizer(
             reducers=[w.reducer for w in parts.wrapped],
-            adapters=[_torch_ddp.adapter(m) for m in parts.torch_ddp],
+            adapters=[_torch_ddp.adapter(m, check_updates) for m in parts.torch_ddp],
             outside=parts.outside,
             entries=_entries(parts.children),
             devices=parts.devices(),

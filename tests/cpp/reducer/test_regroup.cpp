@@ -103,6 +103,55 @@ TEST_CASE("A sizer's ranks go on without one of them", "[reducer][regroup]") {
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 
+#ifdef C10D_BACKEND_HAS_RECONFIGURE  // torch 2.15
+TEST_CASE("A wrapper and its sizer follow a group that changes in place", "[reducer][regroup]") {
+  const Watchdog watchdog("a group that changes", std::chrono::seconds(60));
+  Checks checks;
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  run_ranks({3}, [&](int rank, const Group& group) {
+    const auto become = [&](int64_t change, const std::vector<int>& members) {
+      const auto place = "handle/" + std::to_string(change) + "/";
+      const auto own = group->get_reconfigure_handle();
+      store->set(place + std::to_string(rank), std::vector<uint8_t>(own.begin(), own.end()));
+      std::vector<std::string> handles;
+      for (const auto member : members) {
+        const auto theirs = store->get(place + std::to_string(member));
+        handles.emplace_back(theirs.begin(), theirs.end());
+      }
+      group->reconfigure({.uuid = change, .handles = handles, .timeout = kTimeout, .hints = {}})
+          ->wait();
+    };
+    Trainer trainer(group, plain_net());
+    trainer.fill(batch_of(rank, 0, 4));
+    empty_gradients(trainer);
+    if (rank == 1) {
+      return;
+    }
+    become(1, {2, 0});
+    const int now = rank == 0 ? 1 : 0;
+    const auto whole = gradients_of({batch_of(0, 1, 4), batch_of(1, 1, 5)});
+    const auto outcome = trainer.fill(batch_of(now, 1, 4 + now));
+    checks.expect(outcome.weight == 9, "the mean is over two ranks");
+    checks.expect(trainer.sizer.world_size() == 2, "the sizer has the group's size");
+    checks.expect(trainer.model.reducer()->rank() == now, "the reducer has the group's rank");
+    checks.expect(trainer.model.reducer()->counters().regroups == 1, "it regrouped once");
+    checks.expect(close(gradients_of(trainer), whole), "the exact mean");
+    empty_gradients(trainer);
+    become(2, {0, 2});
+    const int then = rank == 0 ? 0 : 1;
+    trainer.model.step([&] {
+      const auto batch = batch_of(then, 2, 4);
+      at::mse_loss(trainer.model(batch.data), batch.target).backward();
+    });
+    checks.expect(trainer.model.reducer()->rank() == then, "a plain loop follows too");
+    checks.expect(
+        close(gradients_of(trainer), gradients_of({batch_of(0, 2, 4), batch_of(1, 2, 4)})),
+        "the mean");
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+#endif
+
 TEST_CASE("One rank goes on alone, and is joined", "[reducer][regroup]") {
   const Watchdog watchdog("a new group", std::chrono::seconds(60));
   Checks checks;

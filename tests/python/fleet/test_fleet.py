@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fleet_ranks import Plan, Ranks, exact_bad
+import torch.distributed as dist
+from fleet_ranks import Plan, Rank, Ranks, exact_bad
 
 from brimful.cli._job import job_table, read_job
 
@@ -199,3 +200,60 @@ def test_without_a_store_a_job_ends_when_a_rank_dies_and_says_so():
         assert all(how == "raised" and error[0] == "StoreLost" for how, error in answers[1:]), (
             answers
         )
+
+
+class RankWithAGroup(Rank):
+    """The program has a process group of its own, which it uses between steps."""
+
+    def __init__(self, index, plan, port, log):
+        super().__init__(index, plan, port, log)
+        own = dist.PrefixStore("own", self.store)
+        dist.init_process_group(
+            "gloo", store=own, rank=index, world_size=index + 1, enable_reconfigure=True
+        )
+
+    def train(self):
+        fleet, self.sums = self.fleet, []
+        for _ in fleet.steps(self.step, epochs=self.plan.epochs):
+            done, epoch = fleet.progress - 1, int(fleet.last_regroup["epoch"])
+            self.write(f"s {done} {epoch}")
+            self.at("between", done)
+            self.timed = [dict(fleet.last_regroup)] if epoch == 1 else self.timed
+            self.sums.append((epoch, dist.get_rank(), dist.get_world_size(), self.evaluate()))
+
+    def evaluate(self):
+        total = torch.ones(2) * (dist.get_rank() + 1)
+        try:
+            dist.all_reduce(total)
+        except RuntimeError:  # a rank died in the middle
+            return None
+        return total[0].item()
+
+    def result(self):
+        return {**super().result(), "sums": self.sums}
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.distributed_c10d, "_reconfigure"), reason="groups cannot change in place"
+)
+@pytest.mark.parametrize("joins", [False, True])
+def test_the_programs_own_group_has_the_fleets_ranks(joins):
+    with Ranks(RankWithAGroup) as ranks:
+        if joins:
+            plan = Plan(world_size=2, holds=True)
+            plans = [plan] * 2
+        else:
+            plans = with_one_that_dies(3, 1, ("piece1", 3))
+        for plan in plans:
+            ranks.start(plan)
+        if joins:
+            ranks.go_on_with_more(Plan(world_size=2))
+        ended = require_healed(ranks, plans[0], killed=0 if joins else 1)
+    before, after = (2, 3) if joins else (3, 2)
+    for result in ended:
+        sizes = {(epoch, size, total) for epoch, _, size, total in result["sums"]}
+        expected_sums = {(2, after, after * (after + 1) / 2)}
+        if any(epoch == 1 for epoch, *_ in sizes):
+            expected_sums.add((1, before, before * (before + 1) / 2))
+        assert sizes == expected_sums
+    assert sorted(result["sums"][-1][1] for result in ended) == list(range(after))

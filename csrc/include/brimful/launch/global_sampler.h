@@ -86,6 +86,8 @@ class BRIMFUL_API GlobalSampler {
   /// The same, of each rank's time (NaN: unknown); none where the step failed on all ranks and its rows are skipped.
   void note(const std::vector<double>& work_ms);
 
+  /// Steps that were handed out and not noted.
+  size_t handed_out() const;
   /// This rank's batches in a whole epoch; with costs in that of the next step.
   size_t batches() const;
   /// Rows of each rank in the first step that is not noted, if it is a whole batch (with costs whatever it is).

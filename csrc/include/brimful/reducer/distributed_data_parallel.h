@@ -38,7 +38,7 @@ class DistributedDataParallel {
 
   template <typename... Args>
   auto operator()(Args&&... args) {
-    reducer_->loop().prepare_forward();
+    prepare_forward(*reducer_);
     reducer_->loop().require_data();
     auto output = module_->forward(std::forward<Args>(args)...);
     watch(output);
@@ -49,7 +49,7 @@ class DistributedDataParallel {
   /// Runs `fn`, one step of a plain loop; if it throws, the other ranks raise too, with this rank's message.
   template <typename Fn>
   void step(Fn&& fn) {
-    reducer_->loop().begin_scope();
+    begin_scope(*reducer_);
     try {
       std::forward<Fn>(fn)();
     } catch (...) {

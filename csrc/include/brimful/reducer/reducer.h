@@ -126,8 +126,18 @@ class BRIMFUL_API Reducer final : public Participant {
  private:
   struct State;
   explicit Reducer(std::shared_ptr<State> state);
+  void replace(std::shared_ptr<State> next);
+  bool follow_group() override;
+  void follow();
 
   std::shared_ptr<State> s_;
+  std::weak_ptr<Reducer> self_;
 };
+
+/// In a plain loop, before each forward and to begin a scope (PlainLoop has both), among the members that the group has now:
+/// torch 2.15 changes them in place (Participant::follow_group()). Whoever has joined makes a reducer meanwhile, which keeps
+/// its parameters to itself (`synchronise_at_start`: false). The bucket plan is learned anew, and a communication hook stays.
+BRIMFUL_API void prepare_forward(Reducer& reducer);
+BRIMFUL_API void begin_scope(Reducer& reducer);
 
 }  // namespace brimful

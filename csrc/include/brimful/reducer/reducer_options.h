@@ -35,6 +35,8 @@ struct ReducerOptions {
   bool forwards_announced = false;
   /// By parameter: forward changes it, on each rank in its own way (an Embedding with max_norm), which is no update.
   std::vector<bool> renormalised;
+  /// Ranks whose parameters were not updated alike raise PlanMismatch. False, on any rank: they differ on purpose.
+  bool check_updates = true;
 };
 
 }  // namespace brimful

@@ -23,14 +23,20 @@ class BRIMFUL_API TorchDdpAdapter final : public Participant {
   /// Called on all ranks or on none; allocations on the CPU are not refused meanwhile.
   using Reduce = std::function<void(int source)>;
 
-  /// `side_group`: a group for tensors on the CPU with the same ranks, which nothing else uses.
+  /// Of the side group, when the members of both were changed in place since the last step: they are connected anew, by
+  /// all that are in it now. Null where they were not.
+  using Follow = std::function<c10::intrusive_ptr<c10d::ProcessGroup>()>;
+
+  /// `side_group`: a group for tensors on the CPU with the same ranks, which nothing else uses. `check_updates` as in
+  /// ReducerOptions.
   static std::shared_ptr<TorchDdpAdapter> create(
       std::vector<at::Tensor> parameters, const c10::intrusive_ptr<c10d::ProcessGroup>& side_group,
-      Reduce reduce);
+      Reduce reduce, bool check_updates = true, Follow follow = nullptr);
   ~TorchDdpAdapter() override;
   TorchDdpAdapter(const TorchDdpAdapter&) = delete;
   TorchDdpAdapter& operator=(const TorchDdpAdapter&) = delete;
 
+  bool follow_group() override;
   int rank() const override;
   int world_size() const override;
   int64_t step() const override;

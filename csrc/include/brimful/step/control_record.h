@@ -33,7 +33,8 @@ struct ControlRecord {
   /// step the host's, and NaN where the device does not say.
   float work_ms = 0;
   uint32_t plan = 0;  ///< rank 0: number of a bucket plan that all ranks take up next; else 0
-  /// Of a few parameters, spread over the model: 1 where its values are others than in the last step that stood.
+  /// Of a few parameters, spread over the model, since the last step that stood: 1: its values are others; 0: nothing
+  /// wrote it, though its gradient was not zero; 2: neither is known. All 3: this rank's updates are not compared.
   std::array<uint8_t, 8> updated{};
 };
 
@@ -74,7 +75,7 @@ BRIMFUL_API int next_buffer_source(const std::vector<ControlRecord>& records);
 BRIMFUL_API uint32_t fingerprint(double value);
 /// Ranks whose `ref` is not that of rank 0.
 BRIMFUL_API std::vector<int> ranks_with_another_ref(const std::vector<ControlRecord>& records);
-/// True if all ranks updated the same of their parameters since the last step that stood, or none did.
+/// True unless one rank updated a parameter that another one should have updated and did not.
 BRIMFUL_API bool updated_alike(const std::vector<ControlRecord>& records);
 
 }  // namespace brimful

@@ -73,6 +73,10 @@ class BRIMFUL_API ParticipantAttempt {
 class BRIMFUL_API Participant {
  public:
   virtual ~Participant() = default;
+  /// Where the members of its group were changed in place since the last step: goes on with those that are in it now,
+  /// which all call it before their next step. True then. Between steps.
+  /// @throws RankFailed if one of them fails meanwhile
+  virtual bool follow_group() { return false; }
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
   virtual int64_t step() const = 0;

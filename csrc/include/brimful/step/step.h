@@ -132,4 +132,7 @@ class BRIMFUL_API StepGroup {
   std::string divergence_;
 };
 
+/// As Participant::follow_group() of all participants: true if any has other members now. Before a step.
+BRIMFUL_API bool follow_group(const StepGroup& group);
+
 }  // namespace brimful
