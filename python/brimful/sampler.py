@@ -77,8 +77,8 @@ class GlobalSampler(Sampler[list[int]]):
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         grouped = dist.is_available() and dist.is_initialized()
-        self._follows = rank is None and world_size is None
         self._configuration = _configuration()
+        self._follows = rank is None and world_size is None and self._configuration != ""
         size = _rows_of(data)
         if size < 0:
             raise ValueError(f"a data set has no negative number of rows (rows: {size})")

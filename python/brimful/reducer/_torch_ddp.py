@@ -50,7 +50,9 @@ def adapter(model: Any, check_updates: bool) -> _C.TorchDdpAdapter:
     def follow() -> dist.ProcessGroup | None:
         nonlocal known
         wrapped = this()
-        now = known if wrapped is None else _C._configuration_of(wrapped.process_group)
+        if wrapped is None or not known:  # which no group that can change has
+            return None
+        now = _C._configuration_of(wrapped.process_group)
         if now == known:
             return None
         known = now
