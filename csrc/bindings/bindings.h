@@ -16,6 +16,7 @@ void bind_leaks(py::module_& m);
 void bind_ladder(py::module_& m);
 void bind_launch(py::module_& m);
 void bind_live_table(py::module_& m);
+void bind_loss_rule(py::module_& m);
 void bind_members(py::module_& m);
 void bind_memory(py::module_& m);
 void bind_batch(py::module_& m);

@@ -17,6 +17,7 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_reducer(m);
   brimful::bind_torch_ddp_adapter(m);
   brimful::bind_ladder(m);
+  brimful::bind_loss_rule(m);
   brimful::bind_sizer(m);
   brimful::bind_global_sampler(m);
   brimful::bind_caching(m);

@@ -2,6 +2,7 @@
 #include <brimful/reducer/torch_ddp_adapter.h>
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/grad_scaler.h>
+#include <brimful/sizer/rule_vote.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -141,13 +142,19 @@ class PythonSizer {
   Outcome step(const std::optional<py::object>& batch, const py::object& loss_fn,
                const py::object& model, std::optional<std::vector<int64_t>> split,
                std::optional<StepRungs> rungs, const std::optional<py::object>& error,
-               bool accumulate, const std::optional<py::object>& by_length) {
+               bool accumulate, const std::optional<py::object>& by_length,
+               std::shared_ptr<RuleVote> vote, bool whole) {
     StepInput input = input_of(batch);
     input.accumulate = accumulate;
+    input.vote = std::move(vote);
+    input.whole = whole;
     if (error) {
       input.error = as_exception(*error);
     }
     input.split = std::move(split);
+    if (whole && input.rows.value_or(0) > 0) {
+      input.split = {*input.rows};
+    }
     input.rungs = std::move(rungs);
     const bool has_rows = batch && input.rows.value_or(0) > 0;
     const auto source = has_rows ? Source{*batch, *input.rows} : last_;
@@ -285,7 +292,8 @@ std::unique_ptr<PythonSizer> make_sizer(
     bool equal_pieces, const std::string& batch_norm,
     const std::vector<std::pair<std::string, py::object>>& batch_norms,
     const std::optional<PythonSizer::ScalerTensors>& scaler,
-    const std::optional<py::object>& ladder, bool recompute, bool offload, bool state_may_leave) {
+    const std::optional<py::object>& ladder, bool recompute, bool offload, bool state_may_leave,
+    bool finds_rule) {
   BatchSizerOptions options;
   options.max_retries = max_retries;
   options.pieces = pieces;
@@ -305,6 +313,7 @@ std::unique_ptr<PythonSizer> make_sizer(
   options.recompute = recompute;
   options.offload = offload;
   options.state_may_leave = state_may_leave;
+  options.finds_rule = finds_rule;
   return std::make_unique<PythonSizer>(reducers, adapters, std::move(outside), entries, devices,
                                        keepers, std::move(weight_fn), std::move(splitter), scaler,
                                        std::move(options));
@@ -323,12 +332,13 @@ void bind_sizer(py::module_& m) {
            py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("piece_rows"),
            py::arg("local"), py::arg("lockstep"), py::arg("predict"), py::arg("equal_pieces"),
            py::arg("batch_norm"), py::arg("batch_norms"), py::arg("scaler"), py::arg("ladder"),
-           py::arg("recompute"), py::arg("offload"), py::arg("state_may_leave"))
+           py::arg("recompute"), py::arg("offload"), py::arg("state_may_leave"),
+           py::arg("finds_rule") = false)
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("accumulate"), py::arg("by_length"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("split"), py::arg("rungs"), py::arg("error"), py::arg("accumulate"),
-           py::arg("by_length"))
+           py::arg("by_length"), py::arg("vote"), py::arg("whole"))
       .def("step_pairs", &PythonSizer::step_pairs, py::arg("batch"), py::arg("embed_fn"),
            py::arg("pair_loss"), py::arg("model"), py::arg("split"), py::arg("rungs"),
            py::arg("error"), py::arg("accumulate"), py::arg("own"), py::arg("gathered_gradient"))

@@ -62,7 +62,7 @@ void bind_report(py::module_& m) {
   py::class_<Report>(m, "Report", "What a BatchSizer has seen; see BatchSizer.report.")
       .BRIMFUL_FIELDS(def_readonly, Report, steps, failed, retries, ooms, cache_releases,
                       piece_rows, limit_bytes, peak_bytes, last_fill, mean_fill, most_fill,
-                      total_ms, lost_ms, rungs, history)
+                      total_ms, lost_ms, rungs, loss_rule, trial_runs, trial_ms, history)
       .def("__str__", [](const Report& report) { return to_string(report); });
 }
 

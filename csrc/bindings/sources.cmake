@@ -23,6 +23,7 @@ brimful_sources(BINDINGS
   own_indexing.cpp
   piece_note.cpp
   live_table.cpp
+  loss_rule.cpp
   members.cpp
   memory.cpp
   module.cpp

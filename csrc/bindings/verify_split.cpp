@@ -1,8 +1,8 @@
 #include <brimful/sizer/verify_split.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "base/text_stream.h"
+#include "bindings/around_work.h"
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
 #include "bindings/fields.h"
@@ -19,39 +19,6 @@ std::vector<at::Tensor> tensors_of(const py::handle& object) {
   std::vector<at::Tensor> tensors;
   for_each_tensor(object, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
   return tensors;
-}
-
-/// A `with` block around what C++ does.
-class With {
- public:
-  explicit With(const py::object& manager) : manager_(manager) {
-    call_python([&] { manager_.attr("__enter__")(); });
-  }
-  ~With() {
-    const Gil gil;
-    try {
-      manager_.attr("__exit__")(py::none(), py::none(), py::none());
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("verify_split");
-    }
-  }
-  With(const With&) = delete;
-  With& operator=(const With&) = delete;
-
- private:
-  const py::object& manager_;
-};
-
-std::vector<at::Tensor> gradients_of(const at::Tensor& loss, const at::Tensor& seed,
-                                     const std::vector<at::Tensor>& inputs) {
-  try {
-    return detail::gradients_of(loss, seed, inputs);
-  } catch (python_error& error) {  // from a Python hook or function in the graph
-    return call_python([&]() -> std::vector<at::Tensor> {
-      error.restore();
-      throw py::error_already_set();
-    });
-  }
 }
 
 SplitCheck verify(const py::object& batch, const py::function& loss_fn, const py::object& around,
@@ -76,8 +43,7 @@ SplitCheck verify(const py::object& batch, const py::function& loss_fn, const py
   };
   const auto gradients = [&](const at::Tensor& loss, const at::Tensor& seed,
                              const std::vector<at::Tensor>& inputs) {
-    const With with(around);  // a checkpoint repeats the forward there
-    return gradients_of(loss, seed, inputs);
+    return gradients_within(around, loss, seed, inputs);
   };
   const auto tensors = [&](int64_t begin, int64_t end) {
     return call_python([&] { return splitter.tensors(batch, rows, begin, end); });

@@ -319,7 +319,7 @@ void BatchSizer::State::log_shortage(const Ended& ended, const Outcome& outcome,
 }
 
 bool BatchSizer::State::is_finest(const StepInput& input, int64_t pieces) const {
-  return pieces >= input.rows.value_or(0) || !norms_.may_split();
+  return input.whole || pieces >= input.rows.value_or(0) || !norms_.may_split();
 }
 
 void BatchSizer::State::log_rungs(const Outcome& outcome, const Climb& climb) {

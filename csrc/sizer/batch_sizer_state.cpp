@@ -1,6 +1,7 @@
 #include <brimful/error.h>
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/pieces.h>
+#include <brimful/sizer/rule_vote.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -21,6 +22,23 @@
 namespace brimful {
 namespace {
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+
+ControlRecord with_vote(ControlRecord record, const std::shared_ptr<RuleVote>& vote) {
+  if (vote) {
+    vote->put(record);
+  }
+  return record;
+}
+
+/// `records`: none where the ranks were not asked.
+void settle(RuleVote& vote, const std::vector<ControlRecord>& records, FoundRule& rule) {
+  rule.runs += vote.runs;
+  rule.ms += vote.ms;
+  vote.settle(records);
+  if (vote.chosen >= 0) {
+    rule.name = vote.names.at(vote.chosen);
+  }
+}
 }  // namespace
 
 BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOptions options)
@@ -31,6 +49,7 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
       policy_({options_.device}, options_.piece_rows.value_or(0)),
       splitting_{{}, ByLength(options_.device)} {
   group_.require_one_device();
+  agreed_.rule.pending = options_.finds_rule;
   if (options_.ladder && !options_.lockstep && (options_.recompute || options_.offload)) {
     ladder_.ladder.emplace(options_.ladder, options_.device, options_.recompute, options_.offload);
   }
@@ -69,7 +88,10 @@ void BatchSizer::State::regrouped() {
   const OneCall::Entered entered(calls_under_way_, "regrouped");
   group_.require_one_group();
   require_all_reduced();
+  auto rule = std::move(agreed_.rule);
+  rule.pending = options_.finds_rule;
   agreed_ = {};  // a rank that has joined knows nothing of it
+  agreed_.rule = std::move(rule);
 }
 
 void BatchSizer::State::follow_group() {
@@ -111,7 +133,7 @@ void BatchSizer::State::adopt(const std::vector<ControlRecord>& records) {
   for (const auto& record : records) {
     agreed_.pieces = std::max<int64_t>(agreed_.pieces, record.next_pieces);
   }
-  agreed_.holds = true;
+  agreed_.holds = !agreed_.rule.pending;
 }
 
 ControlRecord BatchSizer::State::record_for(Next next, const StepInput& input) const {
@@ -263,9 +285,16 @@ Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work, P
   const auto gradients_back = c10::make_scope_exit([&] { group_.kept().give_back(); });
   const auto lets_go = c10::make_scope_exit([&] { batch_.end(); });
   auto bad_input = prepare(input, work);
+  std::vector<ControlRecord> records;
   if (!agreed_.holds) {
-    adopt(group_.exchange(bad_input ? ControlRecord{}
-                                    : record_for(input.rows ? Next::yes : Next::no, input)));
+    records = group_.exchange(
+        bad_input ? ControlRecord{}
+                  : with_vote(record_for(input.rows ? Next::yes : Next::no, input), input.vote));
+    agreed_.rule.pending = agreed_.rule.pending && pairs == nullptr && !is_voted(records);
+    adopt(records);
+  }
+  if (!bad_input && input.vote) {
+    bad_input = thrown_by([&] { settle(*input.vote, records, agreed_.rule); });
   }
   agreed_.holds = false;
   try {
@@ -356,6 +385,9 @@ void BatchSizer::State::load_state(const std::map<std::string, double>& state) {
 Report BatchSizer::State::report() const {
   auto report = recorder_.report(policy_.piece_rows());
   report.rungs = ladder_.logged;
+  report.loss_rule = agreed_.rule.name;
+  report.trial_runs = agreed_.rule.runs;
+  report.trial_ms = agreed_.rule.ms;
   return report;
 }
 

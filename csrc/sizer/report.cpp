@@ -32,6 +32,11 @@ std::string to_string(const Report& report) {
   if (!report.rungs.empty()) {
     text << "\nto fit single rows: " << to_string(report.rungs);
   }
+  if (report.trial_runs > 0) {
+    text << "\nrule of the loss: " << (report.loss_rule.empty() ? "not known" : report.loss_rule)
+         << " (found in " << report.trial_ms
+         << " ms, forwards and backwards of a few rows: " << report.trial_runs << ")";
+  }
   text << "\ntime in steps: " << report.total_ms
        << " ms, lost to repeated attempts: " << report.lost_ms << " ms";
   if (report.total_ms > 0) {

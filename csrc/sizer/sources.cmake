@@ -16,11 +16,13 @@ brimful_sources(HEAVY
   forecasts.cpp
   found_pieces.cpp
   grad_scaler.cpp
+  gradient_sketch.cpp
   length_fits.cpp
   length_law.cpp
   length_plan.cpp
  
   loss_scale.cpp
+  loss_trial.cpp
   map_batches.cpp
   norm_calls.cpp
   optimizer_bytes.cpp
@@ -38,6 +40,8 @@ brimful_sources(HEAVY
   retry_policy.cpp
   row_evidence.cpp
   row_kind.cpp
+  rule_evidence.cpp
+  rule_vote.cpp
   small_steps.cpp
   split.cpp
   step_recorder.cpp

@@ -673,6 +673,12 @@ class Report:
     @property
     def rungs(self) -> StepRungs: ...
     @property
+    def loss_rule(self) -> str: ...
+    @property
+    def trial_runs(self) -> int: ...
+    @property
+    def trial_ms(self) -> float: ...
+    @property
     def history(self) -> list[StepNote]: ...
 
 class StepRungs:
@@ -861,6 +867,63 @@ def _register_split(
     slice_rows: Callable[[Any, int, int], Any] | None,
 ) -> None: ...
 
+class _RuleEvidence:
+    def __init__(self, rules: int, sum: int) -> None: ...
+    def window(self, counts: torch.Tensor, most_rows: int) -> tuple[int, int, int] | None: ...
+    @property
+    def agreeing(self) -> int: ...
+    @property
+    def knows(self) -> bool: ...
+    @property
+    def is_done(self) -> bool: ...
+    @property
+    def repeats(self) -> bool: ...
+    @property
+    def refuses(self) -> bool: ...
+    @property
+    def distances(self) -> list[float]: ...
+    @property
+    def repeat_distance(self) -> float: ...
+    @property
+    def tolerance(self) -> float: ...
+
+class _RuleVote:
+    def __init__(
+        self,
+        *,
+        kind: int = ...,
+        agreeing: int = ...,
+        knows: bool = ...,
+        names: Sequence[str] = ...,
+        runs: int = ...,
+        ms: float = ...,
+    ) -> None: ...
+    @property
+    def agreeing(self) -> int: ...
+    @property
+    def knows(self) -> bool: ...
+    @property
+    def chosen(self) -> int: ...
+    def settle(self) -> None: ...
+
+def _try_loss(
+    *,
+    evidence: _RuleEvidence,
+    counts: torch.Tensor,
+    window: tuple[int, int, int],
+    batch: Any,
+    loss_fn: Callable[[Any], Any],
+    around: object,
+    parameters: Sequence[torch.Tensor],
+    entries: _ModuleEntries,
+    device: torch.device,
+    keepers: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]],
+    splitter: Splitter,
+    gradients: bool,
+    seed: float,
+    coarsest_epsilon: Callable[[], float],
+) -> bool: ...
+
 class BatchSizer:
     def __init__(
         self,
@@ -891,6 +954,7 @@ class BatchSizer:
         recompute: bool,
         offload: bool,
         state_may_leave: bool,
+        finds_rule: bool = ...,
     ) -> None: ...
     def plan(
         self,
@@ -910,6 +974,8 @@ class BatchSizer:
         error: Exception | None,
         accumulate: bool,
         by_length: object | None,
+        vote: _RuleVote | None,
+        whole: bool,
     ) -> Outcome: ...
     def step_pairs(
         self,

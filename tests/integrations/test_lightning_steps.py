@@ -246,3 +246,39 @@ def length_job(rank):
 
 def test_rows_by_length_come_back_in_the_order_of_the_batch(ranks):
     ranks(length_job, size=1)
+
+
+class Composed(Module):
+    """Its loss is a sum, or a mean over the labels that count."""
+
+    reduction = "sum"
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.memory.check(x)
+        labels = torch.where(x[:, 0] > 0, y, -100)
+        return F.cross_entropy(self.net(x), labels, reduction=self.reduction)
+
+
+class Counted(Composed):
+    reduction = "mean"
+
+    def train_dataloader(self):
+        x, y = dataset()[:]
+        labels = torch.where(x[:, 0] > 0, y, -100)
+        return torch.utils.data.DataLoader(list(zip(x, labels, strict=True)), batch_size=10)
+
+
+def composed_job(rank, make):
+    (_, plain, theirs), (_, module, keep) = pair(
+        rank, globals()[make], Memory(4), limit_train_batches=3
+    )
+    assert same(values_of(module.net), values_of(plain.net))
+    assert [float(o["loss"]) for o in keep.outputs] == pytest.approx(
+        [float(o["loss"]) for o in theirs.outputs], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("make", ["Composed", "Counted"])
+def test_a_loss_is_weighed_as_it_is_composed(ranks, make):
+    ranks(composed_job, make, size=1)

@@ -167,6 +167,32 @@ def test_grpo_in_pieces_has_the_loss_of_the_whole_batch(tmp_path, loss_type, mor
     assert memory.refusals == 2
 
 
+def few_tokens(trainer):
+    """Two of a batch's tokens count: fewer than its pieces."""
+    prepare = trainer._prepare_inputs
+
+    def prepared(inputs):
+        batch = dict(prepare(inputs))
+        mask = torch.zeros_like(batch["completion_mask"])
+        mask[0, 0] = mask[5, 0] = 1
+        return {**batch, "completion_mask": mask, "num_items_in_batch": mask.sum()}
+
+    trainer._prepare_inputs = prepared
+    return trainer
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+def test_a_count_of_few_tokens_is_bounded_once_for_the_batch(tmp_path, loss_type):
+    plain = few_tokens(grpo(str(tmp_path), loss_type=loss_type))
+    plain.train()
+    memory = Memory(3)
+    trainer = few_tokens(grpo(str(tmp_path), memory, loss_type=loss_type))
+    ours(trainer)
+    trainer.train()
+    assert memory.refusals == 2
+    assert_same_training(trainer, plain)
+
+
 def test_grpo_generates_and_scores_in_pieces_where_that_runs_out(tmp_path):
     """Without sampling, so that pieces generate the same."""
     more = {"beta": 0.1, "steps_per_generation": 2, "generation_kwargs": {"do_sample": False}}

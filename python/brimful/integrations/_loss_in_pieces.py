@@ -10,6 +10,8 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer
 
 import brimful
+from brimful import _C
+from brimful._modules import unwrapped
 from brimful._process_end import is_out_of_memory
 from brimful.integrations._generated_predictions import generates, predicted_in_pieces
 from brimful.integrations._joined_outputs import joined, tensors_of
@@ -18,9 +20,31 @@ from brimful.integrations._step_as_loss import step_as_loss
 from brimful.integrations._trainer_rules import Rules
 from brimful.integrations._uneven_ends import NoBatch, UnevenEnds
 from brimful.sampler import global_sampler_of
+from brimful.sizer._loss_rules import GIVEN, LossRules, Use
 from brimful.sizer._packed import Packed
+from brimful.sizer._parts import Parts
 
 Result = tuple[Any, Any, float]  # loss, outputs and weight of a piece
+
+
+class _Sizer(brimful.BatchSizer):
+    """One whose pieces ``LossInPieces`` weighs, by the rule that the step finds."""
+
+    def __init__(self, of: LossInPieces, *args: Any, **options: Any) -> None:
+        self._of = of
+        super().__init__(*args, **options)
+
+    def _make_rules(self, loss_rule: str | None, parts: Parts) -> LossRules | None:
+        return self._of.rules_for(parts.modules, self._splitter)
+
+    def _rule_of(self, batch: Any, loss_fn: Callable[[Any, Any], Any]) -> Use | None:
+        if self._rules is None or batch is None:
+            return None
+        return self._of.rule_of(self._rules, self._model, batch)
+
+    def _weighed(self, loss_fn: Callable[[Any, Any], Any], use: Use) -> Callable[[Any, Any], Any]:
+        self._of.use = use
+        return loss_fn
 
 
 class LossInPieces:
@@ -38,7 +62,14 @@ class LossInPieces:
         self._metrics = PieceMetrics(trainer) if self._rules.of_trl else None
         self._size_fn: Callable[[Any], int] = options.get("size_fn") or self._rows_or_tokens
         self._cuts = _of_numbered_rows(options)
-        self._options = {**options, **self._cuts, "weight_fn": lambda _: 1.0}
+        self._loss_rule = _loss_rule_of(options, rows_are_independent)
+        others = {name: value for name, value in options.items() if name != "loss_rule"}
+        self._options = {**others, **self._cuts, "weight_fn": lambda _: 1.0}
+        self._items: Any = None  # of the batch that is under way
+        self.use: Use | None = (
+            None  # how its loss is composed; None: as the trainer's is known to be
+        )
+        self._rules_of_evaluation: LossRules | None = None
         self._placed = 0  # rows by length, or packed tokens, that a step's pieces have had
         self._is_packed = False
         self._trainer = trainer
@@ -62,7 +93,8 @@ class LossInPieces:
             return self._evaluate(model, inputs, return_outputs, num_items_in_batch)
         if self._model is not model:
             self._model = model
-            self.sizer = brimful.BatchSizer(model, self._trainer.optimizer, **self._options)
+            self.sizer = _Sizer(self, model, self._trainer.optimizer, **self._options)
+            self._rules_of_evaluation = None
             self.sizer._keepers = ((self._begin_placing, self._begin_placing),)
         factor = self._ends.factor()
         batch = self._batch_of(inputs)
@@ -80,13 +112,58 @@ class LossInPieces:
         def loss_fn(model: torch.nn.Module, piece: Any) -> tuple[torch.Tensor, float]:
             piece = self._with_places(piece) if self._by_length else piece
             loss, weight = self._of_piece(model, inputs, piece, num_items_in_batch, False, factor)
-            return loss, weight * times
+            rule = None if self.use is None else self.use.rule
+            return loss, weight * (times if rule is None or not rule.is_sum else 1)
 
+        self._items = num_items_in_batch
         try:
             with self._logged_once():
                 return step_as_loss(sizer, lambda: sizer.step(batch, loss_fn))
         finally:
             self._is_packed = False
+            self.use = self._items = None
+
+    def rules_for(
+        self, models: list[torch.nn.Module], splitter: _C.Splitter, gradients: bool = True
+    ) -> LossRules | None:
+        if self._rules.knows_loss:
+            return None
+        return LossRules(
+            models,
+            splitter,
+            self._loss_rule,
+            inputs_of=lambda batch: batch[0] if isinstance(batch, tuple) else batch,
+            gradients=gradients,
+        )
+
+    def rule_of(self, rules: LossRules, model: Any, batch: Any) -> Use | None:
+        if self._is_packed:
+            return None
+        plain, items = unwrapped(model), self._items
+
+        def loss_of(piece: Any) -> Any:
+            inputs = dict(piece[0] if isinstance(piece, tuple) else piece)
+
+            def compute() -> Any:
+                return self._compute_loss(plain, inputs, False, items)
+
+            if self._metrics is None:
+                return compute()
+            return self._metrics.of_piece(torch.arange(0), 0.0, compute)  # leaves nothing
+
+        return rules.use(batch, loss_of, gives_items=items is not None, ignored=_ignored_by(plain))
+
+    def _use_in_evaluation(self, model: Any, inputs: Any, items: Any) -> Use | None:
+        if self._rules_of_evaluation is None:
+            splitter = _C.Splitter(**self._cuts)
+            self._rules_of_evaluation = self.rules_for([model], splitter, gradients=False)
+        if self._rules_of_evaluation is None:
+            return None
+        self._items = items
+        use = self.rule_of(self._rules_of_evaluation, model, self._numbered(inputs))
+        if use is not None:
+            use.vote.settle()
+        return use
 
     def _batch_of(self, inputs: Mapping[str, Any]) -> Any:
         """What the sizer's step gets; rows by length keep no number beside them."""
@@ -130,14 +207,21 @@ class LossInPieces:
     ) -> tuple[Any, float]:
         part, where = piece
         rows = self._size_fn(part) if self._is_packed else len(where)
-        share = self._rules.share(part, whole, rows / self._size_fn(whole))
-        inputs, weight = self._rules.piece(part, whole, share, factor)
-        # A loss that is a sum over that number is as much larger as a mean is not.
+        rule = None if self.use is None else self.use.rule
+        if self.use is not None and rule is not None:
+            share = self.use.share(part, rows / self._size_fn(whole))
+        else:
+            share = self._rules.share(part, whole, rows / self._size_fn(whole))
+        inputs, weight = self._rules.piece(part, whole, share)
         scaled, larger = items, 1.0
-        if items is not None and share > 0:
+        if self._rules.divides_by_items or (rule is not None and rule.is_sum):
+            # A sum is as much larger as a mean is not.
+            is_shared = items is not None or self._rules.divides_by_items
+            larger = 1 / (share * (factor if is_shared else 1.0)) if share > 0 else 1.0
+        elif rule is None and items is not None and share > 0:
             scaled = items * (share * factor)
-        if self._metrics is not None and scaled is not None and scaled < 1:  # TRL divides by one
-            scaled, larger = items, 1 / (share * factor)
+            if self._metrics is not None and scaled < 1:  # TRL divides by one
+                scaled, larger = items, 1 / (share * factor)
 
         def compute() -> Any:
             return self._compute_loss(model, inputs, return_outputs, scaled)
@@ -167,10 +251,15 @@ class LossInPieces:
         def in_pieces() -> Any:
             if (pairs := self._rules.over_pairs(inputs)) is not None:
                 return pairs.evaluate(model, self._numbered(inputs), self._cuts), {}
+            packed = _packed_of(inputs) if self._by_length else None
+            self.use = self._use_in_evaluation(model, inputs, items) if packed is None else None
             return self._in_pieces(inputs, compute)
 
-        with self._logged_once():
-            result = self._whole_or_in_pieces(whole, in_pieces)
+        try:
+            with self._logged_once():
+                result = self._whole_or_in_pieces(whole, in_pieces)
+        finally:
+            self.use = self._items = None
         return result if return_outputs or not isinstance(result, tuple) else result[0]
 
     def _whole_or_in_pieces(self, whole: Callable[[], Any], in_pieces: Callable[[], Any]) -> Any:
@@ -252,6 +341,23 @@ class LossInPieces:
         with torch.no_grad():
             result = self._whole_or_in_pieces(whole, lambda: self._in_pieces(inputs, compute))
         return result if len(result) == 3 else (*result, None)
+
+
+def _loss_rule_of(options: Mapping[str, Any], rows_are_independent: bool) -> str:
+    given = options.get("loss_rule")
+    if given is not None and given not in GIVEN:
+        raise ValueError(
+            f"loss_rule is one of {', '.join(map(repr, GIVEN))} (loss_rule: {given!r})"
+        )
+    return given or ("rows" if rows_are_independent else "find")
+
+
+def _ignored_by(model: Any) -> list[int]:
+    """What a model of transformers may leave out of a mean over labels."""
+    config = getattr(model, "config", None)
+    names = ("pad_token_id", "semantic_loss_ignore_index")
+    found = [getattr(config, name, None) for name in names]
+    return [value for value in found if isinstance(value, int)]
 
 
 def _packed_of(inputs: Any) -> Packed | None:

@@ -32,6 +32,9 @@ class Rules:
         self.of_trl = _class_of(trainer, "trl")
         self._is_grpo = self.of_trl == "GRPOTrainer"
         self._loss_type = trainer.args.loss_type if self._is_grpo else None
+        #: A sum over a count that comes with the batch, which TRL bounds from below: it stays that of the whole.
+        self.divides_by_items = self._loss_type in _OVER_TOKENS_OF_ALL
+        self.knows_loss = self._is_grpo
         self._labels = LabelCounts(trainer, drops_first=self.of_trl == "SFTTrainer" or None)
         self._by_row = rows_are_independent or self._is_grpo
         self._over_pairs: dict[str | None, LossOverPairs] = {}
@@ -65,12 +68,9 @@ class Rules:
         return self._labels.share(piece, whole, rows)
 
     def piece(
-        self, piece: Mapping[str, Any], whole: Mapping[str, Any], share: float, factor: float
+        self, piece: Mapping[str, Any], whole: Mapping[str, Any], share: float
     ) -> tuple[dict[str, Any], float]:
-        """The inputs of a loss function that has ``share`` of the rows, and the weight of its loss.
-
-        ``factor`` is the same over ranks that have data.
-        """
+        """The inputs of a loss function that has ``share`` of the rows, and the weight of its loss."""
         inputs = dict(piece)
         if not self._is_grpo:
             return inputs, share
@@ -79,8 +79,6 @@ class Rules:
                 f"a batch of GRPOTrainer with images cannot be cut by rows (entry: pixel_values); {_SMALLER}, without "
                 "BrimfulCallback"
             )
-        if self._loss_type in _OVER_TOKENS_OF_ALL:
-            inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * (share * factor)
         if self._loss_type == "bnpo" and (tokens := float(_completion_mask(whole).sum())) > 0:
             return inputs, float(_completion_mask(piece).sum()) / tokens
         return inputs, share

@@ -36,7 +36,8 @@ class BrimfulStrategy(DDPStrategy):
     options of ``BatchSizer``, every batch runs in pieces that fit: ``training_step`` is called for each piece. What it
     logs is logged once for the batch, and what it returns beside the loss is put together: rows in their order, floats
     as their mean, anything else as ``OfPieces`` where there were several. ``None`` for any piece leaves the batch out.
-    That is for automatic optimization, and a ``training_step`` that returns the mean loss.
+    That is for automatic optimization. What the loss is a mean or sum over is found out in the first steps, on four
+    rows, of which ``training_step`` is called (``loss_rule`` of ``BatchSizer``; ``"rows"``: a mean over rows).
     A rank whose training data ends before that of others takes part until all end; hooks get ``brimful.NO_DATA`` there.
     A ``GlobalSampler`` that is the training loader's ``batch_sampler`` learns each step's outcome.
     A scaler (``precision="16-mixed"``) scales the gradients of a batch when they are made; bfloat16 needs none.
@@ -68,7 +69,10 @@ class BrimfulStrategy(DDPStrategy):
                 "sizer= needs automatic optimization (automatic_optimization: False); leave sizer out, or set "
                 "automatic_optimization to True"
             )
-        self.sizer = brimful.BatchSizer(self.model, self.optimizers, **self._sizer_options)
+        options = {"loss_rule": "find", **self._sizer_options}
+        if options.get("by_length") or options.get("weight_fn"):  # they say how pieces weigh
+            options["loss_rule"] = None
+        self.sizer = brimful.BatchSizer(self.model, self.optimizers, **options)
         self._outputs = StepOutputs(self.lightning_module)
         self.sizer._keepers = self._outputs.keepers
 
@@ -88,8 +92,15 @@ class BrimfulStrategy(DDPStrategy):
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self.model.zero_grad()  # as Lightning will, before it is a copy that is kept in the step
 
-        def loss_fn(_: Any, piece: Any) -> Any:
-            return outputs.of_piece(lambda: one_piece(piece, *args), self._weight_of(piece))
+        def of_rows(piece: Any) -> Any:
+            with self.precision_plugin.train_step_context():
+                return self.lightning_module.training_step(piece, *args)
+
+        def loss_fn(model: Any, piece: Any) -> Any:
+            # A few rows that are tried concern this rank alone, and do without the wrapper.
+            if model is self.model:
+                return outputs.of_piece(lambda: one_piece(piece, *args), self._weight_of(piece))
+            return outputs.of_piece(lambda: of_rows(piece), self._weight_of(piece))
 
         sizer = self.sizer
         sizer._sampler = self._sampler

@@ -25,11 +25,12 @@ class BrimfulCallback(TrainerCallback):
     The batch stays what it was asked to be, and the loop is never restarted: when memory runs out, on any rank, all
     ranks repeat the batch in smaller pieces. ``options`` are those of ``brimful.BatchSizer`` but ``weight_fn``; with
     ``by_length=True`` pieces are trimmed, and packed batches cut between sequences. Gradients are the
-    Trainer's: the mean over the ranks, with its ``num_items_in_batch`` and gradient accumulation. A loss that takes no
-    ``num_items_in_batch`` is a mean over the labels that count, where there is more than one a row, else over rows
-    (``rows_are_independent`` says so of one with labels). A rank whose data ends before that of
-    others takes part until all end. A ``GlobalSampler`` that is the training loader's ``batch_sampler`` learns each
-    step's outcome; its ``lag`` is at least that of its loader and ``gradient_accumulation_steps`` more.
+    Trainer's: the mean over the ranks, with its ``num_items_in_batch`` and gradient accumulation. What a loss is a mean
+    or sum over is found out in the first steps, on four rows (``loss_rule`` of ``brimful.BatchSizer``), and a loss that
+    compares rows raises ``ValueError``; ``loss_rule="whole"`` keeps its batches whole, and ``rows_are_independent``
+    says of one that it is a mean over rows. A rank whose data ends before that of others takes part until all end. A
+    ``GlobalSampler`` that is the training loader's ``batch_sampler`` learns each step's outcome; its ``lag`` is at
+    least that of its loader and ``gradient_accumulation_steps`` more.
 
     ``evaluate``, ``predict`` and the model's ``generate`` go on in pieces where memory runs out, and so do they in a
     training step that generates.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import random
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from brimful import _C
-from brimful._modules import batch_norms
+from brimful._modules import batch_norms, unwrapped
 from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
 from brimful.sampler import global_sampler_of
@@ -23,9 +22,14 @@ from brimful.sizer._by_length import NO_LABELS, ByLength, LengthFn, RowsByLength
 from brimful.sizer._host_state import HostState, can_leave
 from brimful.sizer._ladder import LadderModules, has_state, rungs_of
 from brimful.sizer._loops import LookAhead, Loop, without
+from brimful.sizer._loss_rules import LossRules, Use
 from brimful.sizer._optimizer_room import OptimizerRoom
 from brimful.sizer._packed import counted, whole_of
 from brimful.sizer._parts import Parts
+from brimful.sizer._trim_check import (
+    _numpy_state as _numpy_state,
+    _set_numpy_state as _set_numpy_state,
+)
 
 __all__ = ["NO_DATA", "BatchSizer"]
 
@@ -57,16 +61,6 @@ _FRAGMENTS_BYTES = 32 << 20  # more than the segments in which torch's allocator
 def _announced(batch: Any) -> Any:
     """The batch as the core takes it: `None` is no data there, and a batch that is none is a bad one."""
     return None if batch is NO_DATA else () if batch is None else batch
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return numpy.random.get_state() if numpy is not None else None
-
-
-def _set_numpy_state(state: Any) -> None:
-    if state is not None:
-        sys.modules["numpy"].random.set_state(state)
 
 
 def _entries(modules: Iterable[torch.nn.Module]) -> _C._ModuleEntries:
@@ -180,6 +174,12 @@ class BatchSizer:
     between sequences. The first step that trims runs two rows in evaluation mode, whole and
     trimmed, and raises ``ValueError`` where their losses differ. Pieces are copies. ``Outcome.order`` has the rows.
 
+    ``loss_rule`` says how the loss of a batch is composed of those of its pieces, where ``loss_fn`` returns a loss
+    alone that is not a mean over rows. ``"find"`` finds it out: the first steps run four rows whole and in two pieces,
+    in evaluation mode, and compare their gradients; pieces are weighted by the rule that agrees (rows, labels that
+    count, a sum), the same on all ranks, and ``ValueError`` has the distances where none does. ``report()`` has the
+    rule and what that took. ``"rows"`` and ``"sum"`` say it, and ``"whole"`` keeps batches whole.
+
     A module with BatchNorm normalises every piece by itself (ghost batch norm): its result depends on the split, and is
     reproducible with the same split. ``batch_norm`` says what to do about that: ``"warn"`` logs one warning that names
     the modules, at the first step that is split; with ``"freeze"`` only the first piece of a step updates running
@@ -213,6 +213,8 @@ class BatchSizer:
     _observers: tuple[Callable[[_C.Outcome], object], ...] = ()
     #: Of loops over batches that have not come to their end.
     _loops = 0
+    #: Batches that were stepped.
+    _consumed = 0
     #: Of a batch that comes from no loop of this sizer.
     _sampler: _Notes | None = None
     #: The innermost loop over batches whose body runs.
@@ -242,6 +244,7 @@ class BatchSizer:
         by_length: bool | str | LengthFn = False,
         trim_fn: TrimFn | None = None,
         check_updates: bool = True,
+        loss_rule: str | None = None,
     ) -> None:
         parts = Parts(model, optimizer)
         if not local:
@@ -258,12 +261,12 @@ class BatchSizer:
         recompute, offload = rungs_of(ladder)
         self._host = HostState(parts.optimizers, devices[0]) if has_state(ladder) else None
         self._room = OptimizerRoom(parts.optimizers, self._host)
-        self._consumed = 0
         _require_callable(weight_fn=weight_fn, size_fn=size_fn, split_fn=split_fn)
         self._weight_fn, self._size_fn, self._split_fn = weight_fn, size_fn, split_fn
+        self._splitter = self._make_splitter(batch_dim)
+        self._rules = self._make_rules(loss_rule, parts)
         self._core = self._make_core(
             parts,
-            batch_dim,
             check_updates,
             max_retries=max_retries,
             pieces=pieces,
@@ -276,7 +279,6 @@ class BatchSizer:
             ladder=LadderModules(parts.modules, devices[0]) if recompute or offload else None,
             recompute=recompute,
             offload=offload,
-            state_may_leave=self._state_may_leave(),
         )
         self._take_over(parts.wrapped)
         self._follow_optimizers()
@@ -289,9 +291,34 @@ class BatchSizer:
         self._wrapped_by_torch = parts.torch_ddp
         self._gradient_bytes = parts.gradient_bytes(self._device)
 
-    def _make_core(
-        self, parts: Parts, batch_dim: BatchDim, check_updates: bool, **options: Any
-    ) -> _C.BatchSizer:
+    def _make_splitter(self, batch_dim: BatchDim) -> _C.Splitter:
+        this = weakref.ref(self)
+        return _C.Splitter(
+            batch_dim=batch_dim,
+            size_fn=self._size_fn and (lambda batch: this()._size_fn(batch)),  # type: ignore[union-attr,misc]
+            split_fn=self._split_fn and (lambda *piece: this()._split_fn(*piece)),  # type: ignore[union-attr,misc]
+        )
+
+    def _make_rules(self, loss_rule: str | None, parts: Parts) -> LossRules | None:
+        if loss_rule is None:
+            return None
+        for name, given in (("weight_fn", self._weight_fn), ("by_length", self._by_length)):
+            if given is not None:
+                raise ValueError(
+                    f"loss_rule is for a loss whose pieces are weighted by nothing else ({name}: given); leave one of "
+                    "them out"
+                )
+        this = weakref.ref(self)
+        return LossRules(
+            parts.modules,
+            self._splitter,
+            loss_rule,
+            keepers=[
+                (lambda: this()._kept(), lambda states: this()._put_back(states))  # type: ignore[union-attr]
+            ],
+        )
+
+    def _make_core(self, parts: Parts, check_updates: bool, **options: Any) -> _C.BatchSizer:
         # The core is no container to the garbage collector: what it holds must not lead back to it.
         this = weakref.ref(self)
         return _C.BatchSizer(
@@ -308,13 +335,11 @@ class BatchSizer:
             standing_tensors=lambda: this()._standing_tensors(),  # type: ignore[union-attr]
             optimizer_bytes=lambda: this()._optimizer_bytes(),  # type: ignore[union-attr]
             weight_fn=self._weight_fn and (lambda batch: this()._weight_fn(whole_of(batch))),  # type: ignore[union-attr,misc]
-            splitter=_C.Splitter(
-                batch_dim=batch_dim,
-                size_fn=self._size_fn and (lambda batch: this()._size_fn(batch)),  # type: ignore[union-attr,misc]
-                split_fn=self._split_fn and (lambda *piece: this()._split_fn(*piece)),  # type: ignore[union-attr,misc]
-            ),
+            splitter=self._splitter,
             local=True,  # else it was refused before
             batch_norms=batch_norms(parts.modules),
+            finds_rule=self._rules is not None and self._rules.finds,
+            state_may_leave=self._state_may_leave(),
             **options,
         )
 
@@ -400,11 +425,12 @@ class BatchSizer:
         add to are then as before the call. Waits once for the device.
         """
         data = None if batch is NO_DATA else batch
-        sizes, error, rows = None, None, None
+        sizes, error, rows, use = None, None, None, None
         trial = _trial.current()
         try:
             sizes = _checked(batch, loss_fn, split)
             rows = self._rows_by_length(data, loss_fn, check=split is None)
+            use = self._rule_of(data, loss_fn)
             self._place_state()
             self._room.keep()
             if trial is not None and data is not None:
@@ -412,14 +438,27 @@ class BatchSizer:
                 trial.before_step(self, plan, accumulate)
         except Exception as caught:  # must fail the step, not this call: the other ranks wait
             error = caught
-        local = self._local(loss_fn)
+        local = self._local(loss_fn if use is None else self._weighed(loss_fn, use))
+        vote = use.vote if use is not None else _C._RuleVote() if self._rules is not None else None
+        whole = use is not None and use.whole
         outcome = self._run(
             lambda: self._core.step(
-                self._counted(data), local, self._model, sizes, rungs, error, bool(accumulate), rows
+                self._counted(data),
+                local,
+                self._model,
+                sizes,
+                rungs,
+                error,
+                bool(accumulate),
+                rows,
+                vote,
+                whole,
             ),
             data is not None,
             trial,
         )
+        if use is not None and self._rules is not None:
+            self._rules.learn(use)
         if rows is not None and not rows.order and outcome.weight == 0:
             raise ValueError(NO_LABELS.format(rows=rows.rows))
         return outcome
@@ -537,6 +576,23 @@ class BatchSizer:
             finally:
                 self._put_back(kept)
         return rows
+
+    def _rule_of(self, batch: Any, loss_fn: Callable[[Any, Any], Any]) -> Use | None:
+        """How the loss of this batch is composed; tried on a few rows where that is not known yet."""
+        if self._rules is None or batch is None:
+            return None
+        plain = (
+            unwrapped(self._model)
+            if isinstance(self._model, torch.nn.Module)
+            else [unwrapped(model) for model in self._model]
+        )
+        return self._rules.use(batch, lambda piece: loss_fn(plain, piece))
+
+    def _weighed(self, loss_fn: Callable[[Any, Any], Any], use: Use) -> Callable[[Any, Any], Any]:
+        def of_piece(model: Any, piece: Any) -> Any:
+            return use.weighed(loss_fn(model, piece), piece, self._splitter.rows_of(piece))
+
+        return of_piece
 
     def _kept(self) -> list[Any]:
         return [capture() for capture, _ in self._keepers]

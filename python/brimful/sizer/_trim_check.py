@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _TF32_RTOL = 5e-3
 _log = logging.getLogger("brimful")
+_OFF = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)
 
 
 def _numpy_state() -> Any:
@@ -89,6 +90,11 @@ def require_same_loss(rows: RowsByLength, loss_fn: Callable[[Any, Any], Any], mo
             )
 
 
+def _set_numpy_state(state: Any) -> None:
+    if state is not None:
+        sys.modules["numpy"].random.set_state(state)
+
+
 def _differ(one: float, other: float, rtol: float) -> bool:
     if math.isnan(one) or math.isnan(other):
         return math.isnan(one) != math.isnan(other)
@@ -103,8 +109,11 @@ def _tolerance(models: list[torch.nn.Module], dtypes: set[torch.dtype]) -> float
 
 
 @contextlib.contextmanager
-def _undisturbed(models: list[torch.nn.Module]) -> Iterator[set[torch.dtype]]:
-    """Modules are in evaluation meanwhile. Gives the dtypes to which autocast was seen to cast."""
+def _undisturbed(
+    models: list[torch.nn.Module], *, evaluating: bool = True
+) -> Iterator[set[torch.dtype]]:
+    """Modules are in evaluation meanwhile, or only those that mix or drop rows. Gives the dtypes to which autocast was
+    seen to cast."""
     dtypes: set[torch.dtype] = set()
 
     def note(module: torch.nn.Module, args: Any) -> None:
@@ -120,7 +129,7 @@ def _undisturbed(models: list[torch.nn.Module]) -> Iterator[set[torch.dtype]]:
     try:
         with torch.random.fork_rng(devices=sorted(d.index for d in devices)), torch.enable_grad():
             for module in modules:
-                module.training = False
+                module.training &= not (evaluating or isinstance(module, _OFF))
             yield dtypes
     finally:
         hook.remove()

@@ -53,6 +53,8 @@ struct BatchSizerOptions {
   std::shared_ptr<ladder::Modules> ladder;
   bool recompute = true;
   bool offload = true;
+  /// Steps bring a StepInput::vote: the first exchanges what the ranks know of it.
+  bool finds_rule = false;
   /// BatchTooLarge names the rung that keeps the optimizer's state elsewhere: Python has it, and it is not asked for.
   bool state_may_leave = false;
 };

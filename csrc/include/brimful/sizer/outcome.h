@@ -11,6 +11,7 @@
 
 namespace brimful {
 struct RowLengths;  // <brimful/sizer/row_lengths.h>
+struct RuleVote;    // <brimful/sizer/rule_vote.h>
 
 /// What a step does where one row takes more memory than there is, by the names of its model's modules.
 struct StepRungs {
@@ -67,6 +68,9 @@ struct StepInput {
   std::function<RowKind()> ask_kind;
   /// Rows of unequal length: pieces are trimmed, and chosen by the lengths. Not in lockstep.
   std::shared_ptr<const RowLengths> by_length;
+  /// How the loss of this batch is composed, of a sizer that finds it out; the ranks settle it before any piece runs.
+  std::shared_ptr<RuleVote> vote;
+  bool whole = false;        ///< the batch is not to be split
   std::exception_ptr error;  ///< what is wrong with the batch: fails the step on all ranks
 };
 

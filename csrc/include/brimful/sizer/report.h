@@ -38,7 +38,10 @@ struct Report {
   std::optional<double> most_fill;
   double total_ms = 0;
   double lost_ms = 0;
-  StepRungs rungs;                ///< of the last step that stood
+  StepRungs rungs;         ///< of the last step that stood
+  std::string loss_rule;   ///< by which pieces were weighted last, where it was found out
+  int64_t trial_runs = 0;  ///< forwards and backwards of a few rows that finding it out took
+  double trial_ms = 0;
   std::vector<StepNote> history;  ///< of the last 64 steps, oldest first
 };
 
