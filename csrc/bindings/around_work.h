@@ -1,7 +1,6 @@
 #pragma once
 // What verify_split and the trials of a loss have in common.
 #include <brimful/sizer/verify_split.h>
-#include <torch/csrc/Exceptions.h>
 
 #include <vector>
 
@@ -36,14 +35,7 @@ inline std::vector<at::Tensor> gradients_within(const py::object& around, const 
                                                 const at::Tensor& seed,
                                                 const std::vector<at::Tensor>& inputs) {
   const With with(around);  // a checkpoint repeats the forward there
-  try {
-    return detail::gradients_of(loss, seed, inputs);
-  } catch (python_error& error) {  // from a Python hook or function in the graph
-    return call_python([&]() -> std::vector<at::Tensor> {
-      error.restore();
-      throw py::error_already_set();
-    });
-  }
+  return with_python_errors([&] { return detail::gradients_of(loss, seed, inputs); });
 }
 
 }  // namespace brimful

@@ -6,7 +6,9 @@
 
 #include <system_error>
 
+#include "base/one_line.h"
 #include "bindings/callbacks.h"
+#include "bindings/native_read.h"
 
 namespace brimful {
 namespace {
@@ -35,8 +37,18 @@ PyObject* new_type(py::module_& m, const char* name, const char* doc, const py::
   return type;
 }
 
+/// Any bytes, since a file's name or another language's error may be in a text.
+py::str as_str(std::string_view text) {
+  return py::str(as_utf8(text));
+}
+
+void set_error(PyObject* type, const c10::Error& error) {
+  PyErr_SetObject(type, as_str(error.what_without_backtrace()).ptr());
+}
+
 void set_rank_failed(PyObject* type, const RankFailed& error) {
-  py::object instance = py::reinterpret_borrow<py::object>(type)(error.what_without_backtrace());
+  py::object instance =
+      py::reinterpret_borrow<py::object>(type)(as_str(error.what_without_backtrace()));
   instance.attr("rank") = error.rank();
   instance.attr("step") = error.step();
   instance.attr("kind") = error.kind() == Status::out_of_memory ? "out_of_memory" : "error";
@@ -55,7 +67,7 @@ py::dict dict_of_bytes(const Pairs& pairs) {
 void set_too_large(const BatchTooLarge& error) {
   const auto& facts = error.facts();
   py::object instance = py::reinterpret_borrow<py::object>(error_types.batch_too_large)(
-      error.what_without_backtrace());
+      as_str(error.what_without_backtrace()));
   const bool is_known = !facts.device.empty();
   py::list tried;
   for (const auto& split : facts.tried) {
@@ -72,8 +84,8 @@ void set_too_large(const BatchTooLarge& error) {
 }
 
 void set_accelerator_error(const c10::AcceleratorError& error) {
-  py::object instance =
-      py::reinterpret_borrow<py::object>(error_types.accelerator)(error.what_without_backtrace());
+  py::object instance = py::reinterpret_borrow<py::object>(error_types.accelerator)(
+      as_str(error.what_without_backtrace()));
   instance.attr("error_code") = error.get_error_code();
   PyErr_SetObject(error_types.accelerator, instance.ptr());
 }
@@ -90,31 +102,31 @@ void translate(std::exception_ptr pointer) {  // NOLINT(*-unnecessary-value-para
   } catch (const BatchTooLarge& e) {
     set_too_large(e);
   } catch (const HalfStepError& e) {
-    PyErr_SetString(error_types.half_step, e.what_without_backtrace());
+    set_error(error_types.half_step, e);
   } catch (const PlanMismatch& e) {
-    PyErr_SetString(error_types.plan_mismatch, e.what_without_backtrace());
+    set_error(error_types.plan_mismatch, e);
   } catch (const LeftOut& e) {
-    PyErr_SetString(error_types.left_out, e.what_without_backtrace());
+    set_error(error_types.left_out, e);
   } catch (const StoreLost& e) {
-    PyErr_SetString(error_types.store_lost, e.what_without_backtrace());
+    set_error(error_types.store_lost, e);
   } catch (const c10::ValueError& e) {
-    PyErr_SetString(PyExc_ValueError, e.what_without_backtrace());
+    set_error(PyExc_ValueError, e);
   } catch (const c10::TypeError& e) {
-    PyErr_SetString(PyExc_TypeError, e.what_without_backtrace());
+    set_error(PyExc_TypeError, e);
   } catch (const c10::NotImplementedError& e) {
-    PyErr_SetString(PyExc_NotImplementedError, e.what_without_backtrace());
+    set_error(PyExc_NotImplementedError, e);
   } catch (const c10::OutOfMemoryError& e) {
-    PyErr_SetString(error_types.out_of_memory, e.what_without_backtrace());
+    set_error(error_types.out_of_memory, e);
   } catch (const c10::AcceleratorError& e) {
     set_accelerator_error(e);
   } catch (const std::system_error& e) {
     // Of the file system: OSError makes a FileNotFoundError and the like of it.
-    const auto instance = py::handle(PyExc_OSError)(e.code().value(), e.what());
+    const auto instance = py::handle(PyExc_OSError)(e.code().value(), as_str(e.what()));
     PyErr_SetObject(py::type::of(instance).ptr(), instance.ptr());
   } catch (python_error& e) {
     e.restore();
   } catch (const c10::Error& e) {
-    PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
+    set_error(PyExc_RuntimeError, e);
   }
 }
 
@@ -123,7 +135,45 @@ bool is_out_of_memory(const py::error_already_set& error) {
     return true;
   }
   return error.matches(PyExc_RuntimeError) && !error.matches(py::handle(error_types.distributed)) &&
-         is_out_of_memory_message(py::str(error.value()).cast<std::string>());
+         is_out_of_memory_message(message_of(error.value().ptr()));
+}
+
+bool speaks_of_own_memory(const py::error_already_set& error) {
+  // A peer's failure is not this rank's own shortage, although it is an out-of-memory error to Python.
+  return !error.matches(py::handle(error_types.rank_failed)) && is_out_of_memory(error);
+}
+
+/// With the GIL held, by BareGil. Where torch left the error in the thread's state too, it is taken out.
+py::error_already_set as_pybinds(python_error& error) {
+  error.persist();
+  PyErr_Restore(py::handle(error.type).inc_ref().ptr(), py::handle(error.value).inc_ref().ptr(),
+                py::handle(error.traceback).inc_ref().ptr());
+  if (PyErr_Occurred() == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "an error of Python was lost on its way through C++");
+  }
+  return {};
+}
+
+detail::BindingError read_error(const py::error_already_set& error) {
+  const auto& value = error.value();
+  return {type_name(value.ptr()) + ": " + message_of(value.ptr()), speaks_of_own_memory(error)};
+}
+
+std::optional<detail::BindingError> read_python_error(const std::exception_ptr& error) {
+  if (Py_IsInitialized() == 0) {
+    return std::nullopt;
+  }
+  try {
+    std::rethrow_exception(error);
+  } catch (const py::error_already_set& of_pybind) {
+    const Gil gil;
+    return read_error(of_pybind);
+  } catch (python_error& of_torch) {
+    const BareGil gil;
+    return read_error(as_pybinds(of_torch));
+  } catch (...) {
+    return std::nullopt;
+  }
 }
 
 void make_types(py::module_& m) {
@@ -183,7 +233,7 @@ void set_throwers() {
   });
   detail::set_plan_mismatch_thrower([](const PlanMismatch& error) {
     const py::gil_scoped_acquire gil;
-    PyErr_SetString(error_types.plan_mismatch, error.what_without_backtrace());
+    set_error(error_types.plan_mismatch, error);
     throw py::error_already_set();
   });
 }
@@ -196,9 +246,9 @@ void bind_log(py::module_& m) {
       if (Py_IsInitialized() == 0) {
         return;
       }
-      const py::gil_scoped_acquire gil;
+      const Gil gil;
       try {
-        (*kept)(static_cast<int>(level), line);
+        (*kept)(static_cast<int>(level), as_str(line));
       } catch (py::error_already_set& e) {
         e.discard_as_unraisable("brimful's log sink");
       }
@@ -210,18 +260,23 @@ void bind_log(py::module_& m) {
 }  // namespace
 
 void throw_to_core(py::error_already_set& error) {
-  // A peer's failure is not this rank's own shortage, although it is an out-of-memory error to Python.
-  if (error.matches(py::handle(error_types.rank_failed)) || !is_out_of_memory(error)) {
+  if (!speaks_of_own_memory(error)) {
     throw error;
   }
-  const auto text = py::str(error.value()).cast<std::string>();
-  C10_THROW_ERROR(OutOfMemoryError, text);
+  C10_THROW_ERROR(OutOfMemoryError, message_of(error.value().ptr()));
+}
+
+void throw_to_core(python_error& error) {
+  const BareGil gil;
+  auto read = as_pybinds(error);
+  throw_to_core(read);
 }
 
 void bind_errors(py::module_& m) {
   make_types(m);
   py::register_local_exception_translator(&translate);
   set_throwers();
+  detail::set_binding_error_reader(&read_python_error);
   bind_log(m);
 }
 

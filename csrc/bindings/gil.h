@@ -28,18 +28,35 @@ decltype(auto) or_stop_at_exit(Fn&& fn) {
 #endif
 }
 
-/// Holds the GIL, on any thread.
-class Gil {
+/// Holds the GIL, on any thread, and lets an error be that is set in the thread's state.
+class BareGil {
  public:
-  Gil() {
+  BareGil() {
     or_stop_at_exit([this] { held_.emplace(); });
   }
-  Gil(const Gil&) = delete;
-  Gil& operator=(const Gil&) = delete;
-  ~Gil() = default;
 
  private:
   std::optional<py::gil_scoped_acquire> held_;
+};
+
+/// Holds the GIL, on any thread. An error that torch has left in the thread's state on its way through C++ is put aside
+/// meanwhile: Python would take it for one of the next call.
+class Gil {
+ public:
+  Gil() { PyErr_Fetch(&type_, &value_, &trace_); }
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
+  ~Gil() {
+    if (type_ != nullptr) {
+      PyErr_Restore(type_, value_, trace_);
+    }
+  }
+
+ private:
+  BareGil held_;
+  PyObject* type_ = nullptr;  ///< with the others: an error that was set before
+  PyObject* value_ = nullptr;
+  PyObject* trace_ = nullptr;
 };
 
 /// An object of Python's that threads without the GIL may let go of.

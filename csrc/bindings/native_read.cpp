@@ -88,6 +88,16 @@ std::string error_text(const py::error_already_set& error) {
   return type_name(error.value().ptr()) + (message.empty() ? "" : ": " + message);
 }
 
+std::string message_of(PyObject* error) {
+  const auto text = taken(PyObject_Str(error));
+  const auto bytes = text
+                         ? taken(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"))
+                         : py::object();
+  return bytes ? as_utf8({PyBytes_AS_STRING(bytes.ptr()),
+                          static_cast<size_t>(PyBytes_GET_SIZE(bytes.ptr()))})
+               : "<unprintable " + type_name(error) + ">";
+}
+
 std::string type_name(PyObject* object) {
   return one_line(Py_TYPE(object)->tp_name);
 }

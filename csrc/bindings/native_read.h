@@ -13,6 +13,9 @@ std::string to_string(PyObject* name);
 /// "RuntimeError: what it says", on one line. Its text is asked for, and is left out where its class cannot say it.
 std::string error_text(const py::error_already_set& error);
 
+/// What an exception says, as UTF-8; "<unprintable ValueError>" where its class cannot say it. Its text is asked for.
+std::string message_of(PyObject* error);
+
 /// The name of its type, on one line.
 std::string type_name(PyObject* object);
 

@@ -228,7 +228,10 @@ class PythonPipeline {
       return fn();
     } catch (py::error_already_set& error) {
       if (const auto& failure = pipeline_->last_failure()) {
-        error.value().attr("add_note")("in the " + to_string(*failure));
+        try {
+          error.value().attr("add_note")("in the " + to_string(*failure));
+        } catch (py::error_already_set&) {  // a class that refuses: its error is the one to raise
+        }
       }
       throw;
     }

@@ -89,16 +89,7 @@ class PythonThread {
 /// Errors of Python hooks and functions inside a backward come as torch's own type.
 inline std::exception_ptr translated(std::exception_ptr error) {
   try {
-    std::rethrow_exception(std::move(error));
-  } catch (python_error& python) {
-    try {
-      call_python([&] {
-        python.restore();
-        throw py::error_already_set();
-      });
-    } catch (...) {
-      return std::current_exception();
-    }
+    with_python_errors([&] { std::rethrow_exception(std::move(error)); });
   } catch (...) {
     return std::current_exception();
   }

@@ -45,22 +45,6 @@ Transaction::Keeper keeper_of(py::function capture, py::function restore) {
           [kept] { call_python([&] { kept->restore(kept->state); }); }};
 }
 
-namespace {
-/// What differentiates or runs backward may be Python's: a hook, or a function in the graph.
-template <typename Work>
-auto with_python_errors(const Work& work) -> decltype(work()) {
-  try {
-    return work();
-  } catch (python_error& error) {
-    call_python([&] {
-      error.restore();
-      throw py::error_already_set();
-    });
-    throw;
-  }
-}
-}  // namespace
-
 void run_python_backward(const at::Tensor& loss, const at::Tensor& gradient) {
   with_python_errors([&] { torch::autograd::backward({loss}, {gradient}); });
 }

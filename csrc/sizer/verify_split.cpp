@@ -2,6 +2,7 @@
 #include <ATen/core/grad_mode.h>
 #include <brimful/sizer/pieces.h>
 #include <brimful/sizer/verify_split.h>
+#include <brimful/step/oom.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
@@ -182,6 +183,9 @@ SplitCheck verify_split(int64_t rows, const NamedTensors& parameters, Transactio
   const auto error = thrown_by([&] {
     check.drew_random = run_both(whole, split, rows, work, options, transaction, batch, log);
   });
+  if (error) {
+    is_out_of_memory(error);  // read at once: operators fail while an error of Python is set
+  }
   transaction.restore();
   batch.restore();
   if (error) {

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/one_line.h"
+
 namespace brimful {
 namespace {
 constexpr uint8_t kMark = 0xFA;  // of a failure's first byte
@@ -44,12 +46,14 @@ std::vector<uint8_t> encode(const Failure& failure, size_t most_bytes) {
   TORCH_CHECK_VALUE(most_bytes >= kHeadBytes, "a failure needs more room (most_bytes: ", most_bytes,
                     ", without its text: ", kHeadBytes, "); give it as much");
   auto mark = kMark;
-  auto text_bytes = static_cast<uint32_t>(std::min(failure.text.size(), most_bytes - kHeadBytes));
+  const auto whole = as_utf8(failure.text);
+  const auto text = first_bytes(whole, most_bytes - kHeadBytes);
+  auto text_bytes = static_cast<uint32_t>(text.size());
   std::vector<uint8_t> bytes(kHeadBytes + text_bytes);
   visit_head(failure, mark, text_bytes, [&](const auto& value, size_t offset) {
     std::memcpy(bytes.data() + offset, &value, sizeof(value));
   });
-  std::copy_n(failure.text.begin(), text_bytes, bytes.begin() + kHeadBytes);
+  std::copy_n(text.begin(), text_bytes, bytes.begin() + kHeadBytes);
   return bytes;
 }
 

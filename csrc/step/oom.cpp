@@ -4,8 +4,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <new>
+#include <utility>
 
+#include "base/one_line.h"
 #include "memory/cuda.h"
 
 namespace brimful {
@@ -75,6 +78,28 @@ bool confirms(const MemoryEvidence& evidence) {
   return evidence.refused || (evidence.free_bytes && *evidence.free_bytes < kShortBytes);
 }
 
+std::atomic<detail::BindingErrorReader>& binding_error_reader() {
+  static std::atomic<detail::BindingErrorReader> reader{nullptr};
+  return reader;
+}
+
+std::optional<detail::BindingError> read_by_binding(const std::exception_ptr& error) {
+  const auto reader = binding_error_reader().load();
+  return reader != nullptr && error ? reader(error) : std::nullopt;
+}
+
+std::string own_text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& e) {
+    return e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an exception that is no std::exception";
+  }
+}
+
 template <typename Evidence>
 bool is_shortage(Shortage shortage, const Evidence& evidence) {
   switch (shortage) {
@@ -92,6 +117,9 @@ bool is_shortage(Shortage shortage, const Evidence& evidence) {
 
 template <typename Evidence>
 bool is_out_of_memory_by(const std::exception_ptr& error, const Evidence& evidence) {
+  if (const auto read = read_by_binding(error)) {
+    return read->out_of_memory;
+  }
   try {
     std::rethrow_exception(error);
   } catch (const c10::OutOfMemoryError&) {
@@ -161,6 +189,10 @@ bool is_out_of_memory_message(std::string_view message, const MemoryEvidence& ev
   return is_shortage(shortage_in(message), [&] { return evidence; });
 }
 
+void detail::set_binding_error_reader(BindingErrorReader reader) {
+  binding_error_reader() = reader;
+}
+
 bool is_out_of_memory(const std::exception_ptr& error) {
   return is_out_of_memory_by(error, memory_evidence);
 }
@@ -171,16 +203,13 @@ bool is_out_of_memory(const std::exception_ptr& error, const MemoryEvidence& evi
 
 std::string to_string(const std::exception_ptr& error) {
   std::string text;
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& e) {
-    text = e.what_without_backtrace();
-  } catch (const std::exception& e) {
-    text = e.what();
-  } catch (...) {
-    text = "an exception that is no std::exception";
+  if (auto read = read_by_binding(error)) {
+    text = std::move(read->text);
+  } else {
+    text = own_text_of(error);
   }
-  text = text.substr(0, std::min(text.find("\n\n"), kMaxDescription));
+  text = as_utf8(text);
+  text = first_bytes(std::string_view(text).substr(0, text.find("\n\n")), kMaxDescription);
   while (!text.empty() && text.back() == '\n') {
     text.pop_back();
   }

@@ -122,6 +122,7 @@ void StepGroup::rehearse(int64_t rows, const PieceWork& work,
       }
     }
   } catch (...) {
+    is_out_of_memory(std::current_exception());  // read at once, as in run()
     discard();
     throw;
   }
@@ -209,6 +210,9 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   begin_attempt(attempt.buffer_source);
   Announcement said{attempt.record, {}};
   result.error = thrown_by([&] { run_pieces(attempt, work, said); });
+  if (result.error) {
+    is_out_of_memory(result.error);  // read at once: operators fail while an error of Python is set
+  }
   // Behind the handler: the exception no longer pins the frames in which memory ran out.
   result.buckets_launched = launched();
   if (!result.error) {

@@ -36,11 +36,11 @@ def unheard(what: str) -> Iterator[None]:
 
 
 def text_of(error: BaseException) -> str:
-    """Its text, also where its class cannot say it, as UTF-8 has it."""
+    """Its text, also where its class cannot say it, as UTF-8 has it and without NUL, at which C would end it."""
     try:
         text = str(error)
     except KeyboardInterrupt:
         raise
     except BaseException:
-        text = f"<{_C._type_name(error)}>"
-    return text.encode("utf-8", "backslashreplace").decode()
+        text = f"<unprintable {_C._type_name(error)}>"
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", r"\x00")

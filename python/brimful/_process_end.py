@@ -18,13 +18,13 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from brimful import _C
+from brimful import _C, _log
 
 if TYPE_CHECKING:
     from brimful.reducer import DistributedDataParallel
 
 _EXIT_PATIENCE_MS = 2000
-_log = logging.getLogger("brimful")
+_logger = logging.getLogger("brimful")
 _live: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
@@ -40,16 +40,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def mark_reported(error: BaseException) -> None:
     """The other ranks know this error, and it is not announced again."""
-    with suppress(AttributeError):
+    with suppress(Exception):  # slots, or a class that refuses
         error._brimful_reported = True  # type: ignore[attr-defined]
 
 
 def _was_reported(error: BaseException) -> bool:
-    return isinstance(error, _C.RankFailed) or getattr(error, "_brimful_reported", False)
+    with suppress(Exception):
+        return isinstance(error, _C.RankFailed) or getattr(error, "_brimful_reported", False)
+    return False
 
 
 def text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{_C._type_name(error)}: {_log.text_of(error)}"
 
 
 def _announce(error: BaseException | None) -> None:
@@ -74,7 +76,10 @@ def _announce(error: BaseException | None) -> None:
             else:  # the others are elsewhere, and find the group broken when this process is gone
                 reducer.publish_failure(memory, text)
         except Exception as unheard:
-            print(f"brimful: could not announce this rank's failure: {unheard}", file=sys.stderr)
+            print(
+                f"brimful: could not announce this rank's failure: {_log.text_of(unheard)}",
+                file=sys.stderr,
+            )
 
 
 def announce_owed(error: BaseException) -> None:
@@ -84,7 +89,7 @@ def announce_owed(error: BaseException) -> None:
             try:
                 model.reducer.announce_failure(is_out_of_memory(error), text_of(error), 0)
             except Exception as unheard:
-                _log.warning("could not announce this rank's failure: %s", unheard)
+                _logger.warning("could not announce this rank's failure: %s", _log.text_of(unheard))
 
 
 def _end() -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from brimful import _C
+from brimful._process_end import text_of
 from brimful.reducer._wrapping import Contents, member_of
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _with_all_ranks(state: Any, group: dist.ProcessGroup | None) -> Any:
     try:
         own = state.state_dict()
     except Exception as caught:  # the others wait
-        own, error = f"{type(caught).__name__}: {caught}", caught
+        own, error = text_of(caught), caught
     everybodys: list[Any] = [own]
     if group is not None and group.size() > 1:
         everybodys = [None] * group.size()

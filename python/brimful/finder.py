@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from brimful import _C, memory
+from brimful import _C, _log, memory
 from brimful._process_end import announce_owed, is_out_of_memory, text_of
 from brimful.checkpoint import _group
 
@@ -129,7 +129,7 @@ def _ran_out(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, _C.RankFailed):
         return False
-    message = str(error)
+    message = _log.text_of(error)
     return _C._is_out_of_memory_message(message) or (
         "NCCL" not in message and any(text in message for text in _ACCELERATES)
     )

@@ -169,7 +169,7 @@ def _probed(build: Callable[[Config], tuple[Any, ...]], config: Config) -> int:
                 )
         return peak_bytes - before.get(device, 0)
     except torch.OutOfMemoryError as error:  # also where the batch alone is too large
-        if "CUDA" not in str(error):
+        if "CUDA" not in text_of(error):
             raise
         return _free_and_total(_device(None))[1]
 

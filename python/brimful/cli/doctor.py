@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from brimful import _C
+from brimful._log import text_of
 
 __all__ = ["Finding", "findings", "main"]
 
@@ -42,7 +43,7 @@ def _tried(check: Callable[[], Finding]) -> Finding:
         return check()
     except Exception as error:  # the doctor reports what is broken, and goes on
         name = getattr(check, "__name__", "check").strip("_")
-        line = (str(error).strip().splitlines() or [""])[0]
+        line = (text_of(error).strip().splitlines() or [""])[0]
         return Finding(name, "fail", f"{type(error).__name__}: {line}", "install torch again")
 
 
@@ -98,7 +99,7 @@ def _gloo() -> Finding:
         group = dist.ProcessGroupGloo(store, 0, 1, timeout)
         group.allreduce([torch.ones(1)]).wait()  # type: ignore[attr-defined]
     except RuntimeError as error:
-        line = str(error).strip().splitlines()[0]
+        line = text_of(error).strip().splitlines()[0]
         remedy = "set GLOO_SOCKET_IFNAME to an interface that is up (ip link), lo on one host"
         return Finding("gloo", "fail", line, remedy)
     return Finding("gloo", "ok", "a group of one rank reduces")

@@ -176,4 +176,26 @@ TEST_CASE("A store that does not answer keeps no rank waiting", "[step][failure]
   CHECK(given_up);
 }
 
+TEST_CASE("A failure's text goes to other ranks as UTF-8, cut at a character", "[step]") {
+  struct Row {
+    std::string text;
+    std::string read;
+  };
+  for (const auto& [text, read] : std::vector<Row>{
+           {"caf\xe9.jpg", "caf\\xe9.jpg"},
+           {std::string("before\0behind", 13), "before\\x00behind"},
+           {"two\nlines", "two\nlines"},
+       }) {
+    Failure failure;
+    failure.text = text;
+    CHECK(decode_failure(brimful::encode(failure))->text == read);
+  }
+  Failure failure;
+  failure.text = "\xe6\x96\x87\xe6\x96\x87";
+  const auto most = brimful::encode(failure).size();
+  for (size_t less = 1; less < 3; ++less) {
+    CHECK(decode_failure(brimful::encode(failure, most - less))->text == "\xe6\x96\x87");
+  }
+}
+
 }  // namespace test_failure

@@ -197,4 +197,13 @@ TEST_CASE("An error is described by its own message, short", "[step]") {
   CHECK(to_string(error_of(std::runtime_error(std::string(5000, 'x')))).size() == 2000);
 }
 
+TEST_CASE("An error's text is UTF-8, cut at a character", "[step]") {
+  CHECK(to_string(error_of(std::runtime_error("caf\xe9.jpg"))) == "caf\\xe9.jpg");
+  std::string text = "x";
+  while (text.size() < 3000) {
+    text += "\xe6\x96\x87";
+  }
+  CHECK(to_string(error_of(std::runtime_error(text))) == text.substr(0, 1999));  // of 2000
+}
+
 }  // namespace test_oom

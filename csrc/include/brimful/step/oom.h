@@ -51,7 +51,19 @@ BRIMFUL_API bool is_out_of_memory(const std::exception_ptr& error, const MemoryE
 /// The message part of the above, for errors that lost their type on the way.
 BRIMFUL_API bool is_out_of_memory_message(std::string_view message);
 BRIMFUL_API bool is_out_of_memory_message(std::string_view message, const MemoryEvidence& evidence);
-/// The error's own text without a C++ backtrace, cut to one paragraph of at most 2000 characters.
+/// The error's own text without a C++ backtrace as UTF-8, cut to one paragraph of at most 2000 bytes; what is no UTF-8,
+/// and NUL, is written as "\xff".
 BRIMFUL_API std::string to_string(const std::exception_ptr& error);
+
+namespace detail {
+/// Of an error of another language, which crosses the core as an exception that only a binding can read.
+struct BindingError {
+  std::string text;
+  bool out_of_memory = false;
+};
+/// Nothing for the core's own errors. It never throws, and takes out of the thread's state what the error has left there.
+using BindingErrorReader = std::optional<BindingError> (*)(const std::exception_ptr& error);
+BRIMFUL_API void set_binding_error_reader(BindingErrorReader reader);
+}  // namespace detail
 
 }  // namespace brimful
