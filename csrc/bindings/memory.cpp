@@ -10,6 +10,8 @@
 #include "bindings/bindings.h"
 #include "bindings/device.h"
 #include "bindings/fields.h"
+#include "bindings/gil.h"
+#include "step/garbage.h"
 
 namespace brimful {
 namespace {
@@ -213,7 +215,22 @@ c10::Device as_device(py::handle given) {
                         "); use 'cpu', 'cuda' or 'cuda:0'");
 }
 
+namespace {
+void collect_garbage() {
+  if (Py_IsInitialized() == 0) {
+    return;
+  }
+  const Gil gil;
+  try {
+    py::module_::import("gc").attr("collect")();
+  } catch (py::error_already_set& e) {
+    e.discard_as_unraisable("brimful's collection of garbage");
+  }
+}
+}  // namespace
+
 void bind_memory(py::module_& m) {
+  detail::set_garbage_collector(&collect_garbage);
   bind_stats(m);
   bind_system_limit(m);
   bind_scopes(m);

@@ -3,6 +3,7 @@
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/grad_scaler.h>
 #include <brimful/sizer/rule_vote.h>
+#include <brimful/step/oom.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -241,7 +242,7 @@ class PythonSizer {
     try {  // what is wrong here must fail the step, not this call: the other ranks wait
       input.rows = splitter_->rows_of(*batch);
       if ((forecast || sizer_.predicts()) && *input.rows > 0) {
-        input.kind = row_kind_of(splitter_->slice(*batch, *input.rows, 0, 1));
+        input.kind = kind_of_first_row(*batch, *input.rows);
       }
       input.ask_kind = [this, batch = *batch, rows = *input.rows] {
         return call_python([&] {
@@ -255,6 +256,20 @@ class PythonSizer {
       input.error = std::current_exception();
     }
     return input;
+  }
+
+  /// Unknown where a split that copies runs out of memory: not one row fits, and the pieces will say so.
+  RowKind kind_of_first_row(const py::object& batch, int64_t rows) const {
+    try {
+      return row_kind_of(splitter_->slice(batch, rows, 0, 1));
+    } catch (...) {
+      if (!is_out_of_memory(std::current_exception())) {
+        throw;
+      }
+    }
+    RowKind unknown;
+    unknown.uneven = true;
+    return unknown;
   }
 
   std::unique_ptr<GradScaler> scaler_;

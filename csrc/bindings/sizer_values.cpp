@@ -61,15 +61,16 @@ void bind_report(py::module_& m) {
                       limit_bytes, total_ms, lost_ms, stood);
   py::class_<Report>(m, "Report", "What a BatchSizer has seen; see BatchSizer.report.")
       .BRIMFUL_FIELDS(def_readonly, Report, steps, failed, retries, ooms, cache_releases,
-                      piece_rows, limit_bytes, peak_bytes, last_fill, mean_fill, most_fill,
-                      total_ms, lost_ms, rungs, loss_rule, trial_runs, trial_ms, history)
+                      garbage_collections, piece_rows, limit_bytes, peak_bytes, last_fill,
+                      mean_fill, most_fill, total_ms, lost_ms, rungs, loss_rule, trial_runs,
+                      trial_ms, history)
       .def("__str__", [](const Report& report) { return to_string(report); });
 }
 
 void bind_outcome(py::module_& m) {
   py::class_<AttemptNote>(m, "Attempt", "One try of a step.")
       .BRIMFUL_FIELDS(def_readonly, AttemptNote, pieces, piece_rows, peak_bytes, ran_out,
-                      buckets_launched, alone, cache_released, rungs);
+                      buckets_launched, alone, cache_released, garbage_bytes, rungs);
   py::class_<StepRungs>(m, "StepRungs", "What a step recomputed and offloaded; see Outcome.rungs.")
       .def(py::init([](std::vector<std::string> recomputed, std::vector<std::string> offloaded,
                        bool everything) {

@@ -303,9 +303,10 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
   if ((call.group.late_gradient() && again) || Recomputing::is_refused(result)) {
     own.kind = Status::retry;
   } else if (failure.kind == Status::out_of_memory) {
-    own.refine =
-        again && call.microbatches() < call.rows && agreed_.may_split && !options.fixed_schedule;
-    const bool repeated = own.refine || recomputing->may_help(call, result);
+    const bool as_it_was = again && call.garbage_helped;
+    own.refine = again && !as_it_was && call.microbatches() < call.rows && agreed_.may_split &&
+                 !options.fixed_schedule;
+    const bool repeated = as_it_was || own.refine || recomputing->may_help(call, result);
     own.kind = repeated ? Status::retry : Status::out_of_memory;
   } else {
     own.kind = Status::error;
@@ -350,6 +351,8 @@ void Pipeline::State::read_replicas(Call& call, StepResult& result,
 PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
   const memory::Unlimited unlimited;
   doing = "the actions are over: the ranks agree how they ended";
+  call.garbage_helped = result.failure && result.failure->kind == Status::out_of_memory &&
+                        call.garbage.helps(device_of(*result.failure));
   ControlRecord record;
   record.verdict = Status::ok;
   record.ref = call.mark;

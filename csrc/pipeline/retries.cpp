@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/format.h"
 #include "pipeline/peaks.h"
 #include "pipeline/pipeline_state.h"
 
@@ -88,6 +89,10 @@ Ended Pipeline::State::ended_by(Call& call, const StepResult& result, const Peer
     log(LogLevel::warning, "memory ran out" + where + ": the step is repeated with " +
                                std::to_string(ended.pieces) + " microbatches instead of " +
                                std::to_string(call.microbatches()));
+  } else if (call.garbage_helped) {
+    log(LogLevel::warning,
+        "memory ran out" + where + ": " + format_bytes(call.garbage.take_freed_bytes()) +
+            " of garbage in reference cycles is freed and the step repeated as it was");
   } else if (const auto stages = recomputing->add(call, result); !stages.empty()) {
     log(LogLevel::warning, "memory ran out" + where +
                                ", and microbatches are as small as they can be: the step is "

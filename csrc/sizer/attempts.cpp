@@ -16,12 +16,17 @@
 #include "sizer/climb.h"
 #include "sizer/loss_scale.h"
 #include "sizer/pair_run.h"
+#include "step/garbage.h"
 #include "step/remedy.h"
 
 namespace brimful {
 namespace {
 // A release waits for the device; finer pieces do not.
 constexpr int64_t kStepsBetweenReleases = 16;
+
+int64_t most_pieces(int64_t rows, int64_t least_rows) {
+  return std::max<int64_t>(rows / least_rows, 1);
+}
 
 const std::vector<int64_t>* given_split(const StepInput& input, const std::optional<Plan>& plan) {
   return input.split ? &*input.split : plan && !plan->split.empty() ? &plan->split : nullptr;
@@ -65,7 +70,10 @@ std::vector<int64_t> BatchSizer::State::split_by(const ExecutionPlan& plan, cons
   if (!input.rows && !in_lockstep()) {
     return {};
   }
-  return split_of(input.rows.value_or(0), plan.pieces);
+  const auto rows = input.rows.value_or(0);
+  return split_of(rows, in_lockstep()
+                            ? plan.pieces
+                            : std::min(plan.pieces, most_pieces(rows, splitting_.least_rows)));
 }
 
 void BatchSizer::State::stand(const AttemptResult& result, double scale, Outcome& outcome) {
@@ -102,11 +110,18 @@ class BatchSizer::State::Running {
       if (pairs_ != nullptr &&
           pairs_->in_loss()) {  // once more: something else may have had the room
         attempt_.can_shrink = false;
-        return !std::exchange(loss_ran_out_, true);
+        return !std::exchange(loss_ran_out_, true) || garbage_.helps(s_.options_.device);
       }
       release_ = release_helps(shortage, s_.options_.device);
-      return release_ &&
-             (!s_.released_step_ || s_.steps_ - *s_.released_step_ >= kStepsBetweenReleases);
+      return (release_ &&
+              (!s_.released_step_ || s_.steps_ - *s_.released_step_ >= kStepsBetweenReleases)) ||
+             garbage_.helps(s_.options_.device);
+    };
+    attempt_.too_fine = [this](const std::string& error) {
+      const bool is = is_too_fine(error);
+      s_.splitting_.least_rows = is ? 2 : s_.splitting_.least_rows;
+      attempt_.can_shrink = attempt_.can_shrink || is;
+      return is;
     };
     attempt_.finish_buffers = [this] { s_.norms_.finish(); };
     attempt_.start_over = [this] { return climb_.is_rejected(); };
@@ -214,6 +229,15 @@ class BatchSizer::State::Running {
     return ended;
   }
 
+  /// A piece of one row, which only the sizer chose, has failed by an error of torch's normalisations that two rows have not.
+  bool is_too_fine(const std::string& error) const {
+    const auto& split = attempt_.split;
+    return outcome_.retries > 0 && s_.splitting_.least_rows == 1 && !s_.in_lockstep() &&
+           !input_.split && !input_.by_length && input_.rows.value_or(0) > 1 &&
+           std::find(split.begin(), split.end(), 1) != split.end() &&
+           error.find("Expected more than 1 value per channel when training") != std::string::npos;
+  }
+
   double scale_of(const std::vector<ControlRecord>& records) const {
     const double total = total_weight(records);
     return pairs_ == nullptr && total > 0 ? attempt_.ref / total : 1;
@@ -225,10 +249,12 @@ class BatchSizer::State::Running {
     s_.transaction_.restore();
     s_.batch_.restore();
     ++outcome_.retries;
-    s_.recorder_.note_retry(release_);
+    auto& note = outcome_.attempts.back();
+    note.garbage_bytes = garbage_.take_freed_bytes();
+    s_.recorder_.note_retry(release_, note.garbage_bytes > 0);
     if (std::exchange(release_, false)) {  // only now: the gradients of the attempt are gone
       memory::release_cached(s_.options_.device);
-      outcome_.attempts.back().cache_released = true;
+      note.cache_released = true;
       s_.released_step_ = s_.steps_;
     }
   }
@@ -244,6 +270,7 @@ class BatchSizer::State::Running {
   std::optional<Plan> plan_;
   bool release_ = false;
   bool loss_ran_out_ = false;
+  GarbageRemedy garbage_;
   int64_t next_piece_ = 0;
   PieceClock clock_;
 };
@@ -307,9 +334,13 @@ void BatchSizer::State::log_shortage(const Ended& ended, const Outcome& outcome,
     log(LogLevel::warning, "rank " + std::to_string(group_.rank()) + ", step " +
                                std::to_string(steps_) + ": " + ended.next_text);
   } else if (ended.how == Ended::How::as_it_was) {
-    log(LogLevel::warning, here +
-                               ", but within the device's capacity: torch's cache is released and "
-                               "the step repeated as it was");
+    const auto& note = outcome.attempts.back();
+    log(LogLevel::warning,
+        here +
+            (note.cache_released ? ", but within the device's capacity: torch's cache is released"
+                                 : ": " + format_bytes(note.garbage_bytes) +
+                                       " of garbage in reference cycles is freed") +
+            " and the step repeated as it was");
   } else {
     log(LogLevel::warning,
         here + ": a batch of " + std::to_string(input.rows.value_or(0)) + " is repeated in " +
@@ -319,7 +350,9 @@ void BatchSizer::State::log_shortage(const Ended& ended, const Outcome& outcome,
 }
 
 bool BatchSizer::State::is_finest(const StepInput& input, int64_t pieces) const {
-  return input.whole || pieces >= input.rows.value_or(0) || !norms_.may_split();
+  const auto rows = input.rows.value_or(0);
+  return input.whole || pieces >= std::min(rows, most_pieces(rows, splitting_.least_rows)) ||
+         !norms_.may_split();
 }
 
 void BatchSizer::State::log_rungs(const Outcome& outcome, const Climb& climb) {

@@ -17,7 +17,6 @@
 #include "sizer/step_recorder.h"
 
 namespace brimful {
-
 class Climb;
 class PairRun;
 struct Shortfall;
@@ -56,6 +55,7 @@ class BatchSizer::State {
     StepRungs logged;  ///< what the log has said last
   };
   struct Splitting {
+    int64_t least_rows = 1;  ///< of a piece
     std::set<int64_t> equal_sizes;
     ByLength by_length;
   };

@@ -1,5 +1,7 @@
 #include "sizer/climb.h"
 
+#include <brimful/step/oom.h>
+
 #include <utility>
 #include <vector>
 
@@ -45,7 +47,14 @@ Climb::Climb(std::optional<ladder::Ladder>& ladder, const StepInput& input, cons
 
 const ladder::Ladder::Kind& Climb::kind() const {
   if (!kind_) {
-    kind_ = input_.ask_kind ? name_of(input_.ask_kind()) : std::string();
+    try {
+      kind_ = input_.ask_kind ? name_of(input_.ask_kind()) : std::string();
+    } catch (...) {  // a split that copies: not one row fits, and the pieces will say so
+      if (!is_out_of_memory(std::current_exception())) {
+        throw;
+      }
+      kind_ = std::string();
+    }
   }
   return *kind_;
 }

@@ -17,6 +17,7 @@
 #include "base/text_stream.h"
 #include "sizer/retry.h"
 #include "sizer/too_large.h"
+#include "step/garbage.h"
 #include "step/remedy.h"
 
 namespace brimful::detail {
@@ -237,21 +238,26 @@ class Mapping {
   Ended make_finer(const Retry& retry, const std::string& shortage) {
     const auto count = retry.plan().piece_rows;
     const bool release = !released_ && release_helps(shortage, options_.device);
+    const bool collected = !release && garbage_.helps(options_.device);
     // A row that fitted in an earlier call: a call that remembered nothing would have come to it with retries left.
     const bool again = count == 1 && std::exchange(remembered_, false);
-    if (!retry.may_repeat() || (count == 1 && !release && !again)) {
+    if (!retry.may_repeat() || (count == 1 && !release && !collected && !again)) {
       throw_too_large(retry.tried(), shortage);
     }
     if (release) {
       memory::release_cached(options_.device);
       released_ = true;
     }
-    const auto next = release ? count : retry.next(options_.device).piece_rows;
+    const bool as_it_was = release || collected;
+    const auto next = as_it_was ? count : retry.next(options_.device).piece_rows;
     TextStream line;
     line << "map_batches ran out of memory with " << count << " rows of " << rows_
-         << " and goes on with " << next << (release ? ", torch's cache released" : "");
+         << " and goes on with " << next
+         << (release     ? ", torch's cache released"
+             : collected ? ", garbage in reference cycles collected"
+                         : "");
     log(LogLevel::warning, line.str());
-    return {release ? Ended::How::as_it_was : Ended::How::ran_out, options_.device};
+    return {as_it_was ? Ended::How::as_it_was : Ended::How::ran_out, options_.device};
   }
 
   [[noreturn]] void throw_too_large(const std::vector<TriedSplit>& tried,
@@ -281,6 +287,7 @@ class Mapping {
   bool remembered_ = false;  ///< it began with an earlier call's size, smaller than its own
   int64_t done_ = 0;
   bool released_ = false;
+  GarbageRemedy garbage_;
   std::vector<at::Tensor> whole_;
 };
 

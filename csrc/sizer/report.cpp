@@ -20,7 +20,8 @@ std::string to_string(const Report& report) {
   text << std::fixed << std::setprecision(1);
   text << "steps: " << report.steps << " (failed: " << report.failed
        << ", retries: " << report.retries << ", out of memory here: " << report.ooms
-       << ", cache released: " << report.cache_releases << ")\nrows of a piece that fits: "
+       << ", cache released: " << report.cache_releases
+       << ", garbage collected: " << report.garbage_collections << ")\nrows of a piece that fits: "
        << (report.piece_rows > 0 ? std::to_string(report.piece_rows) : "not needed yet")
        << "\npeak of the last step: " << format_peak(report.peak_bytes)
        << " (limit: " << (report.limit_bytes ? format_bytes(*report.limit_bytes) : "none") << ")";

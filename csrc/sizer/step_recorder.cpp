@@ -26,9 +26,10 @@ void StepRecorder::end_attempt(int64_t pieces, int64_t piece_rows, int64_t peak_
   open_.ooms += out_of_memory ? 1 : 0;
 }
 
-void StepRecorder::note_retry(bool cache_released) {
+void StepRecorder::note_retry(bool cache_released, bool garbage_collected) {
   ++open_.retries;
   sums_.cache_releases += cache_released ? 1 : 0;
+  sums_.garbage_collections += garbage_collected ? 1 : 0;
 }
 
 void StepRecorder::end_step(bool stood, std::optional<int64_t> limit_bytes, Clock::time_point now) {

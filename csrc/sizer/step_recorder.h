@@ -18,7 +18,7 @@ class BRIMFUL_API StepRecorder {
   void begin_attempt(Clock::time_point now = Clock::now());
   void end_attempt(int64_t pieces, int64_t piece_rows, int64_t peak_bytes, bool out_of_memory);
   /// Another attempt follows.
-  void note_retry(bool cache_released);
+  void note_retry(bool cache_released, bool garbage_collected);
   /// Does nothing where no attempt began since the last call.
   void end_step(bool stood, std::optional<int64_t> limit_bytes,
                 Clock::time_point now = Clock::now());

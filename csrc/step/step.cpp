@@ -249,10 +249,10 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
 
 void StepGroup::note_error(const Attempt& attempt, AttemptResult& result) const {
   result.text = to_string(result.error);
-  const bool start_over = attempt.start_over && attempt.start_over();
-  result.own = late_gradient() || start_over    ? Status::retry
-               : is_out_of_memory(result.error) ? Status::out_of_memory
-                                                : Status::error;
+  const bool again = late_gradient() || (attempt.start_over && attempt.start_over());
+  const bool ran_out = is_out_of_memory(result.error) ||
+                       (!again && attempt.too_fine && attempt.too_fine(result.text));
+  result.own = again ? Status::retry : ran_out ? Status::out_of_memory : Status::error;
   if (result.own != Status::error) {
     result.error = nullptr;
   }

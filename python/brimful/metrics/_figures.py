@@ -16,6 +16,7 @@ HELP = {
     "retries_total": "Attempts that were repeated since memory ran out on some rank",
     "ooms_total": "Times memory ran out on this rank",
     "cache_releases_total": "Attempts repeated after the cache of torch's allocator was released",
+    "garbage_collections_total": "Attempts repeated after garbage in reference cycles was collected",
     "stepping_seconds_total": "Time in steps",
     "lost_seconds_total": "Time in attempts that were repeated",
     "launches_total": "Collectives that carried buckets",
@@ -86,6 +87,7 @@ def of_sizer(core: _C.BatchSizer, outcome: Any, rank: int) -> Iterator[tuple[str
     yield "retries_total", report.retries
     yield "ooms_total", report.ooms
     yield "cache_releases_total", report.cache_releases
+    yield "garbage_collections_total", report.garbage_collections
     yield "stepping_seconds_total", report.total_ms / 1e3
     yield "lost_seconds_total", report.lost_ms / 1e3
     yield "limit_bytes", report.limit_bytes

@@ -255,36 +255,7 @@ def _rehearse(
         for parameter in group["params"]:
             twins[parameter] = _twin(parameter, device, sparse)
     of_torch = _is_torchs(step)
-    if not of_torch:  # some return early where all gradients are 0
-        for twin in twins.values():
-            twin.data.fill_(0.01)
-            if twin.grad is not None:
-                twin.grad.fill_(0.001)
-    stand_in = object.__new__(type(optimizer))
-    stand_in.__dict__.update(
-        optimizer.__dict__ if of_torch else _copied(_own_attributes(optimizer), twins)
-    )
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        stand_in.__dict__[name] = OrderedDict()
-    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
-        stand_in.__dict__[name] = lambda: None  # torch's would count CUDA devices
-    stand_in.param_groups = [
-        {
-            **(group if of_torch else _copied({**group, "params": []}, twins)),
-            "params": [twins[p] for p in group["params"]],
-            **{key: False for key in ("fused", "capturable") if group.get(key)},
-            **({"foreach": True} if _is_foreach_by_default(step, group) else {}),
-        }
-        for group in groups
-    ]
-    stand_in.state = defaultdict(dict)
-    for parameter, state in optimizer.state.items():
-        if parameter in twins:
-            stand_in.state[twins[parameter]] = tree_map_only(
-                torch.Tensor, lambda tensor: _state_twin(tensor, device), state
-            )
-        elif not isinstance(parameter, torch.Tensor):  # a number of all parameters
-            stand_in.state[parameter] = _copied(state, twins)
+    stand_in = _stand_in(optimizer, step, groups, twins, device)
     known = [t for p in twins.values() for t in (p, p.grad) if t is not None]
     known += [t for t in tree_leaves(dict(stand_in.state)) if isinstance(t, torch.Tensor)]
     target = next(iter(twins)).device if twins else torch.device("cpu")
@@ -318,6 +289,48 @@ def _rehearse(
     )
     peak_bytes = max(live.peak_bytes, measured.bytes if live.has_scratch or not of_torch else 0)
     return NextStep(live.bytes + more, peak_bytes + more, states), live
+
+
+def _stand_in(
+    optimizer: torch.optim.Optimizer,
+    step: Callable[..., Any],
+    groups: list[dict[str, Any]],
+    twins: dict[torch.Tensor, torch.Tensor],
+    device: torch.device | str,
+) -> torch.optim.Optimizer:
+    """With twins in the place of parameters, and state that is like the optimizer's."""
+    of_torch = _is_torchs(step)
+    if not of_torch:  # some return early where all gradients are 0
+        for twin in twins.values():
+            twin.data.fill_(0.01)
+            if twin.grad is not None:
+                twin.grad.fill_(0.001)
+    stand_in: torch.optim.Optimizer = object.__new__(type(optimizer))
+    stand_in.__dict__.update(
+        optimizer.__dict__ if of_torch else _copied(_own_attributes(optimizer), twins)
+    )
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        stand_in.__dict__[name] = OrderedDict()
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        stand_in.__dict__[name] = lambda: None  # torch's would count CUDA devices
+    stand_in.param_groups = [
+        {
+            **(group if of_torch else _copied({**group, "params": []}, twins)),
+            "params": [twins[p] for p in group["params"]],
+            **{key: False for key in ("fused", "capturable") if group.get(key)},
+            **({"foreach": True} if _is_foreach_by_default(step, group) else {}),
+        }
+        for group in groups
+    ]
+    stand_in.state = defaultdict(dict)
+    for parameter, state in optimizer.state.items():
+        if parameter in twins:
+            stand_in.state[twins[parameter]] = tree_map_only(
+                torch.Tensor, lambda tensor: _state_twin(tensor, device), state
+            )
+        elif not isinstance(parameter, torch.Tensor):  # a number of all parameters
+            stand_in.state[parameter] = _copied(state, twins)
+    return stand_in
 
 
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

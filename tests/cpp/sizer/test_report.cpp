@@ -32,13 +32,13 @@ TEST_CASE("A report counts steps, retries and what they cost", "[sizer][report]"
   plain_step(recorder, 50, 100);
   recorder.begin_attempt(ms(100));
   recorder.end_attempt(1, 8, 90, true);
-  recorder.note_retry(false);
+  recorder.note_retry(false, false);
   recorder.begin_attempt(ms(107));
   recorder.end_attempt(2, 4, 70, false);
   recorder.end_step(true, 100, ms(130));
   recorder.begin_attempt(ms(200));
   recorder.end_attempt(2, 4, 80, true);
-  recorder.note_retry(true);
+  recorder.note_retry(true, true);
   recorder.begin_attempt(ms(205));
   recorder.end_attempt(2, 4, 40, true);
   recorder.end_step(false, 100, ms(210));
@@ -49,6 +49,7 @@ TEST_CASE("A report counts steps, retries and what they cost", "[sizer][report]"
   CHECK(report.retries == 2);
   CHECK(report.ooms == 3);
   CHECK(report.cache_releases == 1);
+  CHECK(report.garbage_collections == 1);
   CHECK(report.piece_rows == 4);
   CHECK(report.peak_bytes == 80);
   CHECK(report.limit_bytes == 100);
@@ -65,7 +66,8 @@ TEST_CASE("A report counts steps, retries and what they cost", "[sizer][report]"
   CHECK(report.history[2].ooms == 2);
   CHECK_FALSE(report.history[2].stood);
   CHECK(to_string(report) ==
-        "steps: 2 (failed: 1, retries: 2, out of memory here: 3, cache released: 1)\n"
+        "steps: 2 (failed: 1, retries: 2, out of memory here: 3, cache released: 1, garbage "
+        "collected: 1)\n"
         "rows of a piece that fits: 4\n"
         "peak of the last step: 80 B (limit: 100 B)\n"
         "peak / limit: 80.0% in the last step, 73.3% on average, 90.0% at most\n"
@@ -75,7 +77,8 @@ TEST_CASE("A report counts steps, retries and what they cost", "[sizer][report]"
 TEST_CASE("A report without a limit has no fill", "[sizer][report]") {
   StepRecorder recorder;
   CHECK(to_string(recorder.report(0)) ==
-        "steps: 0 (failed: 0, retries: 0, out of memory here: 0, cache released: 0)\n"
+        "steps: 0 (failed: 0, retries: 0, out of memory here: 0, cache released: 0, garbage "
+        "collected: 0)\n"
         "rows of a piece that fits: not needed yet\n"
         "peak of the last step: unknown (limit: none)\n"
         "time in steps: 0.0 ms, lost to repeated attempts: 0.0 ms");

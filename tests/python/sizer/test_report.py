@@ -57,8 +57,9 @@ def test_steps_retries_and_failures_are_counted():
     assert report.history[3].lost_ms == report.history[3].total_ms
     assert report.lost_ms == pytest.approx(sum(note.lost_ms for note in report.history))
     assert report.total_ms == pytest.approx(sum(note.total_ms for note in report.history))
-    assert "steps: 3 (failed: 2, retries: 4, out of memory here: 5, cache released: 0)" in str(
-        report
+    assert (
+        "steps: 3 (failed: 2, retries: 4, out of memory here: 5, cache released: 0, garbage collected: 0)"
+        in str(report)
     )
 
 

@@ -32,6 +32,7 @@ struct AttemptNote {
   int64_t buckets_launched = 0;  ///< of this rank, when its work ended
   bool alone = false;            ///< repeated, and the other ranks are not informed
   bool cache_released = false;   ///< afterwards: fragments in torch's cache were the trouble
+  int64_t garbage_bytes = 0;     ///< freed afterwards, since garbage in reference cycles held them
   StepRungs rungs;               ///< of this rank
 };
 

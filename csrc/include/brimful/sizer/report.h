@@ -29,7 +29,9 @@ struct Report {
   int64_t retries = 0;
   int64_t ooms = 0;            ///< out-of-memory errors on this rank
   int64_t cache_releases = 0;  ///< of torch's cache, where that was the remedy
-  int64_t piece_rows = 0;      ///< of a piece that fits; 0: nothing has run out of memory yet
+  int64_t garbage_collections =
+      0;                   ///< of reference cycles that held tensors, where that was the remedy
+  int64_t piece_rows = 0;  ///< of a piece that fits; 0: nothing has run out of memory yet
   std::optional<int64_t> limit_bytes;  ///< of the last step
   int64_t peak_bytes = 0;              ///< of the last step
   /// Peak over limit, of the last step, the mean and the most of all; nothing without a limit.

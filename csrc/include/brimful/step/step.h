@@ -63,6 +63,8 @@ class BRIMFUL_API StepGroup {
     std::function<bool(const std::string& shortage)> same_split;
     /// Whether what failed now is to be run once more, though memory did not run out. Optional.
     std::function<bool()> start_over;
+    /// Given the text of an error: whether the batch has none but in pieces so small, which count as out of memory. Optional.
+    std::function<bool(const std::string& error)> too_fine;
     /// For ControlRecord::ref, asked for when the pieces have run; nothing: fingerprint(ref).
     std::function<uint32_t()> mark;
     /// What runs before the pieces. Optional; outlives the attempt.
