@@ -1,6 +1,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <brimful/step/transaction.h>
+#include <brimful/step/forward_state.h>
 
 #include <memory>
 #include <vector>
@@ -9,21 +9,19 @@
 
 namespace brimful {
 
-/// The tensors that modules have under their names, which a forward may replace by others (`self.n = self.n + 1`). All
-/// but the constructor take the GIL.
-class ModuleEntries {
+/// The tensors that modules of Python have under their names, which a forward may replace by others (`self.n = self.n + 1`).
+/// All but the constructor take the GIL.
+class ModuleEntries final : public TensorNames {
  public:
   /// Of each module its `_buffers` and its `_parameters`.
   ModuleEntries(const std::vector<py::object>& buffers, const std::vector<py::object>& parameters);
-  /// Notes what there is, and returns the buffers, each once.
-  std::vector<at::Tensor> capture();
-  void restore();
+  std::shared_ptr<const Moment> now() override;
+  bool put_back(const Moment& moment, const Instead& instead) override;
 
  private:
   struct Owner {
     py::object mapping;
     bool has_buffers = false;
-    Py_ssize_t size = 0;
   };
   struct Entry {
     PyObject* mapping = nullptr;  ///< kept alive by its owner
@@ -31,16 +29,20 @@ class ModuleEntries {
     py::object value;
     bool is_buffer = false;
   };
-  std::vector<Entry> entries_now();
-  bool is_as_captured() const;
-  void collect_buffers();
+  using Owners = std::vector<Owner>;
+  using Entries = std::vector<Entry>;
+  struct Names final : Moment {
+    std::shared_ptr<Entries> entries;
+  };
 
-  std::vector<Owner> owners_;
-  std::vector<Entry> entries_;
-  std::vector<at::Tensor> buffers_;
+  bool are_as(const Entries& entries) const;
+  static void put_entries(const py::object& mapping, const Entries& wanted);
+  Entries entries_now() const;
+
+  std::shared_ptr<Owners> owners_;
+  std::shared_ptr<const Names> last_;  ///< most steps find what the one before found
 };
 
-/// Makes a transaction follow the entries, and put them back.
-void follow(Transaction& transaction, const std::shared_ptr<ModuleEntries>& entries);
+void bind_module_entries(py::module_& m);
 
 }  // namespace brimful

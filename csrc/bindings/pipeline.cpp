@@ -11,9 +11,11 @@
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
 #include "bindings/fields.h"
+#include "bindings/module_entries.h"
 #include "bindings/pipeline_threads.h"
 #include "bindings/pipeline_value.h"
 #include "bindings/sizer_parts.h"
+#include "pipeline/executor/recompute.h"
 #include "pipeline/transport/peers.h"
 
 namespace brimful {
@@ -28,9 +30,9 @@ using pipeline::Value;
 /// Names of keywords that a stage takes; nothing: any.
 using KeywordNames = std::optional<std::vector<std::string>>;
 
-/// Name, callable, parameters, buffers, BatchNorms with their names, and keywords.
+/// Name, callable, parameters, what names in its modules stand for, BatchNorms with their names, and keywords.
 using PythonStage =
-    std::tuple<std::string, py::object, std::vector<at::Tensor>, std::vector<at::Tensor>,
+    std::tuple<std::string, py::object, std::vector<at::Tensor>, std::shared_ptr<ModuleEntries>,
                std::vector<std::pair<std::string, py::object>>, KeywordNames>;
 
 py::dict keywords_of(const KeywordNames& names) {
@@ -54,7 +56,8 @@ Stage stage_of(const PythonStage& parts) {
     });
   };
   stage.parameters = std::get<2>(parts);
-  stage.buffers = std::get<3>(parts);
+  stage.names = std::get<3>(parts);
+  stage.buffers = stage.names->now()->buffers;
   stage.batch_norms = batch_norms_of(std::get<4>(parts));
   return stage;
 }
@@ -181,6 +184,7 @@ class PythonPipeline {
   void set_inputs(pipeline::PipelineWork& work, const py::object& batch, int64_t rows,
                   const KeywordBatch& keywords) const {
     const auto cut = std::make_shared<Cut>();
+    work.thread_scope = scope_of_callers_context();
     add_tensors(work, batch, "batch");
     if (keywords) {
       add_tensors(work, keywords->first, "keywords");
@@ -379,6 +383,8 @@ void bind_pipeline(py::module_& m) {
         pipeline::stash(name, tensor.value_or(at::Tensor()));
       },
       py::arg("name"), py::arg("tensor").none(true), py::call_guard<py::gil_scoped_release>());
+  m.def("_runs_again", &pipeline::runs_again,
+        "Whether a stage's forward runs once more in its backward, on this thread.");
   m.def("_pop", &pipeline::pop, py::arg("name"), py::call_guard<py::gil_scoped_release>());
 }
 

@@ -86,6 +86,44 @@ class PythonThread {
   PyThreadState* state_;
 };
 
+/// While it lives, its thread sees a caller's context variables: in a copy of its own, since one thread at a time may be in a
+/// context.
+class CallersContext {
+ public:
+  explicit CallersContext(const py::object& context) {
+    const Gil gil;
+    copy_ = PyContext_Copy(context.ptr());
+    entered_ = copy_ != nullptr && PyContext_Enter(copy_) == 0;
+    PyErr_Clear();
+  }
+  ~CallersContext() {
+    if (Py_IsInitialized() != 0) {
+      const Gil gil;
+      if (entered_ && PyContext_Exit(copy_) != 0) {
+        PyErr_Clear();
+      }
+      Py_XDECREF(copy_);
+    }
+  }
+  CallersContext(const CallersContext&) = delete;
+  CallersContext& operator=(const CallersContext&) = delete;
+
+ private:
+  PyObject* copy_ = nullptr;
+  bool entered_ = false;
+};
+
+/// Of the caller's context as it is now, for each thread of a pipeline.
+inline std::function<std::shared_ptr<void>()> scope_of_callers_context() {
+  auto context = py::reinterpret_steal<py::object>(PyContext_CopyCurrent());
+  if (!context) {
+    throw py::error_already_set();
+  }
+  return [kept = shared_object(std::move(context))] {
+    return std::make_shared<CallersContext>(*kept);
+  };
+}
+
 /// Errors of Python hooks and functions inside a backward come as torch's own type.
 inline std::exception_ptr translated(std::exception_ptr error) {
   try {

@@ -118,7 +118,7 @@ class PythonSizer {
         sizer_(StepGroup(participants_of(reducers, adapters), std::move(outside)),
                Transaction({}, devices), with_scaler(options, scaler_.get())),
         lockstep_(options.lockstep) {
-    follow(sizer_.transaction(), entries);
+    sizer_.transaction().follow(entries);
     for (const auto& [capture, restore] : keepers) {
       sizer_.transaction().add(keeper_of(capture, restore));
     }
@@ -321,9 +321,7 @@ std::unique_ptr<PythonSizer> make_sizer(
 
 void bind_sizer(py::module_& m) {
   bind_sizer_values(m);
-  py::class_<ModuleEntries, std::shared_ptr<ModuleEntries>>(m, "_ModuleEntries")
-      .def(py::init<const std::vector<py::object>&, const std::vector<py::object>&>(),
-           py::arg("buffers"), py::arg("parameters"));
+  bind_module_entries(m);
   py::class_<PythonSizer>(m, "BatchSizer")
       .def(py::init(&make_sizer), py::kw_only(), py::arg("reducers"), py::arg("adapters"),
            py::arg("outside"), py::arg("entries"), py::arg("devices"), py::arg("keepers"),

@@ -28,7 +28,7 @@ SplitCheck verify(const py::object& batch, const py::function& loss_fn, const py
                   const Splitter& splitter, int64_t pieces, std::optional<double> rtol,
                   CallLog& log) {
   Transaction transaction({}, {device});
-  follow(transaction, entries);
+  transaction.follow(entries);
   for (const auto& [capture, restore] : keepers) {
     transaction.add(keeper_of(capture, restore));
   }

@@ -36,7 +36,7 @@ struct GraphOutput {
 struct FirstRun {
   CheckpointCall call;
   std::vector<ReadTensor> reads;
-  std::vector<ChangedStorage> changes;
+  Changes changes;
   GeneratorStates generators;
   AutocastState autocast;
   std::vector<GraphOutput> outputs;

@@ -147,6 +147,18 @@ at::Tensor whole_memory(const c10::Storage& storage) {
   return at::empty({0}, options).set_(storage, 0, {static_cast<int64_t>(storage.nbytes())}, {1});
 }
 
+/// As many of a storage's first bytes, which grows where it has fewer.
+at::Tensor first_memory(const c10::Storage& storage, int64_t bytes) {
+  const at::DisableRecordFunctionGuard unseen;
+  const auto memory = whole_memory(storage);
+  return bytes > memory.numel() ? memory.resize_({bytes}) : memory.narrow(0, 0, bytes);
+}
+
+at::Tensor locked(const WeakTensor& tensor) {
+  auto strong = tensor.lock();
+  return strong.defined() ? at::Tensor(std::move(strong)) : at::Tensor();
+}
+
 template <typename Map>
 void forget_gone(Map& map) {
   std::erase_if(map, [](const auto& entry) {
@@ -162,8 +174,11 @@ void forget_gone(Map& map) {
 }  // namespace
 
 at::Tensor ReadTensor::get() const {
-  auto strong = tensor.lock();
-  return strong.defined() ? at::Tensor(std::move(strong)) : at::Tensor();
+  return locked(tensor);
+}
+
+at::Tensor ChangedTensor::get() const {
+  return locked(tensor);
 }
 
 FunctionWatch::FunctionWatch(Skeletons* skeletons, bool generators)
@@ -236,6 +251,10 @@ void FunctionWatch::before(const at::Tensor& input, bool is_changed, bool within
 void FunctionWatch::note_change(const at::Tensor& tensor) {
   changed_in_graph_ |= at::GradMode::is_enabled() && tensor.requires_grad();
   const auto& storage = *storage_of(tensor);
+  if (changed_.count(tensor.unsafeGetTensorImpl()) == 0) {
+    changed_.emplace(tensor.unsafeGetTensorImpl(),
+                     ChangedTensor{WeakTensor(tensor.getIntrusivePtr()), TensorForm::of(tensor)});
+  }
   if (error_ != nullptr || changes_.count(storage.unsafeGetStorageImpl()) != 0) {
     return;
   }
@@ -270,19 +289,26 @@ void FunctionWatch::after(const at::Tensor& output,
     forget_gone(outside_);
     forget_gone(reads_);
     forget_gone(changes_);
+    forget_gone(changed_);
     sweep_at_ = std::max(sweep_at_, 2 * (born_.size() + outside_.size() + reads_.size()));
   }
 }
 
-std::vector<ChangedStorage> FunctionWatch::changes() {
+Changes FunctionWatch::changes() {
   if (error_ != nullptr) {
     std::rethrow_exception(error_);
   }
   forget_gone(changes_);
-  std::vector<ChangedStorage> found;
-  found.reserve(changes_.size());
+  Changes found;
+  found.storages.reserve(changes_.size());
   for (auto& [key, change] : changes_) {
-    found.push_back(change);
+    found.storages.push_back(change);
+  }
+  for (const auto& [key, change] : changed_) {
+    const auto tensor = change.get();
+    if (tensor.defined() && !change.before.is_of(tensor)) {
+      found.resized.push_back(change);
+    }
   }
   return found;
 }
@@ -305,32 +331,46 @@ void FunctionWatch::undo() const noexcept {
   const at::NoGradGuard no_grad;
   for (const auto& [key, change] : changes_) {
     if (const c10::Storage storage(change.storage.lock()); storage) {
-      whole_memory(storage).copy_(change.before);
+      first_memory(storage, change.before.numel()).copy_(change.before);
+    }
+  }
+  for (const auto& [key, change] : changed_) {
+    if (const auto tensor = change.get(); tensor.defined() && !change.before.is_of(tensor)) {
+      change.before.put(tensor);
     }
   }
   set_generator_states(generators_);
 }
 
-BytesFromBefore::BytesFromBefore(const std::vector<ChangedStorage>& changes) {
+BytesFromBefore::BytesFromBefore(const Changes& changes) {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> before;
-  for (const auto& change : changes) {
+  for (const auto& change : changes.storages) {
     if (const c10::Storage storage(change.storage.lock()); storage) {
       const auto bytes = whole_memory(storage);
       put_back_.emplace_back(bytes, bytes.clone());
       before.push_back(change.before);
     }
   }
+  for (const auto& change : changes.resized) {
+    if (const auto tensor = change.get(); tensor.defined()) {
+      resized_.emplace_back(tensor, TensorForm::of(tensor));
+      change.before.put(tensor);
+    }
+  }
   for (size_t i = 0; i < before.size(); ++i) {
-    put_back_[i].first.copy_(before[i]);
+    first_memory(put_back_[i].first.storage(), before[i].numel()).copy_(before[i]);
   }
 }
 
 BytesFromBefore::~BytesFromBefore() {
   const at::NoGradGuard no_grad;
   for (const auto& [memory, bytes] : put_back_) {
-    memory.copy_(bytes);
+    first_memory(memory.storage(), bytes.numel()).copy_(bytes);
+  }
+  for (const auto& [tensor, form] : resized_) {
+    form.put(tensor);
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include "ladder/inner_graph.h"
 #include "ladder/surroundings.h"
+#include "step/tensor_form.h"
 
 namespace brimful::ladder {
 
@@ -34,6 +35,20 @@ struct ChangedStorage {
   at::Tensor before;
 };
 
+/// A tensor from outside that a function changed, and how it lay in its storage before, which may have been smaller.
+struct ChangedTensor {
+  WeakTensor tensor;
+  TensorForm before;
+
+  /// Undefined where it is gone.
+  at::Tensor get() const;
+};
+
+struct Changes {
+  std::vector<ChangedStorage> storages;
+  std::vector<ChangedTensor> resized;
+};
+
 /// Sees the operators of a function that runs in this thread while it lives: what the function reads and changes of what was
 /// there before. The graph that the function makes is cut behind each operator, so that nothing holds what it saves.
 class FunctionWatch {
@@ -46,7 +61,7 @@ class FunctionWatch {
 
   /// What is there still. @throws what made a copy fail
   std::vector<ReadTensor> reads();
-  std::vector<ChangedStorage> changes();
+  Changes changes();
   /// Those that it drew from, before it did.
   GeneratorStates drawn_from() const;
   /// True if it changed in place a tensor that has gradients.
@@ -74,21 +89,24 @@ class FunctionWatch {
   std::unordered_map<const c10::StorageImpl*, WeakStorage> outside_;
   std::unordered_map<const c10::TensorImpl*, ReadTensor> reads_;
   std::unordered_map<const c10::StorageImpl*, ChangedStorage> changes_;
+  std::unordered_map<const c10::TensorImpl*, ChangedTensor> changed_;
   size_t sweep_at_ = 512;
   bool changed_in_graph_ = false;
   std::exception_ptr error_;
 };
 
-/// While it lives, changed memory holds what it held before the function ran first; then what it holds now again.
+/// While it lives, changed memory holds what it held before the function ran first, and tensors have their sizes of then;
+/// afterwards both are as they are now again.
 class BytesFromBefore {
  public:
-  explicit BytesFromBefore(const std::vector<ChangedStorage>& changes);
+  explicit BytesFromBefore(const Changes& changes);
   ~BytesFromBefore();
   BytesFromBefore(const BytesFromBefore&) = delete;
   BytesFromBefore& operator=(const BytesFromBefore&) = delete;
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> put_back_;  ///< memory, and its bytes
+  std::vector<std::pair<at::Tensor, TensorForm>> resized_;   ///< what they are now
 };
 
 }  // namespace brimful::ladder

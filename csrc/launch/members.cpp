@@ -34,6 +34,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kLookEvery{3};
+constexpr int kDeadFor = 10;  // times `dead_after`
 
 StorePtr own_connection(const StorePtr& store) {
   return c10::make_intrusive<c10d::PrefixStore>("brimful/members", store->clone());
@@ -214,9 +215,33 @@ void Members::State::throw_not_let_in(int64_t epoch, size_t entered) const {
                               : ", and at replica and pipeline_rank, which make whole replicas"));
 }
 
+/// Whoever would let this process in has gone: left, or been dead for so long that it was no pause of the machine.
+bool Members::State::have_gone(const std::vector<Member>& before, Clock::time_point begun) const {
+  const auto all = [&](const auto& is) {
+    return std::all_of(before.begin(), before.end(),
+                       [&](const Member& each) { return is(each.id); });
+  };
+  if (before.empty()) {
+    return false;
+  }
+  return all([&](int64_t id) { return pulse_->has_left(id); }) ||
+         (Clock::now() - begun > kDeadFor * options_.dead_after &&
+          all([&](int64_t id) { return pulse_->is_dead(id); }));
+}
+
+void Members::State::throw_has_ended(int64_t epoch, const std::vector<Member>& before) {
+  C10_THROW_ERROR(
+      DistError,
+      c10::str("the job that this process would join has ended: all members of its last "
+               "group have left, or are dead (group: ",
+               epoch - 1, ", members: ", before.size(),
+               "); a job that begins anew needs a store, or a prefix in it, of its own"));
+}
+
 launch::MemberList Members::State::await_list(int64_t epoch, const std::vector<Member>& before,
                                               bool member) {
-  const auto until = Clock::now() + options_.patience;
+  const auto begun = Clock::now();
+  const auto until = begun + options_.patience;
   bool asks = !member && epoch > 1;
   while (true) {
     if (auto list = list_of(epoch)) {
@@ -240,6 +265,9 @@ launch::MemberList Members::State::await_list(int64_t epoch, const std::vector<M
     }
     if (late) {
       throw_not_let_in(epoch, entered.size());
+    }
+    if (!member && epoch > 1 && have_gone(before, begun) && !list_of(epoch)) {
+      throw_has_ended(epoch, before);
     }
     if (pulse_->is_lost()) {
       asked([&] { store_->check({key_of("list", epoch)}); });

@@ -63,6 +63,9 @@ class Members::State {
                 const std::vector<Member>& entered) const;
   bool is_broken(const std::vector<Member>& replica) const;
   [[noreturn]] void throw_not_let_in(int64_t epoch, size_t entered) const;
+  bool have_gone(const std::vector<Member>& before,
+                 std::chrono::steady_clock::time_point begun) const;
+  [[noreturn]] static void throw_has_ended(int64_t epoch, const std::vector<Member>& before);
   [[noreturn]] void throw_left_out(int64_t epoch, const std::vector<Member>& before);
 
   // members_form.cpp: its ranks connect

@@ -13,6 +13,7 @@
 #include <random>
 
 #include "base/fnv.h"
+#include "pipeline/failure.h"
 #include "pipeline/pipeline_state.h"
 #include "sizer/loss_scale.h"
 #include "step/failures.h"
@@ -223,6 +224,7 @@ StepResult Pipeline::State::run_actions(const Call& call, std::exception_ptr ref
   actions.recompute = recomputing->all();
   actions.hidden_state = options.hidden_state;
   actions.ref = call.ref;
+  actions.thread_scope = call.work.thread_scope;
   actions.input = [&](int i) { return call.work.input(i, begins[i], begins[i + 1]); };
   if (call.trains) {
     actions.loss = [&](int i, const Value& output) {
@@ -380,7 +382,11 @@ PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
   own = own_verdict(call, result);
   read_replicas(call, result, records, own);
   own.broken = replicas->is_broken();
-  return agree(own);
+  auto all = agree(own);
+  if (call.trains) {
+    require_weight(all, call.rows);
+  }
+  return all;
 }
 
 PeerVerdict Pipeline::State::agree(const PeerVerdict& own) {

@@ -164,4 +164,14 @@ BatchTooLarge too_large(const ActionFailure& failure, TriedStep tried, c10::Devi
   return BatchTooLarge(text.str(), std::move(facts));
 }
 
+void require_weight(PeerVerdict& all, int64_t rows) {
+  if (all.kind == Status::ok && !(all.weight > 0)) {
+    all.kind = Status::error;
+    all.rank = -1;
+    all.text = c10::str("the weights of the step sum to ", all.weight,
+                        ", and a mean over nothing is no loss (rows: ", rows,
+                        "); leave out batches in which nothing counts, on all ranks together");
+  }
+}
+
 }  // namespace brimful::pipeline

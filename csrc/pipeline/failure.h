@@ -1,6 +1,7 @@
 #pragma once
 #include <brimful/error.h>
 #include "pipeline/executor/executor.h"
+#include "pipeline/transport/peers.h"
 
 #include <cstdint>
 #include <string>
@@ -26,5 +27,8 @@ struct TriedStep {
 
 /// What a step raises that no number of microbatches would save.
 BatchTooLarge too_large(const ActionFailure& failure, TriedStep tried, c10::Device device);
+
+/// A step in which nothing counts fails on all ranks, which have the same verdict, as it does in a sizer.
+void require_weight(PeerVerdict& all, int64_t rows);
 
 }  // namespace brimful::pipeline

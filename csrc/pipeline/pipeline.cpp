@@ -63,14 +63,14 @@ void Pipeline::State::stand(const Call& call, StepResult result, const PeerVerdi
                             PipelineOutcome& outcome) {
   const memory::Unlimited unlimited;
   outcome.weight = verdict.weight;
-  outcome.loss = outcome.weight > 0 ? verdict.loss_sum / outcome.weight : 0;
+  outcome.loss = verdict.loss_sum / outcome.weight;
   outcome.microbatches = call.filled();
   outcome.split.assign(call.split.begin(), call.split.begin() + call.filled());
   outcome.retries = call.retry.retries();
   outcome.stop = learn_stop(verdict.stop);
   outcome.regroup = verdict.regroup;
   outcome.total_ms = static_cast<double>(result.end_ns - result.begin_ns) / 1e6;
-  last_total_ = outcome.weight > 0 ? outcome.weight : last_total_;
+  last_total_ = outcome.weight;
   last_result = std::move(result);
   last_schedule = call.order;
   if (call.filled() < call.microbatches()) {

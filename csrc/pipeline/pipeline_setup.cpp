@@ -14,12 +14,21 @@
 namespace brimful::pipeline {
 namespace {
 
-std::vector<at::Tensor> buffers_of(const std::vector<Stage>& stages) {
+/// What a step that is undone gives back of the stages, beside its devices' random numbers.
+Transaction transaction_of(const std::vector<Stage>& stages,
+                           const std::vector<c10::Device>& devices) {
   std::vector<at::Tensor> buffers;
+  std::vector<std::shared_ptr<TensorNames>> names;
   for (const auto& stage : stages) {
-    buffers.insert(buffers.end(), stage.buffers.begin(), stage.buffers.end());
+    if (stage.names) {
+      names.push_back(stage.names);
+    } else {
+      buffers.insert(buffers.end(), stage.buffers.begin(), stage.buffers.end());
+    }
   }
-  return distinct_tensors(std::move(buffers));
+  Transaction transaction(std::move(buffers), distinct(devices));
+  transaction.follow(names_of(std::move(names)));
+  return transaction;
 }
 
 /// Tensors that a module lists twice count once.
@@ -157,7 +166,7 @@ std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices) {
 
 Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
     : options(with_devices(std::move(wanted), stages.size())),
-      transaction(buffers_of(stages), distinct(options.devices)),
+      transaction(transaction_of(stages, options.devices)),
       tied(options.tied, options.peers) {
   TORCH_CHECK_VALUE(options.microbatches >= 1,
                     "a step has at least one microbatch (microbatches: ", options.microbatches,

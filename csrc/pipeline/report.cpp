@@ -62,6 +62,10 @@ int64_t total_bytes_of(const std::vector<at::Tensor>& tensors) {
       [](int64_t sum, const auto& tensor) { return sum + memory::bytes_of(tensor); });
 }
 
+int64_t buffer_bytes(const Stage& stage) {
+  return total_bytes_of(stage.names ? stage.names->now()->buffers : stage.buffers);
+}
+
 int64_t gradient_bytes(const Stage& stage) {
   return std::accumulate(
       stage.parameters.begin(), stage.parameters.end(), int64_t{0},
@@ -132,7 +136,7 @@ std::vector<StageNote> notes_of(const Executor& executor, const Schedule& schedu
     auto& note = notes.at(numbers[i]);
     note.parameter_bytes = total_bytes_of(stage.parameters);
     note.gradient_bytes = gradient_bytes(stage);
-    note.buffer_bytes = total_bytes_of(stage.buffers);
+    note.buffer_bytes = buffer_bytes(stage);
   }
   for (const auto& order : result.times) {
     for (const auto& time : order) {
@@ -201,7 +205,7 @@ std::string to_string(const Executor& executor, const Schedule& last_schedule,
          << (stages[i].parameters.empty() ? std::string("no device of its own")
                                           : stages[i].parameters[0].device().str())
          << ", " << count << " parameters, " << format_bytes(total_bytes_of(stages[i].parameters));
-    if (const auto buffers = total_bytes_of(stages[i].buffers); buffers > 0) {
+    if (const auto buffers = buffer_bytes(stages[i]); buffers > 0) {
       text << ", buffers " << format_bytes(buffers);
     }
     if (last_notes.empty()) {

@@ -22,7 +22,7 @@ at::Tensor values_of(const at::Tensor& gradient) {
 
 void Pipeline::State::settle(Call& call, const PeerVerdict& verdict, const StepResult& result) {
   doing = "the step stands: the ranks exchange what their gradients have in common";
-  const double scale = verdict.weight > 0 ? call.ref / verdict.weight : 1;
+  const double scale = call.ref / verdict.weight;
   auto failed = thrown_by([&] { call.group.accept(scale, true); });
   failed = thrown_by([&] { tied.sum_gradients(failed); });
   failed = failed ? failed : thrown_by([&] { return_gradients(result, scale); });

@@ -229,6 +229,9 @@ void broadcast_from(int source, const Group& group, const std::vector<at::Tensor
       detached.push_back(tensor.detach());
     }
   }
+  if (detached.empty()) {
+    return;
+  }
   if (traffic_of(group.get())->is_dead) {
     broadcast_among_living(source, group, detached);
   } else {

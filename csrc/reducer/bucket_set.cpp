@@ -128,6 +128,7 @@ void BucketSet::lay_out(BucketPlan new_plan, bool dense, bool encodes) {
   const auto errors = carried_errors(slots, buckets);
   slots.clear();
   buckets.clear();
+  tail->take_up_sizes();
   auto layout = arenas.carve(new_plan, tail->numel(), parameters, dense);
   slots = std::move(layout.slots);
   buckets = std::move(layout.buckets);

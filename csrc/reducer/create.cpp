@@ -166,9 +166,7 @@ Tail make_tail(const EngineState& s, const BucketPlan& plan, std::vector<at::Ten
   if (!options.broadcast_buffers) {
     buffers.clear();
   }
-  std::erase_if(buffers, [&](const auto& buffer) {
-    return buffer.device() != s.link.device || buffer.numel() == 0;
-  });
+  std::erase_if(buffers, [&](const auto& buffer) { return buffer.device() != s.link.device; });
   return {static_cast<int64_t>(s.layout.infos.size()),
           s.link.rank,
           s.link.world_size,

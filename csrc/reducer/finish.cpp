@@ -173,6 +173,9 @@ void Engine::write_back_buffers() {
   if (!s_.attempt.plain || winner.verdict != Status::no_data) {
     s_.layout.tail->write_back_buffers();
   }
+  if (auto& next = s_.tuner.next(); s_.layout.tail->has_new_sizes() && !next) {
+    next = s_.layout.plan;
+  }
 }
 
 void Engine::accept_nothing() {

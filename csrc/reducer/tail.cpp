@@ -2,15 +2,39 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <utility>
 
+#include "base/fnv.h"
 #include "reducer/bucket.h"
 
 namespace brimful {
+
+namespace {
+/// The same for the same sizes, and hardly for others.
+template <typename Riders, typename SizesOf>
+uint64_t number_of(const Riders& riders, const SizesOf& sizes_of) {
+  Fnv<uint64_t> hash;
+  for (const auto& rider : riders) {
+    const auto& sizes = sizes_of(rider);
+    hash.add_word(sizes.size());
+    for (const auto size : sizes) {
+      hash.add_word(static_cast<uint64_t>(size));
+    }
+  }
+  return hash.value();
+}
+}  // namespace
+
+bool Tail::Rider::fits(const at::Tensor& tensor) const {
+  return tensor.defined() && tensor.sizes() == at::IntArrayRef(sizes) &&
+         tensor.scalar_type() == dtype && tensor.device() == device;
+}
 
 Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers,
            c10::ScalarType dtype, int64_t sparse)
@@ -19,17 +43,51 @@ Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor>
       world_size_(world_size),
       dtype_(dtype),
       sparse_(sparse),
-      head_numel_(record_offset(world_size)),
+      head_numel_(record_offset(world_size) + std::ssize(buffers)),
       numel_(head_numel_),
       used_(parameters),
       rows_(world_size, std::vector<int64_t>(sparse)) {
   for (auto& buffer : buffers) {
     const bool as_bytes = buffer.scalar_type() != dtype;
-    const int64_t numel =
-        buffer.numel() * (as_bytes ? static_cast<int64_t>(buffer.element_size()) : 1);
-    riders_.push_back({std::move(buffer), numel_, numel, as_bytes});
-    numel_ += numel;
+    const auto form = buffer.options();
+    auto sizes = buffer.sizes().vec();
+    riders_.push_back({std::move(buffer), form.dtype().toScalarType(), form.device(), 0, 0,
+                       as_bytes, sizes, sizes});
   }
+  sent_.resize(riders_.size());
+  place_riders();
+}
+
+void Tail::place_riders() {
+  numel_ = head_numel_;
+  for (auto& rider : riders_) {
+    rider.offset = numel_;
+    rider.numel = c10::multiply_integers(rider.sizes) *
+                  (rider.as_bytes ? static_cast<int64_t>(c10::elementSize(rider.dtype)) : 1);
+    numel_ += rider.numel;
+  }
+  sizes_ = number_of(
+      riders_, [](const Rider& rider) -> const auto& { return rider.sizes; });
+}
+
+void Tail::take_up_sizes() {
+  if (std::exchange(has_new_sizes_, false)) {
+    --changes_left_;
+    for (auto& rider : riders_) {
+      rider.sizes = rider.new_sizes;
+    }
+    place_riders();
+  }
+}
+
+void Tail::note_sizes(int buffer_source) {
+  for (size_t i = 0; i < riders_.size(); ++i) {
+    auto& rider = riders_[i];
+    rider.new_sizes = rider.buffer.sizes().vec();
+    sent_[i] = rank_ == buffer_source && rider.fits(rider.buffer) ? 1 : 0;
+  }
+  own_sizes_ = number_of(
+      riders_, [](const Rider& rider) -> const auto& { return rider.new_sizes; });
 }
 
 void Tail::attach(at::Tensor region) {
@@ -56,7 +114,11 @@ void Tail::write(const std::vector<uint8_t>& used, const ControlRecord& record,
   write_bytes(outgoing_, 0, used.data(), parameters_);
   write_bytes(outgoing_, record_offset(rank_), bytes.data(), kRecordBytes);
   write_bytes(outgoing_, record_offset(rank_) + kRecordBytes,
-              reinterpret_cast<const uint8_t*>(rows.data()), sparse_ * kRowsBytes);
+              reinterpret_cast<const uint8_t*>(rows.data()), sparse_ * kNumberBytes);
+  note_sizes(buffer_source);
+  write_bytes(outgoing_, flags_offset(), sent_.data(), std::ssize(sent_));
+  write_bytes(outgoing_, sizes_offset(rank_), reinterpret_cast<const uint8_t*>(&own_sizes_),
+              kNumberBytes);
   region_.narrow(0, 0, head_numel_).copy_(outgoing_, /*non_blocking=*/true);
   if (loss_sum.defined() && !loss_sum.is_cpu()) {
     region_.narrow(0, record_offset(rank_) + kLossSumOffset, 8)
@@ -73,9 +135,13 @@ void Tail::write(const std::vector<uint8_t>& used, const ControlRecord& record,
     return;
   }
   for (const auto& rider : riders_) {
+    const auto region = region_.narrow(0, rider.offset, rider.numel);
+    if (!rider.fits(rider.buffer)) {
+      region.zero_();
+      continue;
+    }
     const auto values = rider.buffer.detach().reshape({-1});
-    region_.narrow(0, rider.offset, rider.numel)
-        .copy_(rider.as_bytes ? values.view(at::kByte) : values);
+    region.copy_(rider.as_bytes ? values.view(at::kByte) : values);
   }
 }
 
@@ -88,14 +154,20 @@ void Tail::read() {
     arrived.synchronize();
   }
   read_bytes(incoming_, 0, used_.data(), parameters_);
+  read_bytes(incoming_, flags_offset(), sent_.data(), std::ssize(sent_));
   records_.clear();
+  bool alike = true;
   for (int rank = 0; rank < world_size_; ++rank) {
     RecordBytes bytes{};
     read_bytes(incoming_, record_offset(rank), bytes.data(), kRecordBytes);
     records_.push_back(decode(bytes));
     read_bytes(incoming_, record_offset(rank) + kRecordBytes,
-               reinterpret_cast<uint8_t*>(rows_[rank].data()), sparse_ * kRowsBytes);
+               reinterpret_cast<uint8_t*>(rows_[rank].data()), sparse_ * kNumberBytes);
+    uint64_t sizes = 0;
+    read_bytes(incoming_, sizes_offset(rank), reinterpret_cast<uint8_t*>(&sizes), kNumberBytes);
+    alike = alike && sizes == own_sizes_;
   }
+  has_new_sizes_ = world_size_ > 1 && alike && own_sizes_ != sizes_ && changes_left_ > 0;
 }
 
 std::vector<int64_t> Tail::rows(int64_t sparse) const {
@@ -110,9 +182,7 @@ std::vector<int64_t> Tail::rows(int64_t sparse) const {
 bool Tail::replace(const at::Tensor& before, const at::Tensor& now) {
   for (auto& rider : riders_) {
     if (rider.buffer.is_same(before)) {
-      const bool alike = now.defined() && now.sizes() == before.sizes() &&
-                         now.scalar_type() == before.scalar_type() &&
-                         now.device() == before.device();
+      const bool alike = rider.fits(now);
       if (alike) {
         rider.buffer = now;
       }
@@ -122,10 +192,29 @@ bool Tail::replace(const at::Tensor& before, const at::Tensor& now) {
   return true;
 }
 
+void Tail::note_unlike(Rider& rider, size_t number) const {
+  if (world_size_ > 1 && !has_new_sizes_ && !std::exchange(rider.was_logged, true)) {
+    log(LogLevel::warning,
+        c10::str("a buffer has another size than in earlier steps, and not the same on all ranks "
+                 "or again and again: it is not made equal on all ranks (buffer: ",
+                 number, ", size: ", rider.buffer.sizes(),
+                 ", before: ", at::IntArrayRef(rider.sizes),
+                 "); give it its size before the module is wrapped, as by a forward"));
+  }
+}
+
 void Tail::write_back_buffers() {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
-  for (const auto& rider : riders_) {
+  for (size_t i = 0; i < riders_.size(); ++i) {
+    auto& rider = riders_[i];
+    if (sent_[i] == 0 || !rider.fits(rider.buffer)) {
+      note_unlike(rider, i);
+      continue;
+    }
+    if (rider.numel == 0) {
+      continue;
+    }
     auto values = region_.narrow(0, rider.offset, rider.numel);
     if (rider.as_bytes) {
       values = values.to(at::kByte).view(rider.buffer.scalar_type());

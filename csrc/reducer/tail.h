@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <brimful/step/control_record.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -34,30 +35,52 @@ class Tail {
   std::vector<int64_t> rows(int64_t sparse) const;
   /// `now` takes the place of a buffer. True also where `before` is none of them; false if they are not alike.
   bool replace(const at::Tensor& before, const at::Tensor& now);
-  /// Gives the buffers the values of the source rank, without a bump of their version: a graph may hold them.
+  /// Gives the buffers the values of the source rank, without a bump of their version: a graph may hold them. One that a
+  /// forward has resized has no room here yet: it is left alone, and the log says so if that lasts.
   void write_back_buffers();
+  /// All ranks had the same new sizes of buffers in the last step: numel() is another one after take_up_sizes().
+  bool has_new_sizes() const { return has_new_sizes_; }
+  /// On all ranks alike, before attach().
+  void take_up_sizes();
 
  private:
   struct Rider {
     at::Tensor buffer;
+    c10::ScalarType dtype;
+    c10::Device device;
     int64_t offset = 0;
     int64_t numel = 0;  ///< elements of the region
     bool as_bytes = false;
+    std::vector<int64_t> sizes;      ///< for which there is room
+    std::vector<int64_t> new_sizes;  ///< when the region was written last
+    bool was_logged = false;
+
+    bool fits(const at::Tensor& tensor) const;
   };
-  /// Of a rank's record and, behind it, its numbers of rows.
+  void place_riders();
+  void note_sizes(int buffer_source);
+  void note_unlike(Rider& rider, size_t number) const;
+  /// Of a rank's record and, behind it, its numbers of rows, and a number of its buffers' sizes.
   int64_t record_offset(int rank) const {
-    return parameters_ + rank * (kRecordBytes + sparse_ * kRowsBytes);
+    return parameters_ + rank * (kRecordBytes + (sparse_ + 1) * kNumberBytes);
   }
-  static constexpr int64_t kRowsBytes = sizeof(int64_t);
+  int64_t sizes_offset(int rank) const { return record_offset(rank + 1) - kNumberBytes; }
+  int64_t flags_offset() const { return head_numel_ - std::ssize(riders_); }
+  static constexpr int64_t kNumberBytes = sizeof(int64_t);
 
   int64_t parameters_;
   int rank_;
   int world_size_;
   c10::ScalarType dtype_;
   int64_t sparse_;
-  int64_t head_numel_;  ///< used flags and records, staged through host memory
+  int64_t head_numel_;  ///< used flags, records and which buffers come, staged through host memory
   int64_t numel_;
   std::vector<Rider> riders_;
+  std::vector<uint8_t> sent_;  ///< riders that the source rank has sent
+  uint64_t sizes_ = 0;         ///< number of the sizes for which there is room
+  uint64_t own_sizes_ = 0;     ///< of those when the region was written last
+  bool has_new_sizes_ = false;
+  int changes_left_ = 8;  ///< each lays out all buckets anew: not for what varies from step to step
   at::Tensor region_;
   at::Tensor outgoing_;
   at::Tensor incoming_;

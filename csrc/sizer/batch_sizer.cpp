@@ -1,6 +1,7 @@
 // What a user may call; batch_sizer_state.h has what is behind it.
 #include <brimful/error.h>
 #include <brimful/log.h>
+#include <c10/util/ScopeExit.h>
 
 #include <utility>
 
@@ -14,11 +15,25 @@ BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptio
 BatchSizer::~BatchSizer() = default;
 BatchSizer::BatchSizer(BatchSizer&&) noexcept = default;
 
+template <typename Work>
+Outcome BatchSizer::step_of_loop(const Work& work) {
+  if (loop_ == nullptr) {
+    return work();
+  }
+  auto& loop = *loop_;
+  loop.announce();
+  loop.is_announced_ = false;
+  const auto counted = c10::make_scope_exit([&] {
+    ++loop.steps_;
+    loop.at_end_ = state_->at_end();
+  });
+  return work();
+}
 Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
-  return state_->step(input, work);
+  return step_of_loop([&] { return state_->step(input, work); });
 }
 Outcome BatchSizer::step_pairs(const StepInput& input, const PairWork& work) {
-  return state_->step_pairs(input, work);
+  return step_of_loop([&] { return state_->step_pairs(input, work); });
 }
 std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& work) {
   return state_->plan(input, work);
@@ -45,10 +60,10 @@ void BatchSizer::load_state(const std::map<std::string, double>& state) {
   state_->load_state(state);
 }
 bool BatchSizer::expects_step() const {
-  return state_->expects_step();
+  return state_->holds() && !at_end();
 }
-bool BatchSizer::at_end() const {
-  return state_->at_end();
+bool BatchSizer::at_end() const {  // of the loop around one that has ended: not yet
+  return loop_ != nullptr ? loop_->at_end_ : state_->at_end();
 }
 int64_t BatchSizer::steps() const {
   return state_->steps();
@@ -94,6 +109,41 @@ void BatchSizer::optimizer_step(const std::function<void()>& step) {
     throw;
   } catch (...) {
     fail_optimizer(to_string(std::current_exception()));
+  }
+}
+
+bool detail::SizerLoop::begin(Next next, const StepInput& first) {
+  leave();
+  const bool any = sizer_.begin_loop(next, first);
+  outer_ = sizer_.loop_;
+  if (outer_ != nullptr) {
+    outer_->is_announced_ = false;
+  }
+  sizer_.loop_ = any ? this : outer_;
+  return any;
+}
+
+void detail::SizerLoop::begin_body(Next next, StepInput following) {
+  next_ = next;
+  following_ = std::move(following);
+  is_announced_ = false;
+  steps_ = 0;
+  announce();
+}
+
+void detail::SizerLoop::announce() {
+  if (!is_announced_) {
+    sizer_.announce_next(next_, following_);
+    is_announced_ = true;
+  }
+}
+
+void detail::SizerLoop::leave() {
+  for (auto** loop = &sizer_.loop_; *loop != nullptr; loop = &(*loop)->outer_) {
+    if (*loop == this) {
+      *loop = outer_;
+      return;
+    }
   }
 }
 

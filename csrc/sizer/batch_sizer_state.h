@@ -37,7 +37,7 @@ class BatchSizer::State {
   void regrouped();
   std::map<std::string, double> state() const;
   void load_state(const std::map<std::string, double>& state);
-  bool expects_step() const { return agreed_.holds && !agreed_.at_end; }
+  bool holds() const { return agreed_.holds; }
   bool at_end() const { return agreed_.at_end; }
   int64_t steps() const { return steps_; }
   int64_t calls() const { return calls_; }

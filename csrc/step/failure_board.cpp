@@ -2,6 +2,7 @@
 
 #include <brimful/log.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -9,6 +10,8 @@
 namespace brimful {
 namespace {
 constexpr const char* kGivenUp = "given_up";
+// A step has three at most, and ranks are in the same step, or in the next one.
+constexpr size_t kPostsThatStay = 8;
 
 /// On a thread that no rank waits for.
 template <typename Work>
@@ -47,9 +50,30 @@ void FailureBoard::post(const std::string& place, const Failure& failure, Patien
   if (!store_) {
     return;
   }
-  ask(patience, [store = store_, key = prefix_ + place, bytes = encode(failure)] {
-    return store->compareSet(key, {}, bytes);
+  ask(patience, [store = store_, key = prefix_ + place, bytes = encode(failure),
+                 old = outdated(prefix_ + place)] {
+    store->compareSet(key, {}, bytes);
+    try {
+      for (const auto& other : old) {
+        store->deleteKey(other);
+      }
+    } catch (const std::exception&) {  // a store that keeps all
+    }
+    return true;
   });
+}
+
+std::vector<std::string> FailureBoard::outdated(const std::string& place) const {
+  const std::lock_guard lock(posted_mutex_);
+  std::vector<std::string> old;
+  if (std::find(posted_.begin(), posted_.end(), place) == posted_.end()) {
+    posted_.push_back(place);
+  }
+  while (posted_.size() > kPostsThatStay) {
+    old.push_back(std::move(posted_.front()));
+    posted_.pop_front();
+  }
+  return old;
 }
 
 std::optional<Failure> FailureBoard::find(const std::string& place, Patience patience) const {

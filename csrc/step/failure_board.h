@@ -3,10 +3,12 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <deque>
 #include <future>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace brimful {
 
@@ -24,7 +26,8 @@ class FailureBoard {
 
   /// Where a rank posts its failure in a step.
   static std::string place_of(int64_t step, int rank);
-  /// Posts. The first one at a place stays: later ones know less.
+  /// Posts. The first one at a place stays: later ones know less. What this process has posted before the last few times is
+  /// taken away: a rank has read it, or makes no further step.
   /// @throws std::exception if the store is gone or does not answer
   void post(const std::string& place, const Failure& failure,
             Patience patience = kAnswerPatience) const;
@@ -50,8 +53,13 @@ class FailureBoard {
   bool given_up(Patience patience, Patience pause = Patience(0));
 
  private:
+  /// Those of this process's places whose time is over, with this one the newest.
+  std::vector<std::string> outdated(const std::string& place) const;
+
   c10::intrusive_ptr<c10d::Store> store_;
   std::string prefix_;
+  mutable std::mutex posted_mutex_;
+  mutable std::deque<std::string> posted_;
   std::mutex mutex_;
   std::future<bool> question_;
   std::chrono::steady_clock::time_point asked_at_;

@@ -6,6 +6,7 @@ brimful_sources(HEAVY
   failure.cpp
   failure_board.cpp
   failures.cpp
+  forward_state.cpp
   garbage.cpp
   kept_batch.cpp
   kept_gradients.cpp

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
 
+from brimful import _C
 from brimful.reducer import DistributedDataParallel
 
 
@@ -51,3 +52,9 @@ def batch_norms(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.M
         for name, module in named_modules(models)
         if isinstance(module, kind) or module._buffers
     ]
+
+
+def entries_of(models: Iterable[torch.nn.Module]) -> _C._ModuleEntries:
+    """What names in the modules, and in those inside them, stand for: a forward may change that."""
+    every = list(dict.fromkeys(child for model in models for child in model.modules()))
+    return _C._ModuleEntries([m._buffers for m in every], [m._parameters for m in every])

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from brimful import _C
-from brimful._modules import named_modules, named_parameters, unwrapped
-from brimful.sizer import BatchDim, _entries, _numpy_state, _set_numpy_state
+from brimful._modules import entries_of, named_modules, named_parameters, unwrapped
+from brimful.sizer import BatchDim, _numpy_state, _set_numpy_state
 from brimful.sizer._parts import modules_of
 from brimful.sizer._same_random import SameRandomNumbers
 
@@ -71,7 +71,7 @@ def verify_split(
             loss_fn=_telling_of_other_numbers(log, lambda piece: loss_fn(plain, piece)),
             around=SameRandomNumbers(log),
             parameters=parameters,
-            entries=_entries(dict.fromkeys(child for m in models for child in m.modules())),
+            entries=entries_of(models),
             device=next((p.device for _, p in parameters), torch.device("cpu")),
             keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
             splitter=_C.Splitter(batch_dim=batch_dim, size_fn=size_fn, split_fn=split_fn),

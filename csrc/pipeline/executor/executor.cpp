@@ -300,6 +300,7 @@ void Executor::Impl::run_rank(int rank) {
   const CallerState state(*job_.caller, job_.autocast, job_.keep_casts);
   const EvidenceScope evidence(options.devices[rank]);
   const DrawWatch watch(turns_.watches());
+  const auto scope = job_.work.thread_scope ? job_.work.thread_scope() : nullptr;
   RankRun run(job_.work, skips_, job_.result, options.trace, places_[rank].waits, turns_, rank,
               signals_.cancelled);
   run_actions(first_rank() + rank, run);

@@ -63,6 +63,8 @@ struct StepWork {
   std::function<void(const Action& action)> after_backward;
   /// By this process's stages; none: no stage is recomputed.
   std::vector<Recompute> recompute;
+  /// See PipelineWork. Optional.
+  std::function<std::shared_ptr<void>()> thread_scope;
   /// See RecomputedForward. Optional.
   std::function<int64_t()> hidden_state;
   /// Fails the first action: what went wrong before it. Other processes learn of it as of any failure.

@@ -1,4 +1,6 @@
 #pragma once
+#include <brimful/export.h>
+
 #include <cstdint>
 
 namespace brimful::pipeline {
@@ -11,6 +13,6 @@ enum class Recompute : uint8_t {
 };
 
 /// True within such a second forward, on its thread.
-bool runs_again();
+BRIMFUL_API bool runs_again();
 
 }  // namespace brimful::pipeline

@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <brimful/ladder/checkpoint_call.h>
 #include <brimful/memory/stats.h>
+#include <brimful/step/forward_state.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
@@ -59,6 +61,7 @@ struct FirstOutput {
 struct SecondForward {
   const Stage& stage;
   Value input;
+  std::shared_ptr<SecondRun> names;  ///< may be null
   std::shared_ptr<GivenKeywords> keywords;
   std::vector<FirstOutput> outputs;  ///< to compare with
   std::function<bool()> drew_together;
@@ -69,6 +72,14 @@ struct SecondForward {
 
 std::vector<at::Tensor> SecondForward::run() const {
   const InsideSecondRun scope;
+  if (names && !names->begin()) {
+    refuse_second_run("its forward registers a buffer; register it in the module's constructor");
+  }
+  const auto as_now = c10::make_scope_exit([this] {
+    if (names) {
+      names->end();
+    }
+  });
   SkipsAgain skips;
   const KeywordScope same(keywords);
   auto found = stage.forward(input).tensors;
@@ -123,7 +134,11 @@ bool runs_again() {
 
 Value forward_to_recompute(const RecomputedForward& work, const Value& input) {
   const auto kept = std::shared_ptr<SecondForward>(
-      new SecondForward{work.stage, input, work.keywords, {}, work.drew_together});
+      new SecondForward{work.stage, input, nullptr, work.keywords, {}, work.drew_together});
+  if (work.stage.names) {
+    // What changes in place, checkpoint() sees.
+    kept->names = std::make_shared<SecondRun>(work.stage.names, std::vector<at::Tensor>());
+  }
   work.skips.repeated = true;
   Value output;
   bool ran = false;

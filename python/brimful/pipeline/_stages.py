@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from brimful import _C
-from brimful._modules import batch_norms
+from brimful._modules import batch_norms, entries_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
 
-#: Name, callable, parameters, buffers, BatchNorms and keywords.
-Parts = tuple[str, Any, list[Any], list[Any], list[Any], list[str] | None]
+#: Name, callable, parameters, what names in its modules stand for, BatchNorms and keywords.
+Parts = tuple[str, Any, list[Any], _C._ModuleEntries, list[Any], list[str] | None]
 
 
 def _modules_of(function: Any) -> list[torch.nn.Module]:
@@ -62,12 +62,11 @@ def parts_of(index: int, stage: Any) -> Parts:
     modules = own_modules(stage)
     inner = stage.module if isinstance(stage, DistributedDataParallel) else stage
     name = type(inner).__name__ if whole else getattr(stage, "__name__", type(stage).__name__)
-    buffers = dict.fromkeys(b for module in modules for b in module.buffers())
     return (
         name,
         stage,
         parameters_of(stage),
-        list(buffers),
+        entries_of(modules),
         batch_norms(modules),
         _keywords_of(stage),
     )
@@ -76,12 +75,10 @@ def parts_of(index: int, stage: Any) -> Parts:
 def add_loss(parts: list[Parts], loss_fn: Any) -> None:
     """The last stage has what the loss function trains and changes, and no stage has."""
     known = {p for _, _, parameters, *_ in parts for p in parameters}
-    known |= {b for _, _, _, buffers, *_ in parts for b in buffers}
-    name, stage, parameters, buffers, norms, keywords = parts[-1]
-    of_loss = [b for module in own_modules(loss_fn) for b in module.buffers()]
+    name, stage, parameters, _, norms, keywords = parts[-1]
     parameters = [*parameters, *(p for p in parameters_of(loss_fn) if p not in known)]
-    buffers = [*buffers, *(b for b in dict.fromkeys(of_loss) if b not in known)]
-    parts[-1] = name, stage, parameters, buffers, norms, keywords
+    entries = entries_of([*own_modules(stage), *own_modules(loss_fn)])
+    parts[-1] = name, stage, parameters, entries, norms, keywords
 
 
 def require_reduced(loss_fn: Any, stages: Sequence[Any]) -> None:

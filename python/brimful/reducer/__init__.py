@@ -263,9 +263,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         ):
             self._require_unchanged()
         outputs = self._run(args, kwargs)
-        for i, (owner, key, tensor, name) in enumerate(self._places):
-            if owner.get(key) is not tensor:
-                self._follow_buffer(i, owner[key], name)
+        if not _C._runs_again():  # whose buffers do not stay
+            for i, (owner, key, tensor, name) in enumerate(self._places):
+                if owner.get(key) is not tensor:
+                    self._follow_buffer(i, owner.get(key), name)
         reducer.watch(outputs)
         return outputs
 

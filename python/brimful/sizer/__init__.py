@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from brimful import _C
-from brimful._modules import batch_norms, unwrapped
+from brimful._modules import batch_norms, entries_of, unwrapped
 from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
 from brimful.sampler import global_sampler_of
@@ -61,12 +61,6 @@ _FRAGMENTS_BYTES = 32 << 20  # more than the segments in which torch's allocator
 def _announced(batch: Any) -> Any:
     """The batch as the core takes it: `None` is no data there, and a batch that is none is a bad one."""
     return None if batch is NO_DATA else () if batch is None else batch
-
-
-def _entries(modules: Iterable[torch.nn.Module]) -> _C._ModuleEntries:
-    """What names in the modules stand for, which a forward may replace."""
-    every = list(modules)
-    return _C._ModuleEntries([m._buffers for m in every], [m._parameters for m in every])
 
 
 def _is_compiled(modules: Iterable[torch.nn.Module]) -> bool:
@@ -325,7 +319,7 @@ class BatchSizer:
             reducers=[w.reducer for w in parts.wrapped],
             adapters=[_torch_ddp.adapter(m, check_updates) for m in parts.torch_ddp],
             outside=parts.outside,
-            entries=_entries(parts.children),
+            entries=entries_of(parts.modules),
             devices=parts.devices(),
             keepers=[
                 (random.getstate, random.setstate),

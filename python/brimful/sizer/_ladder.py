@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from brimful import _C
-from brimful._modules import named_modules
+from brimful._modules import entries_of, named_modules
 from brimful.reducer import DistributedDataParallel
 
 #: Hooks of a module inside a recomputed one would run twice.
@@ -38,6 +38,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Another one where `tensor.data` was assigned, which changes no version."""
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _fingerprint(output: Any) -> list[tuple[Any, ...]]:
@@ -102,7 +107,19 @@ class _State:
             name: value.tobytes() if hasattr(value, "tobytes") else value
             for name, value in state.items()
         }
-        self.buffers = [(id(b), _version(b)) for b in module._buffers.values() if b is not None]
+        self.buffers = {
+            name: (id(buffer), _version(buffer), tuple(buffer.shape), buffer.dtype, _place(buffer))
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    def changed_buffers(self, after: _State) -> set[str]:
+        """Names of those that a second forward would change in place: tensors that it replaces stay as they are."""
+        return {
+            name
+            for name, now in after.buffers.items()
+            if (before := self.buffers.get(name)) is None or (before[0] == now[0] and before != now)
+        }
 
     def refusal(self, after: _State) -> str | None:
         if self.plain != after.plain or self.names != after.names:
@@ -141,7 +158,6 @@ class _Call:
         self._first: Any = None
         self._print: list[tuple[Any, ...]] | None = None
         self._versions: list[tuple[torch.Tensor, int]] = []
-        self._copies: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         owner, module = self._owner, self._owner.module(self._place)
@@ -157,11 +173,7 @@ class _Call:
         inputs = [*aliases.values(), *module.parameters()]
         inputs += [b for b in module.buffers() if id(b) not in kept]
         self._versions = [(tensor, _version(tensor)) for tensor in inputs]
-        with torch.no_grad():
-            for child in module.modules():
-                for name, buffer in child._buffers.items():
-                    if buffer is not None and id(buffer) in kept:
-                        self._copies.append((child._buffers, name, buffer.detach().clone()))
+        self._again = _C._SecondRun(owner.entries(self._place), copied)
         return checkpoint(
             self._forward,
             torch.empty(
@@ -193,14 +205,11 @@ class _Call:
                 self._place,
                 f"a tensor that it reads was changed in place behind it (shape: {shape})",
             )
-        now = [(entries, name, entries[name]) for entries, name, _ in self._copies]
-        for entries, name, copy in self._copies:
-            entries[name] = copy.clone()
+        self._again.begin()
         try:
             yield
         finally:
-            for entries, name, buffer in now:
-                entries[name] = buffer
+            self._again.end()
 
 
 class LadderModules:
@@ -218,7 +227,8 @@ class LadderModules:
         self._looked = False
         self._verified: set[int] = set()
         self._verifying: set[int] = set()
-        self._changing: dict[int, set[int]] = {}  # ids of buffers that a forward of a place changes
+        self._changing = weakref.WeakKeyDictionary[nn.Module, set[str]]()  # names of buffers
+        self._entries: dict[int, _C._ModuleEntries] = {}
         self._undo: list[tuple[nn.Module, Any]] = []
         self._rejected = ""
         self._hooks: Any = None
@@ -235,6 +245,11 @@ class LadderModules:
 
     def names(self) -> list[str]:
         return self._names
+
+    def entries(self, place: int) -> _C._ModuleEntries:
+        if place not in self._entries:
+            self._entries[place] = entries_of([self.module(place)])
+        return self._entries[place]
 
     def standing(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
@@ -350,12 +365,12 @@ class LadderModules:
         return True
 
     def changing_buffers(self, place: int) -> list[torch.Tensor]:
-        module = self.module(place)
-        changing = self._changing.get(place, set())
-        found = [b for b in module.buffers() if id(b) in changing]
-        for child in module.modules():
-            if isinstance(child, nn.modules.batchnorm._NormBase) and child.training:
-                found += [b for b in child._buffers.values() if b is not None]
+        """Those that a forward of the place changes in place."""
+        found: list[torch.Tensor] = []
+        for child in self.module(place).modules():
+            every = isinstance(child, nn.modules.batchnorm._NormBase) and child.training
+            names = child._buffers if every else self._changing.get(child, ())
+            found += [b for name in names if (b := child._buffers.get(name)) is not None]
         return list({id(b): b for b in found}.values())
 
     def _recomputed(self, place: int, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -402,8 +417,8 @@ class LadderModules:
                     self._refuse_around(module, why)
                 if [_version(t) for t in inputs] != versions:
                     self._refuse(place, "its forward changes its inputs")
-                if before.buffers != after.buffers:
-                    self._note_changing(module)
+                if changed := before.changed_buffers(after):
+                    self._changing.setdefault(module, set()).update(changed)
                 if copied := self.changing_buffers(place):
                     recorder.note_copied(place, sum(b.nbytes for b in copied))
                 recorder.leave_out(1e3 * (time.perf_counter() - began))
@@ -419,11 +434,6 @@ class LadderModules:
     def _refuse_around(self, inner: nn.Module, why: str) -> None:
         for place in self._around(inner):
             self._refusals.setdefault(place, why)
-
-    def _note_changing(self, inner: nn.Module) -> None:
-        ids = {id(b) for b in inner._buffers.values() if b is not None}
-        for place in self._around(inner):
-            self._changing.setdefault(place, set()).update(ids)
 
 
 def rungs_of(ladder: str | Iterable[str]) -> tuple[bool, bool]:

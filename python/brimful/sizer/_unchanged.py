@@ -12,9 +12,8 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from brimful import _C
+from brimful._modules import entries_of
 from brimful.sizer import _numpy_state, _set_numpy_state
-
-Tensors = list[tuple[torch.Tensor, torch.Tensor]]  # each with a copy
 
 
 class Unchanged:
@@ -30,21 +29,22 @@ class Unchanged:
         self._model, self._batch, self._optimizer, self._device = model, batch, optimizer, device
         asked = [p for g in optimizer.param_groups for p in g["params"]] if optimizer else []
         self._parameters = list(dict.fromkeys([*model.parameters(), *asked]))
-        self._buffers = list(dict.fromkeys(model.buffers()))
         self.bytes = 0
 
     def __enter__(self) -> Unchanged:
         before = _C.memory_stats(self._device).used_bytes
-        changing = [*self._buffers, *(self._parameters if self._optimizer else ())]
-        self._tensors: Tensors = [(t, t.detach().clone()) for t in changing]
+        parameters = self._parameters if self._optimizer else []
+        self._state = _C._ForwardState(parameters, entries_of([self._model]))
+        self._state.capture()
         self._kept_batch = _C._KeptBatch(self._batch)
         self._kept_optimizer = self._optimizer and _OptimizerState(self._optimizer)
-        self._modes = [(m, m.training, dict(m._buffers.items())) for m in self._model.modules()]
+        self._modes = [(m, m.training) for m in self._model.modules()]
         self._random = random.getstate(), _numpy_state(), torch.get_rng_state()
         cuda = self._device.type == "cuda"
         self._cuda_random = torch.cuda.get_rng_state(self._device) if cuda else None
         # Checked by the backward of a graph from before: what is put back has not changed.
-        self._versions = _unsafe_preserve_version_counter((*self._parameters, *self._buffers))
+        buffers = dict.fromkeys(self._model.buffers())
+        self._versions = _unsafe_preserve_version_counter((*self._parameters, *buffers))
         self._versions.__enter__()
         self._gradients = [(p, p.grad) for p in self._parameters]
         if before is not None:  # else its allocator keeps no statistics
@@ -61,8 +61,7 @@ class Unchanged:
 
     def tensors(self) -> list[torch.Tensor]:
         """What `bytes` counts."""
-        kept = [copy for _, copy in self._tensors]
-        kept += self._kept_batch.copies
+        kept = [*self._state.copies, *self._kept_batch.copies]
         kept += [gradient for _, gradient in self._gradients if gradient is not None]
         kept += self._kept_optimizer.copies() if self._kept_optimizer else []
         return [*kept, self._random[2]]
@@ -77,22 +76,14 @@ class Unchanged:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with torch.no_grad():
-            for tensor, kept in self._tensors:
-                tensor.copy_(kept)
+        self._state.restore()
         self._kept_batch.restore()
         if self._kept_optimizer:
             self._kept_optimizer.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        for module, mode, buffers in self._modes:
+        for module, mode in self._modes:
             module.training = mode
-            if isinstance(module, torch.jit.ScriptModule):  # keeps them in C++
-                for name, buffer in buffers.items():
-                    setattr(module, name, buffer)
-            else:
-                module._buffers.clear()  # a forward may put new tensors in
-                module._buffers.update(buffers)
         python, numpy, cpu = self._random
         random.setstate(python)
         _set_numpy_state(numpy)

@@ -139,6 +139,30 @@ TEST_CASE("Members form a group, then one without who has left, then one with wh
   CHECK_FALSE(regroup_requested());
 }
 
+TEST_CASE("A process that comes when all members have gone does not wait for them",
+          "[launch][members]") {
+  const Watchdog watchdog("a job that has ended", std::chrono::seconds(60));
+  const Store store;
+  clear_regroup();
+  const auto join = [&] {
+    const auto late = store.make("late");
+    const auto caught = catching([&] { late->enter("model"); });
+    CHECK_THAT(caught.text, Catch::Contains("the job that this process would join has ended"));
+    CHECK_THAT(caught.text, Catch::Contains("group: 1, members: 2"));
+    CHECK(caught.seconds < 5);  // of a patience of ten
+  };
+  auto first = store.make("first");
+  auto second = store.make("second");
+  at_once({[&] { first->enter("model"); }, [&] { second->enter("model"); }});
+  at_once({join, [&] {  // while it waits
+             std::this_thread::sleep_for(milliseconds(300));
+             first->leave();
+             second.reset();
+           }});
+  join();
+  clear_regroup();
+}
+
 namespace {
 std::string names_of(const std::vector<launch::Member>& members) {
   std::string names;

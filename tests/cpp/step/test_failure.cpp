@@ -198,4 +198,28 @@ TEST_CASE("A failure's text goes to other ranks as UTF-8, cut at a character", "
   }
 }
 
+TEST_CASE("Failures of many steps leave few keys in the store", "[step][failure]") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const FailureBoard here(store, "brimful/1/");
+  const FailureBoard there(store, "brimful/1/");
+  const auto failed = [](int rank, int64_t step) {
+    Failure failure;
+    failure.rank = rank;
+    failure.step = step;
+    failure.text = "step " + std::to_string(step);
+    return failure;
+  };
+  for (int64_t step = 0; step < 100; ++step) {
+    for (int times = 0; times < 3; ++times) {  // the first one stays
+      here.post(failed(0, step));
+    }
+    there.post(failed(1, step));
+    check_equal(there.find_other(step, 1, 2), failed(0, step));
+    if (step > 2) {  // a rank that is behind
+      check_equal(there.find_other(step - 2, 1, 2), failed(0, step - 2));
+    }
+  }
+  CHECK(store->getNumKeys() <= 20);
+}
+
 }  // namespace test_failure

@@ -234,3 +234,44 @@ def wrap_in_torchs(here):
     stage = torch.nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"brimful\.DistributedDataParallel"):
         brimful.Pipeline([stage], group=dist.group.WORLD, loss_fn=F.mse_loss)
+
+
+class Counting(nn.Module):
+    """Assigns a buffer anew in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.seen = self.seen + x.detach().sum()
+        return self.inner(x)
+
+
+def count_in_one_process(here, recompute):
+    """Each process is a replica of both stages."""
+    torch.manual_seed(0)
+    stages = [brimful.DistributedDataParallel(Counting()) for _ in range(2)]
+    pipe = brimful.Pipeline(
+        stages,
+        devices=["cpu", "cpu"],
+        microbatches=MICROBATCHES,
+        loss_fn=F.mse_loss,
+        recompute=recompute,
+    )
+    torch.manual_seed(here.index)
+    total, found = 0.0, []
+    for _ in range(3):
+        x = torch.randn(8, 6, dtype=torch.float64)
+        pipe.step(x, torch.zeros_like(x))
+        total += x.sum().item()
+        found.append([stage.module.seen.item() for stage in stages])
+    return found, total
+
+
+@pytest.mark.parametrize("recompute", [(), "all"])
+def test_buffers_that_are_assigned_anew_are_those_of_one_replica(ranks, recompute):
+    (found, total), (other, _) = ranks(count_in_one_process, recompute, size=2)
+    assert found == other
+    assert found[-1][0] == pytest.approx(total, rel=1e-12)

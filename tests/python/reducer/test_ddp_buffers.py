@@ -2,12 +2,15 @@
 
 import logging
 
+import pytest
 import torch
 import torch.nn.functional as F
 from ddp_reference import require_same_everywhere, wrap
 from models import SyncedNorm, relative_difference, values_of
 from rank_processes import raised
 from torch.nn.parallel import DistributedDataParallel
+
+import brimful
 
 
 def noise(rank, step, rows=6, features=4):
@@ -232,6 +235,106 @@ def grown_job(rank):
 def test_a_buffer_that_changes_its_shape_is_named_and_left_alone(ranks):
     for lines in ranks(grown_job):
         assert len(lines) == 1 and "(name: cache)" in lines[0], lines
+
+
+class Observed(torch.nn.Module):
+    """Resizes a buffer in place in its first forward, as torch's per-channel observers do; it may be empty before."""
+
+    def __init__(self, first, grows):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.register_buffer("low", torch.zeros(first))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.grows = grows
+
+    def forward(self, x):
+        with torch.no_grad():
+            size = len(x) if self.grows else 4
+            if len(self.low) != size:
+                self.low.resize_(size).fill_(0)
+            self.low += x.sum().float()
+            self.steps += 1
+        return (x * self.weight).sum()
+
+
+def resized_job(rank, first, grows, sizer, rows):
+    lines = Lines()
+    logging.getLogger("brimful").addHandler(lines)
+    model = wrap(Observed(first, grows))
+    sizer = brimful.BatchSizer(model) if sizer else None
+    lows = []
+    for step, count in enumerate(rows):
+        x = noise(rank.index, step, count)
+        if sizer is None:
+            model(x).backward()
+        else:
+            sizer.step(x, lambda model, piece: model(piece) / len(piece))
+        mean = sum(noise(r, step, count) for r in range(rank.size)).sum(0) / rank.size
+        expected = mean / (1 if sizer is None else count)
+        assert torch.allclose(model.module.weight.grad, expected, rtol=1e-12)
+        model.zero_grad()
+        lows.append(model.module.low.tolist())
+    assert model.module.steps.item() == len(rows)
+    return lows, [line for line in lines.lines if "buffer" in line]
+
+
+@pytest.mark.parametrize("sizer", [False, True])
+@pytest.mark.parametrize("first", [0, 1, 6])
+def test_a_buffer_that_is_resized_in_place_is_equal_on_all_ranks_from_the_next_step_on(
+    ranks, first, sizer
+):
+    (zero, lines), (one, others) = ranks(resized_job, first, False, sizer, [3] * 5)
+    assert zero[0] != one[0] and zero[1:] == one[1:]
+    assert lines == others == []
+
+
+def test_a_buffer_whose_size_varies_all_the_time_is_named_in_the_end(ranks):
+    for lows, lines in ranks(resized_job, 1, True, False, [2, 3] * 6):
+        assert [len(low) for low in lows] == [2, 3] * 6
+        assert len(lines) == 1 and "(buffer: 0, size: [" in lines[0], lines
+
+
+def resized_by_one_job(rank):
+    """Sizes that the ranks never share: the others' buffers, and gradients, are right."""
+    model = wrap(Observed(1, False))
+    model.module.low.resize_(1 + rank.index)
+    model.module.grows = True
+    for step in range(3):
+        model(noise(rank.index, step, 2 + rank.index)).backward()
+        model.zero_grad()
+    return len(model.module.low), model.module.steps.item()
+
+
+def test_sizes_that_differ_between_the_ranks_stay_so(ranks):
+    assert ranks(resized_by_one_job) == [(2, 3), (3, 3)]
+
+
+class Marked(torch.nn.Module):
+    """Has nothing but empty tensors beside what is trained."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 2).double()
+        if kind == "buffer":
+            self.register_buffer("where", torch.empty(0), persistent=False)
+        else:
+            self.where = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def forward(self, x):
+        return self.inner(x).sum() + self.where.sum()
+
+
+def empty_job(rank, kind):
+    model = wrap(Marked(kind))
+    for step in range(2):
+        model(noise(rank.index, step)).backward()
+    mean = sum(noise(r, s) for r in range(rank.size) for s in range(2)).sum(0) / rank.size
+    return torch.allclose(model.module.inner.weight.grad, mean.expand(2, 4), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "frozen"])
+def test_a_module_whose_buffers_or_frozen_parameters_are_empty_trains(ranks, kind):
+    assert ranks(empty_job, kind) == [True, True]
 
 
 def eval_job(rank):

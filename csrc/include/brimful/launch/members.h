@@ -82,7 +82,7 @@ class BRIMFUL_API Members {
   /// it is in; `part` is of this rank's part of the model, where pipelines have several. A replica is in a group with all its
   /// ranks or with none: LeftOut names the one that died. Returns when the ranks are connected.
   /// @throws PlanMismatch for another `model`; LeftOut; StoreLost; c10::DistError where no process lets it in within
-  /// `patience`
+  /// `patience`, and to one that comes later at once where all members have left
   Membership enter(const std::string& model, const std::string& part = {});
   /// Waits until all processes of the group, those of all ranks of all pipelines, have come to a place that has this name,
   /// once in a group. False where one of them has died, is not `ready` or does not come within `patience`: for all.

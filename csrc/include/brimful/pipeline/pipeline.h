@@ -36,6 +36,8 @@ struct PipelineWork {
   std::function<PieceLoss(int microbatch, int64_t begin, int64_t end, const Value& output)> loss;
   /// What each stage's forward may ask for by keyword(); called by the stages' threads, several at once. Optional.
   std::function<Keywords(int microbatch, int64_t begin, int64_t end)> keywords;
+  /// What it returns is kept while a rank's thread runs the actions of an attempt; both are called by that thread. Optional.
+  std::function<std::shared_ptr<void>()> thread_scope;
 };
 
 /// No stage asks for any.

@@ -5,9 +5,11 @@
 #include <brimful/pipeline/call_stage.h>
 #include <brimful/pipeline/value.h>
 #include <brimful/sizer/batch_norm.h>
+#include <brimful/step/forward_state.h>
 
 #include <concepts>
 #include <functional>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <unordered_map>
@@ -16,6 +18,9 @@
 
 namespace torch::nn {
 class Module;
+}
+namespace torch::jit {
+struct Module;
 }
 
 namespace brimful::pipeline {
@@ -28,6 +33,8 @@ struct Stage {
   std::function<Value(const Value& input)> forward;
   std::vector<at::Tensor> parameters;  ///< trained or not
   std::vector<at::Tensor> buffers;     ///< put back when a step is repeated
+  /// Where forward may put other buffers: what is put back then, and what a second forward in backward finds. Optional.
+  std::shared_ptr<TensorNames> names;
   std::vector<BatchNormModule> batch_norms;
 };
 
@@ -38,6 +45,7 @@ BRIMFUL_API NamedIValues keywords_named(const std::vector<std::string>& names);
 
 /// In the module and below.
 BRIMFUL_API std::vector<BatchNormModule> batch_norms_in(torch::nn::Module& module);
+BRIMFUL_API std::shared_ptr<TensorNames> names_in(const torch::jit::Module& module);
 }  // namespace detail
 
 /// A stage of anything that can be called with one to three tensors, a vector of tensors, a Value or an IValue, and
@@ -71,6 +79,10 @@ Stage stage_of(Module module, std::string name = "") {
   };
   auto stage = make_stage(std::move(call), {parameters.begin(), parameters.end()},
                           {buffers.begin(), buffers.end()}, std::move(name));
+  stage.names = names_of([module]() mutable {
+    const auto now = module->buffers();
+    return std::vector<at::Tensor>(now.begin(), now.end());
+  });
   if constexpr (std::is_base_of_v<torch::nn::Module, std::remove_cvref_t<decltype(*module)>>) {
     stage.batch_norms = detail::batch_norms_in(*module);
   }
@@ -101,6 +113,10 @@ Stage stage_of(Module module, std::string name = "") {
       names.push_back(argument.name());
     }
   }
+  std::shared_ptr<TensorNames> of_buffers;
+  if constexpr (std::is_convertible_v<const Module&, const torch::jit::Module&>) {
+    of_buffers = detail::names_in(module);
+  }
   auto call = [module, names](const Value& input) mutable {
     const auto whole = to_ivalue(input);
     std::vector<c10::IValue> inputs{whole};
@@ -114,7 +130,10 @@ Stage stage_of(Module module, std::string name = "") {
       return value_of(module.forward(std::move(inputs)));
     }
   };
-  return make_stage(std::move(call), std::move(parameters), std::move(buffers), std::move(name));
+  auto stage =
+      make_stage(std::move(call), std::move(parameters), std::move(buffers), std::move(name));
+  stage.names = std::move(of_buffers);
+  return stage;
 }
 
 }  // namespace brimful::pipeline

@@ -22,6 +22,9 @@ namespace brimful {
 
 template <typename Loader>
 class Batches;
+namespace detail {
+class SizerLoop;
+}
 
 /// Runs the batch that was asked for in pieces that fit. The gradient is the exact weighted mean over all ranks; a step
 /// that ran out of memory is repeated with a finer split from the same buffers and RNG state. One call at a time: a step
@@ -80,7 +83,8 @@ class BRIMFUL_API BatchSizer {
     }
     return input;
   }
-  /// `for (auto& batch : sizer.batches(loader))`: optional batches, and an end that comes on all ranks together.
+  /// `for (auto& batch : sizer.batches(loader))`: optional batches, and an end that comes on all ranks together. A body may
+  /// make several steps, on all ranks alike, and contain another loop.
   template <typename Loader>
   Batches<Loader> batches(Loader& loader);
 
@@ -121,8 +125,13 @@ class BRIMFUL_API BatchSizer {
   int world_size() const;
 
  private:
+  friend class detail::SizerLoop;
   class State;
+  template <typename Work>
+  Outcome step_of_loop(const Work& work);
+
   std::unique_ptr<State> state_;
+  detail::SizerLoop* loop_ = nullptr;  ///< the innermost one that is under way
 };
 
 }  // namespace brimful

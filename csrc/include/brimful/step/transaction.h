@@ -1,14 +1,16 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
+#include <brimful/step/forward_state.h>
 
 #include <functional>
+#include <memory>
 #include <vector>
 
 namespace brimful {
 
-/// What a repeated step must find as it was: random number generators and buffers. Parameters are not touched before a
-/// step is accepted, and gradients are empty at its start, so neither is copied.
+/// What a repeated step must find as it was: random number generators and what a forward may change of modules. Parameters
+/// are not touched before a step is accepted, and gradients are empty at its start, so neither is copied.
 class BRIMFUL_API Transaction {
  public:
   /// Something else to keep, such as Python's `random`.
@@ -21,25 +23,22 @@ class BRIMFUL_API Transaction {
   /// that capture() allocates nothing on their device.
   Transaction(std::vector<at::Tensor> buffers, std::vector<c10::Device> devices);
   void add(Keeper keeper);
-  /// `buffers()` returns the buffers that a module has: asked at each capture, since a forward may put others in their
-  /// place. One that was replaced since gets the value from before.
+  /// Whose buffers are kept beside those of the constructor: asked at each capture, since a forward may change which there
+  /// are.
+  void follow(std::shared_ptr<TensorNames> names);
+  /// The same of modules of torch::nn.
   void follow(std::function<std::vector<at::Tensor>()> buffers);
   void capture();
-  /// Writes buffers back in place, only those that changed; may be called several times after one capture().
-  /// Compares their values, and so waits for the device: BatchNorm changes its statistics behind the version counter.
+  /// May be called several times after one capture(); see ForwardState::restore().
   void restore();
-  /// The same between two passes of work of which no graph is left: writes all buffers, and waits for no device.
+  /// The same between two passes of work of which no graph is left: waits for no device.
   void rewind();
 
  private:
-  void hold(std::vector<at::Tensor> buffers);
   void restore_others();
-  void restore_replaced();
 
-  std::function<std::vector<at::Tensor>()> current_;  ///< buffers, where a module may have others
   std::vector<at::Tensor> buffers_;
-  std::vector<at::Tensor> copies_;
-  std::vector<uint32_t> versions_;
+  ForwardState state_;
   std::vector<c10::Device> devices_;
   std::vector<at::Tensor> generator_states_;
   std::vector<Keeper> keepers_;
