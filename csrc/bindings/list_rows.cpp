@@ -54,13 +54,19 @@ bool holds_rows(const py::handle& object, Arrays arrays) {
 
 bool alike(const py::handle& a, const py::handle& b);
 
-/// Of two dicts those keys count that both have, of which there is one: samples may lack some.
+/// Of two dicts those keys count that both have, of which there is one: samples may lack some. Lists in samples may have
+/// other lengths.
 bool alike_entries(const py::handle& a, const py::handle& b, Kind kind) {
   const auto first = entries_of(a, kind);
   const auto second = entries_of(b, kind);
   const auto same = [](const Entry& x, const Entry& y) {
     return x.value.is_none() || y.value.is_none() || alike(x.value, y.value);
   };
+  if (kind == Kind::list && first.size() != second.size()) {
+    return first.empty() || std::all_of(second.begin(), second.end(), [&](const Entry& entry) {
+             return same(first.front(), entry);
+           });
+  }
   if (kind != Kind::mapping) {
     return std::equal(first.begin(), first.end(), second.begin(), second.end(), same);
   }
@@ -172,6 +178,8 @@ class SampleSigns {
     }
   }
 
+  size_t tensors() const { return sizes_.size(); }
+
   bool found() const {
     const auto other = [&](int64_t size) { return size != sizes_.front(); };
     return !sizes_.empty() && (single_ || std::any_of(sizes_.begin(), sizes_.end(), other) ||
@@ -195,10 +203,13 @@ detail::Entries entries_kind(const std::vector<Entry>& entries, bool lists, int6
     const auto dims = dims_of(entries.front().value, kind);
     return kind == Kind::tensor && dims == 0 ? detail::Entries::plain : detail::Entries::tensors;
   }
+  std::optional<size_t> tensors;
   const bool samples = std::any_of(entries.begin(), entries.end(), [&](const Entry& entry) {
     SampleSigns signs(dim);
     signs.look(entry.value);
-    return signs.found();
+    const bool others = tensors && tensors != signs.tensors();
+    tensors = signs.tensors();
+    return others || signs.found();
   });
   return samples ? detail::Entries::samples : detail::Entries::records;
 }

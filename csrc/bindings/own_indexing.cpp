@@ -92,14 +92,19 @@ void require_attributes(const py::handle& original, const py::handle& piece) {
   }
 }
 
-/// A dict in which a mapping keeps its entries.
+/// A dict in which a mapping keeps its entries, or a list of such.
 bool is_store(const py::handle& value, const std::vector<Entry>& entries) {
-  if (!PyDict_Check(value.ptr()) || entries.empty()) {
-    return false;
+  const bool is_entry = std::any_of(entries.begin(), entries.end(), [&](const Entry& entry) {
+    return entry.value.ptr() == value.ptr();
+  });
+  const auto kind = part_kind(value);
+  if (is_entry || (kind != Kind::mapping && kind != Kind::list)) {
+    return is_entry;
   }
-  const auto dict = value.cast<py::dict>();
-  return std::all_of(entries.begin(), entries.end(), [&](const Entry& entry) {
-    return PyDict_GetItem(dict.ptr(), entry.key.ptr()) == entry.value.ptr();
+  const WalkDepth depth;
+  const auto inner = entries_of(value, kind);
+  return !inner.empty() && std::all_of(inner.begin(), inner.end(), [&](const Entry& entry) {
+    return is_store(entry.value, entries);
   });
 }
 

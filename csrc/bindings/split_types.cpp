@@ -65,6 +65,14 @@ void add_types(py::list& types, const char* module, std::initializer_list<const 
     }
   }
 }
+
+/// A function, a type, a module of torch's; what can be called and has entries all the same may have rows, as a batch of
+/// graphs.
+bool is_called_alone(const py::handle& object) {
+  return PyType_Check(object.ptr()) || (PyCallable_Check(object.ptr()) != 0 &&
+                                        (!py::hasattr(py::type::handle_of(object), "__len__") ||
+                                         is_instance(object, "torch.nn", "Module")));
+}
 }  // namespace
 
 std::optional<OwnSplit> own_split_of(const py::handle& object) {
@@ -115,7 +123,7 @@ bool is_plain(const py::handle& object) {
   if (PyAnySet_Check(p)) {
     return std::all_of(object.begin(), object.end(), &is_plain);
   }
-  return PyCallable_Check(p) != 0 || py::isinstance(object, py::handle(plain_types)) ||
+  return is_called_alone(object) || py::isinstance(object, py::handle(plain_types)) ||
          is_instance(object, "numpy", "generic") || is_instance(object, "numpy", "dtype");
 }
 

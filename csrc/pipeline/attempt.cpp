@@ -382,11 +382,7 @@ PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
   own = own_verdict(call, result);
   read_replicas(call, result, records, own);
   own.broken = replicas->is_broken();
-  auto all = agree(own);
-  if (call.trains) {
-    require_weight(all, call.rows);
-  }
-  return all;
+  return call.trains ? with_weight(agree(own), call.rows) : agree(own);
 }
 
 PeerVerdict Pipeline::State::agree(const PeerVerdict& own) {

@@ -164,7 +164,7 @@ BatchTooLarge too_large(const ActionFailure& failure, TriedStep tried, c10::Devi
   return BatchTooLarge(text.str(), std::move(facts));
 }
 
-void require_weight(PeerVerdict& all, int64_t rows) {
+PeerVerdict with_weight(PeerVerdict all, int64_t rows) {
   if (all.kind == Status::ok && !(all.weight > 0)) {
     all.kind = Status::error;
     all.rank = -1;
@@ -172,6 +172,7 @@ void require_weight(PeerVerdict& all, int64_t rows) {
                         ", and a mean over nothing is no loss (rows: ", rows,
                         "); leave out batches in which nothing counts, on all ranks together");
   }
+  return all;
 }
 
 }  // namespace brimful::pipeline

@@ -29,6 +29,6 @@ struct TriedStep {
 BatchTooLarge too_large(const ActionFailure& failure, TriedStep tried, c10::Device device);
 
 /// A step in which nothing counts fails on all ranks, which have the same verdict, as it does in a sizer.
-void require_weight(PeerVerdict& all, int64_t rows);
+PeerVerdict with_weight(PeerVerdict all, int64_t rows);
 
 }  // namespace brimful::pipeline

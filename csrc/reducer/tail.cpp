@@ -43,9 +43,6 @@ Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor>
       world_size_(world_size),
       dtype_(dtype),
       sparse_(sparse),
-      sizes_bytes_(buffers.empty() ? 0 : kNumberBytes),
-      head_numel_(record_offset(world_size) + std::ssize(buffers)),
-      numel_(head_numel_),
       used_(parameters),
       rows_(world_size, std::vector<int64_t>(sparse)) {
   for (auto& buffer : buffers) {
@@ -55,6 +52,7 @@ Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor>
     riders_.push_back({std::move(buffer), form.dtype().toScalarType(), form.device(), 0, 0,
                        as_bytes, sizes, sizes});
   }
+  head_numel_ = record_offset(world_size) + std::ssize(riders_);
   sent_.resize(riders_.size());
   place_riders();
 }
@@ -119,7 +117,7 @@ void Tail::write(const std::vector<uint8_t>& used, const ControlRecord& record,
   note_sizes(buffer_source);
   write_bytes(outgoing_, flags_offset(), sent_.data(), std::ssize(sent_));
   write_bytes(outgoing_, sizes_offset(rank_), reinterpret_cast<const uint8_t*>(&own_sizes_),
-              sizes_bytes_);
+              sizes_bytes());
   region_.narrow(0, 0, head_numel_).copy_(outgoing_, /*non_blocking=*/true);
   if (loss_sum.defined() && !loss_sum.is_cpu()) {
     region_.narrow(0, record_offset(rank_) + kLossSumOffset, 8)
@@ -165,7 +163,7 @@ void Tail::read() {
     read_bytes(incoming_, record_offset(rank) + kRecordBytes,
                reinterpret_cast<uint8_t*>(rows_[rank].data()), sparse_ * kNumberBytes);
     uint64_t sizes = 0;
-    read_bytes(incoming_, sizes_offset(rank), reinterpret_cast<uint8_t*>(&sizes), sizes_bytes_);
+    read_bytes(incoming_, sizes_offset(rank), reinterpret_cast<uint8_t*>(&sizes), sizes_bytes());
     alike = alike && sizes == own_sizes_;
   }
   has_new_sizes_ =

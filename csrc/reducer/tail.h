@@ -62,10 +62,11 @@ class Tail {
   void note_unlike(Rider& rider, size_t number) const;
   /// Of a rank's record and, behind it, its numbers of rows, and a number of its buffers' sizes.
   int64_t record_offset(int rank) const {
-    return parameters_ + rank * (kRecordBytes + sparse_ * kNumberBytes + sizes_bytes_);
+    return parameters_ + rank * (kRecordBytes + sparse_ * kNumberBytes + sizes_bytes());
   }
-  int64_t sizes_offset(int rank) const { return record_offset(rank + 1) - sizes_bytes_; }
+  int64_t sizes_offset(int rank) const { return record_offset(rank + 1) - sizes_bytes(); }
   int64_t flags_offset() const { return head_numel_ - std::ssize(riders_); }
+  int64_t sizes_bytes() const { return riders_.empty() ? 0 : kNumberBytes; }
   static constexpr int64_t kNumberBytes = sizeof(int64_t);
 
   int64_t parameters_;
@@ -73,9 +74,9 @@ class Tail {
   int world_size_;
   c10::ScalarType dtype_;
   int64_t sparse_;
-  int64_t sizes_bytes_;  ///< none where there are no buffers
-  int64_t head_numel_;   ///< used flags, records and which buffers come, staged through host memory
-  int64_t numel_;
+  int64_t head_numel_ =
+      0;  ///< used flags, records and which buffers come, staged through host memory
+  int64_t numel_ = 0;
   std::vector<Rider> riders_;
   std::vector<uint8_t> sent_;  ///< riders that the source rank has sent
   uint64_t sizes_ = 0;         ///< number of the sizes for which there is room

@@ -493,6 +493,9 @@ LIBRARIES: dict[str, Kind] = {
     "schnetpack: _atoms_collate_fn": Kind(
         _schnetpack, flat, refused="disagree in size|places of its rows"
     ),
-    "PyG: Batch": Kind(_pyg, flat, refused="size_fn and split_fn"),
+    "PyG: Batch": Kind(_pyg, flat, refused="register_split"),
+    "PyG: Batch beside labels": Kind(
+        lambda n, d: (_pyg(n, d), noise(d, n)), flat, refused="register_split"
+    ),
     "chemprop: build_dataloader": Kind(_chemprop, flat, refused="disagree|register_split"),
 }

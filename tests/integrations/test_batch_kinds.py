@@ -7,7 +7,7 @@ import batch_kinds
 import numpy
 import pytest
 import torch
-from batch_kinds import Kind, flat, noise, sums, texts, waves
+from batch_kinds import Kind, code, flat, lengths, noise, of_samples, samples, sums, texts, waves
 
 import brimful
 from brimful import _C
@@ -68,6 +68,17 @@ APART: dict[str, Kind] = {
         ],
     ),
     "a masked array": Kind(_masked, lambda b: [float(row.filled(0).sum()) for row in b]),
+    "a chain of dicts": Kind(
+        lambda n, d: collections.ChainMap({"x": noise(d, n, 3)}, {"s": texts(n)}),
+        lambda b: [a + code(s) for a, s in zip(flat(b["x"]), b["s"], strict=True)],
+    ),
+    "samples within samples": Kind(
+        lambda n, d: [
+            {"query": s, "passages": waves(k, d)}
+            for s, k in zip(samples(n, d), lengths(n, d), strict=True)
+        ],
+        of_samples,
+    ),
     "bytes beside images": Kind(
         lambda n, d: [waves(n, d, 6, 4, 4), [t.encode() for t in texts(n)]],
         lambda b: sums(b[0], [len(x) for x in b[1]]),

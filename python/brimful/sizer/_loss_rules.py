@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from brimful import _C
-from brimful._modules import unwrapped
+from brimful._modules import entries_of as entries_of_modules, unwrapped
 from brimful._process_end import is_out_of_memory, text_of
 from brimful.sizer._draws_off import DrawsOff, drawn_states
 from brimful.sizer._row_counts import ITEMS, ROWS, SUM, Rule, entries_of, rules_of
@@ -281,8 +281,6 @@ class LossRules:
                 raise _Drew
             return result
 
-        from brimful.sizer import _entries
-
         modules = list(dict.fromkeys(child for m in self._models for child in m.modules()))
         eager = torch.compiler.set_stance("force_eager")
         with eager, _undisturbed(self._models, evaluating=evaluating) as dtypes:
@@ -294,7 +292,7 @@ class LossRules:
                 loss_fn=loss,
                 around=DrawsOff() if draws_off else contextlib.nullcontext(),  # type: ignore[no-untyped-call]
                 parameters=parameters,
-                entries=_entries(modules),
+                entries=entries_of_modules(modules),
                 device=device,
                 keepers=self._keepers,
                 splitter=self._splitter,

@@ -73,6 +73,9 @@ ROWS = {
         n, i=int, text=lambda i: None if i else "a"
     ),
     "dicts of blocks": lambda n: samples(n, labels=lambda i: torch.arange(TIME)),
+    "dicts with lists of other lengths": lambda n: samples(
+        n, more=lambda i: waves(1 + (i + n) % 3), text=lambda i: "a"
+    ),
     "pairs with texts": lambda n: list(zip(waves(n), words(n), strict=True)),
     "pairs with labels": lambda n: list(zip(waves(n), range(n), strict=True)),
     "dataclasses": lambda n: [Clip(w, t) for w, t in zip(waves(n), words(n), strict=True)],

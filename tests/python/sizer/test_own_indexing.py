@@ -1,5 +1,6 @@
 """Classes of the program's own that keep state beside their tensors: they are cut by their own indexing, or refused."""
 
+import collections
 import dataclasses
 from collections.abc import MutableMapping
 
@@ -209,6 +210,30 @@ def test_what_would_be_lost_is_refused(name):
     for wrapped in (lambda b: b, lambda b: {"y": Y, "b": b}):
         with pytest.raises(TypeError, match=message + r".*register_split"):
             _C.Splitter().slice(wrapped(make()), ROWS, 2, 4)
+
+
+class Graphs:
+    """Can be called, and has rows."""
+
+    def __len__(self):
+        return ROWS
+
+    def __call__(self, *names):
+        return names
+
+
+def test_what_can_be_called_may_have_rows():
+    with pytest.raises(TypeError, match=r"\(batch\[1\]: .*Graphs.*register_split"):
+        _C.Splitter().rows_of((X, Graphs()))
+    for whole in (len, torch.nn.Sequential(torch.nn.Linear(3, 1)), torch.nn.Identity(), dict):
+        assert _C.Splitter().slice((X, whole), ROWS, 2, 4)[1] is whole
+
+
+def test_a_chain_of_dicts_is_cut():
+    chain = collections.ChainMap({"x": X}, {"s": list("abcdef")})
+    piece = _C.Splitter().slice(chain, ROWS, 2, 4)
+    assert type(piece) is collections.ChainMap and piece["s"] == list("cd")
+    assert torch.equal(piece["x"], X[2:4])
 
 
 def test_the_reason_why_indexing_raises_is_kept():
