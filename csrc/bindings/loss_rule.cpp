@@ -29,7 +29,7 @@ struct Tried {
 LossTrial run_trial(const Tried& tried, const std::vector<at::Tensor>& parameters,
                     const TrialPlan& plan) {
   Transaction transaction({}, {tried.device});
-  follow(transaction, tried.entries);
+  transaction.follow(tried.entries);
   for (const auto& [capture, restore] : tried.keepers) {
     transaction.add(keeper_of(capture, restore));
   }

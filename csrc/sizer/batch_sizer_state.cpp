@@ -47,7 +47,7 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
       options_(std::move(options)),
       norms_(options_.batch_norm, options_.batch_norms),
       policy_({options_.device}, options_.piece_rows.value_or(0)),
-      splitting_{{}, ByLength(options_.device)} {
+      splitting_{1, {}, ByLength(options_.device)} {
   group_.require_one_device();
   agreed_.rule.pending = options_.finds_rule;
   if (options_.ladder && !options_.lockstep && (options_.recompute || options_.offload)) {
