@@ -28,7 +28,9 @@ def _begins_with(name: Any, beginnings: tuple[str, ...]) -> bool:
 class _OneRow(dict[str, Any]):
     """What the core counts of a packed batch, whose entries other than the tokens may have no rows."""
 
-    whole: Any = None
+    __slots__ = ("whole",)  # no attribute that a piece would have whole
+
+    whole: Any
 
 
 def counted(batch: Any) -> Any:

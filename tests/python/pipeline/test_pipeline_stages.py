@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import brimful
 from brimful import Pipeline, Schedule, split_sequential
+from brimful._modules import entries_of
 
 pytestmark = pytest.mark.usefixtures("no_limit")
 
@@ -115,7 +116,10 @@ def test_hooks_of_parameters_fire_in_w():
     # The same with a look at which action runs.
     model.zero_grad()
     core = brimful._C.Pipeline(
-        stages=[(f"{i}", s, list(s.parameters()), [], [], []) for i, s in enumerate(stages)],
+        stages=[
+            (f"{i}", s, list(s.parameters()), entries_of(s.modules()), [], [])
+            for i, s in enumerate(stages)
+        ],
         devices=[torch.device("cpu")] * 2,
         schedule="zb_h1",
         microbatches=3,

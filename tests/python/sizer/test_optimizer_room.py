@@ -207,17 +207,41 @@ class Home(torch.optim.Adam):
         return super().step(closure)
 
 
-def test_an_optimizer_that_is_not_torchs_is_left_alone(caplog):
+class Around(torch.optim.Optimizer):
+    """One that steps an optimizer within it."""
+
+    def __init__(self, parameters):
+        parameters = list(parameters)
+        super().__init__(parameters, {})
+        self.inner = torch.optim.Adam(parameters)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_room_is_kept_for_the_state_of_an_optimizer_that_is_not_torchs():
     model = perceptron()
     optimizer = Home(model.parameters())
+    sizer = brimful.BatchSizer(model, optimizer)
+    before = used()
+    sizer.step(classes(20), cross_entropy)
+    optimizer.zero_grad()
+    kept = used() - before
+    assert kept >= 2 * sum(p.nbytes for p in model.parameters())  # moments
+    assert optimizer.steps == 0 and not optimizer.state
+
+
+def test_an_optimizer_whose_step_is_not_known_is_left_alone(caplog):
+    model = perceptron()
+    optimizer = Around(model.parameters())
     with caplog.at_level(logging.INFO, logger="brimful"):
         sizer = brimful.BatchSizer(model, optimizer)
         before = used()
         sizer.step(classes(20), cross_entropy)
         optimizer.zero_grad()
     assert used() - before < 9 * 300 * 4  # of a moment
-    assert optimizer.steps == 0
-    assert "the state of Home" in caplog.text
+    assert not optimizer.inner.state
+    assert "the state of Around" in caplog.text
 
 
 def test_hooks_and_subclasses_that_only_add_to_torchs_are_not_called():
