@@ -292,10 +292,12 @@ TEST_CASE("A vector of samples has a row in each entry", "[sizer]") {
   CHECK(std::get<0>(slice_rows(std::pair(sequences, rows(3)), 1, 3))[0].size(0) == 5);
   CHECK(rows_of(std::pair(images, std::vector<int64_t>(7, 1))) == 7);
 
-  const std::vector<at::Tensor> columns(4, rows(9));
+  const std::vector<at::Tensor> columns(3, rows(9));
   CHECK(rows_of(columns) == 9);
-  CHECK(slice_rows(columns, 1, 3).size() == 4);
-  CHECK(slice_rows(std::pair(columns, rows(9)), 1, 3).first[3].size(0) == 2);
+  CHECK(slice_rows(columns, 1, 3).size() == 3);
+  const std::vector<at::Tensor> more(4, rows(9));
+  CHECK_THROWS_WITH(rows_of(more), Catch::Contains("4 tensors of 9 rows each if they are columns"));
+  CHECK(slice_rows(std::pair(more, rows(9)), 1, 3).first[3].size(0) == 2);
   CHECK(rows_of(std::vector<at::Tensor>(2, rows(1))) == 1);
 
   CHECK_THROWS_AS(rows_of(images), c10::ValueError);
