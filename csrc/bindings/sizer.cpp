@@ -263,7 +263,7 @@ class PythonSizer {
     try {
       return row_kind_of(splitter_->slice(batch, rows, 0, 1));
     } catch (...) {
-      if (!is_out_of_memory(std::current_exception())) {
+      if (!brimful::is_out_of_memory(std::current_exception())) {
         throw;
       }
     }
