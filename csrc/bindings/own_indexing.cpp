@@ -14,7 +14,7 @@ namespace {
 constexpr const char* kRemedy = "); say how it is cut with register_split";
 
 py::object index_of(int64_t dim, const detail::Range& range) {
-  const auto rows = py::slice(range.begin, range.end, 1);
+  auto rows = py::slice(range.begin, range.end, 1);
   if (dim == 0) {
     return rows;
   }
