@@ -8,15 +8,16 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from brimful import _C
-from brimful._modules import entries_of as entries_of_modules, unwrapped
+from brimful._modules import entries_of, unwrapped
 from brimful._process_end import is_out_of_memory, text_of
 from brimful.sizer._draws_off import DrawsOff, drawn_states
-from brimful.sizer._row_counts import ITEMS, ROWS, SUM, Rule, entries_of, rules_of
+from brimful.sizer._row_counts import ITEMS, ROWS, SUM, Rule, rules_of, tensors_by_place
 from brimful.sizer._trim_check import _numpy_state, _set_numpy_state, _undisturbed
 
 _FEW_ROWS = (4, 2)
@@ -169,7 +170,7 @@ class LossRules:
         return use
 
     def _found(self, batch: Any, rows: int, gives_items: bool, ignored: Sequence[int]) -> Found:
-        entries = entries_of(self._inputs_of(batch))
+        entries = tensors_by_place(self._inputs_of(batch))
         kind = (
             tuple((name, str(t.dtype), t.dim()) for name, t in entries.items()),
             any(model.training for model in self._models),
@@ -189,7 +190,7 @@ class LossRules:
         evidence = found.evidence
         if evidence.is_done or (found.agreeing or 0).bit_count() == 1:
             return 0.0
-        entries = entries_of(self._inputs_of(batch))
+        entries = tensors_by_place(self._inputs_of(batch))
         counts = torch.ones(len(found.rules), rows, dtype=torch.float64)
         for number, rule in enumerate(found.rules):
             if evidence.agreeing >> number & 1 and rule.name != ROWS and not rule.is_sum:
@@ -206,7 +207,10 @@ class LossRules:
                     while (
                         window is not None
                     ):  # twice where rules are left that differ on other rows
-                        runs += self._try(found, counts, window, batch, loss_of, gradients)
+                        trial = partial(
+                            self._try_once, found, counts, window, batch, loss_of, gradients
+                        )
+                        runs += self._try(found, trial)
                         window = evidence.window(counts, most) if evidence.knows else None
                     return runs
                 except Exception as error:
@@ -227,15 +231,7 @@ class LossRules:
             why,
         )
 
-    def _try(
-        self,
-        found: Found,
-        counts: torch.Tensor,
-        window: tuple[int, int, int],
-        batch: Any,
-        loss_of: Callable[[Any], Any],
-        gradients: bool,
-    ) -> float:
+    def _try(self, found: Found, trial: Callable[[bool, bool], None]) -> float:
         """In evaluation, without draws; or as in training, where only that returns a loss."""
         runs = 0.0
         while True:
@@ -243,9 +239,7 @@ class LossRules:
             try:
                 runs += 2.0 if found.evidence.knows else 3.0
                 with _silenced(self._models):
-                    self._try_once(
-                        found, counts, window, batch, loss_of, gradients, evaluating, draws_off
-                    )
+                    trial(evaluating, draws_off)
                 return runs
             except _Drew:
                 found.way = 1
@@ -281,7 +275,6 @@ class LossRules:
                 raise _Drew
             return result
 
-        modules = list(dict.fromkeys(child for m in self._models for child in m.modules()))
         eager = torch.compiler.set_stance("force_eager")
         with eager, _undisturbed(self._models, evaluating=evaluating) as dtypes:
             _C._try_loss(
@@ -292,7 +285,7 @@ class LossRules:
                 loss_fn=loss,
                 around=DrawsOff() if draws_off else contextlib.nullcontext(),  # type: ignore[no-untyped-call]
                 parameters=parameters,
-                entries=entries_of_modules(modules),
+                entries=entries_of(self._models),
                 device=device,
                 keepers=self._keepers,
                 splitter=self._splitter,

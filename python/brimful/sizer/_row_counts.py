@@ -16,7 +16,7 @@ _MOST = 46
 Counts = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]  # of each row
 
 
-def entries_of(batch: Any, name: str = "") -> dict[str, torch.Tensor]:
+def tensors_by_place(batch: Any, name: str = "") -> dict[str, torch.Tensor]:
     """The batch's tensors, by their places in it."""
     if isinstance(batch, torch.Tensor):
         return {name or "batch": batch} if batch.layout == torch.strided else {}
@@ -28,7 +28,7 @@ def entries_of(batch: Any, name: str = "") -> dict[str, torch.Tensor]:
         return {}
     found: dict[str, torch.Tensor] = {}
     for key, part in parts:
-        found |= entries_of(part, f"{name}.{key}" if name else key)
+        found |= tensors_by_place(part, f"{name}.{key}" if name else key)
     return found
 
 
@@ -52,7 +52,7 @@ class Rule:
         """Of a batch, or a piece of it; None: its number of rows."""
         if self._counts is None or self.name == ROWS:
             return None
-        return float(self._counts(entries_of(batch)).sum())
+        return float(self._counts(tensors_by_place(batch)).sum())
 
 
 ROWS, SUM, ITEMS = "rows", "sum", "items"
