@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from brimful import _C
 from brimful._job import Job, Result, layout_of, program_of
+from brimful._log import text_of
 from brimful.reducer import DistributedDataParallel
 from brimful.sampler import GlobalSampler
 from brimful.sizer import BatchSizer
@@ -200,7 +201,7 @@ class Fleet(Job):
                 _FIRST_UUID + entered.epoch, handles, group, self._members.connect_timeout
             ).wait()
         except Exception as caught:
-            error = str(caught)
+            error = text_of(caught)
         all_have = all(answer[0] for answer in self._reducer.gather(bytes([not error] * 8)))
         self._failed_to_change = 0 if all_have else self._failed_to_change + 1
         if self._failed_to_change > _MOST_CHANGES:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from brimful._log import text_of
 from brimful.reducer import DistributedDataParallel
 
 
@@ -81,7 +82,7 @@ class StageNames:
                 missed = module.load_state_dict(own, strict=False).missing_keys
                 missing += [prefix + name for name in missed]
             except RuntimeError as error:
-                errors.append(str(error))
+                errors.append(text_of(error))
         known = self.state_dict(keep_vars=True)
         left = [] if others_have_theirs else [name for name in state if name not in known]
         if strict and missing:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from brimful import _C
+from brimful._log import text_of
 
 _Spec = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -170,7 +171,7 @@ def next_step(optimizer: torch.optim.Optimizer, without: Container[torch.Tensor]
         logging.getLogger("brimful").info(
             "what the state of %s will take is not known before its first step: %s",
             type(optimizer).__name__,
-            error,
+            text_of(error),
         )
         return _NOTHING
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules import module as torch_module
 
+from brimful._log import text_of
 from brimful._modules import unwrapped
 from brimful._process_end import is_out_of_memory
 
@@ -57,7 +58,8 @@ def require_same_loss(rows: RowsByLength, loss_fn: Callable[[Any, Any], Any], mo
                 if is_out_of_memory(error):
                     raise
                 _log.info(
-                    "rows were not compared with their padding, which the model refuses: %s", error
+                    "rows were not compared with their padding, which the model refuses: %s",
+                    text_of(error),
                 )
                 return None
 

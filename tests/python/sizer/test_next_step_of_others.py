@@ -198,3 +198,19 @@ def test_a_step_that_its_state_does_not_fit_into_fails_before_the_update(no_limi
         sizer.step(classes(4), cross_entropy)
     brimful.memory.set_limit("cpu", None)
     assert same_bits(values_of(model), before)
+
+
+class Unsayable(Signs):
+    def update(self, parameter, state):
+        class Mute(Exception):
+            def __str__(self):
+                raise LookupError("no catalogue of messages")
+
+        raise Mute
+
+
+def test_an_error_that_cannot_say_its_text_is_named_by_its_class(caplog):
+    model = net()
+    with caplog.at_level(logging.INFO, "brimful"):
+        assert next_step(Unsayable(model.parameters())) == (0, 0, [])
+    assert "before its first step: <unprintable Mute>" in caplog.text
