@@ -8,6 +8,10 @@
 
 namespace brimful {
 
+/// Whether memory ran out, by an error of Python: its type, then its message and what is free, as the core decides it.
+/// RankOutOfMemory, which speaks of another rank, is such an error too. With the GIL held.
+bool ran_out_of_memory(const py::handle& error);
+
 /// Turns a Python error into what the core understands. An out-of-memory error becomes c10::OutOfMemoryError, and its
 /// traceback, which pins the tensors of its frames, is dropped; any other travels through the core as it is.
 /// Call it inside a handler, with the GIL held.

@@ -130,17 +130,13 @@ void translate(std::exception_ptr pointer) {  // NOLINT(*-unnecessary-value-para
   }
 }
 
-bool is_out_of_memory(const py::error_already_set& error) {
-  if (error.matches(py::handle(error_types.out_of_memory)) || error.matches(PyExc_MemoryError)) {
-    return true;
-  }
-  return error.matches(PyExc_RuntimeError) && !error.matches(py::handle(error_types.distributed)) &&
-         is_out_of_memory_message(message_of(error.value().ptr()));
+bool is_a(const py::handle& error, PyObject* type) {
+  return PyErr_GivenExceptionMatches(error.ptr(), type) != 0;
 }
 
 bool speaks_of_own_memory(const py::error_already_set& error) {
   // A peer's failure is not this rank's own shortage, although it is an out-of-memory error to Python.
-  return !error.matches(py::handle(error_types.rank_failed)) && is_out_of_memory(error);
+  return !error.matches(py::handle(error_types.rank_failed)) && ran_out_of_memory(error.value());
 }
 
 /// With the GIL held, by BareGil. Where torch left the error in the thread's state too, it is taken out.
@@ -259,6 +255,14 @@ void bind_log(py::module_& m) {
 }
 }  // namespace
 
+bool ran_out_of_memory(const py::handle& error) {
+  if (is_a(error, error_types.out_of_memory) || is_a(error, PyExc_MemoryError)) {
+    return true;
+  }
+  return is_a(error, PyExc_RuntimeError) && !is_a(error, error_types.rank_failed) &&
+         !is_a(error, error_types.distributed) && is_out_of_memory_message(message_of(error.ptr()));
+}
+
 void throw_to_core(py::error_already_set& error) {
   if (!speaks_of_own_memory(error)) {
     throw error;
@@ -277,6 +281,7 @@ void bind_errors(py::module_& m) {
   py::register_local_exception_translator(&translate);
   set_throwers();
   detail::set_binding_error_reader(&read_python_error);
+  m.def("_is_out_of_memory", &ran_out_of_memory, py::arg("error"));
   bind_log(m);
 }
 

@@ -1,5 +1,4 @@
 #include <brimful/launch/checkpoint.h>
-#include <brimful/step/oom.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/bindings.h"
@@ -79,10 +78,6 @@ void bind_launch(py::module_& m) {
         empty_engine_queue(c10::Device(device));
       },
       py::arg("device"));
-  m.def(
-      "_is_out_of_memory_message",
-      [](const std::string& message) { return is_out_of_memory_message(message); },
-      py::arg("message"));
   m.def("_load", &load_with, py::arg("group").none(true), py::arg("path"), py::arg("load"));
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <string>
 
+#include "bindings/callbacks.h"
 #include "bindings/split_types.h"
 
 namespace brimful {
@@ -29,11 +30,6 @@ py::object index_of(int64_t dim, const detail::Range& range) {
 py::dict attributes_of(const py::handle& object) {
   const py::object found = py::getattr(object, "__dict__", py::none());
   return PyDict_Check(found.ptr()) ? found.cast<py::dict>() : py::dict();
-}
-
-bool ran_out_of_memory(const py::error_already_set& error) {
-  const py::object of_torch = py::module_::import("torch").attr("OutOfMemoryError");
-  return error.matches(PyExc_MemoryError) || error.matches(of_torch);
 }
 
 bool same_class(const py::handle& a, const py::handle& b) {
@@ -72,7 +68,7 @@ py::object own_rows_of(const py::handle& tensor, const py::object& index) {
   try {
     return py::reinterpret_borrow<py::object>(tensor)[index];
   } catch (py::error_already_set& error) {
-    if (ran_out_of_memory(error) || !error.matches(PyExc_Exception)) {
+    if (ran_out_of_memory(error.value()) || !error.matches(PyExc_Exception)) {
       throw;
     }
     const auto text =
@@ -196,7 +192,7 @@ std::optional<py::object> slice_structure(const py::handle& object, Kind kind,
   try {
     piece = py::reinterpret_borrow<py::object>(object)[index_of(dim, range)];
   } catch (const py::error_already_set& error) {
-    if (ran_out_of_memory(error) || !error.matches(PyExc_Exception)) {
+    if (ran_out_of_memory(error.value()) || !error.matches(PyExc_Exception)) {
       throw;
     }
     return std::nullopt;  // it has keys alone

@@ -100,6 +100,13 @@ std::string own_text_of(const std::exception_ptr& error) {
   }
 }
 
+/// torch's allocator has refused, and asks NVML for its message how much is in use: on a slice of a GPU, or in a
+/// container, NVML may not answer.
+bool is_refusal_without_nvml(std::string_view message) {
+  return message.find("NVML_SUCCESS == ") != std::string_view::npos &&
+         message.find("CUDACachingAllocator") != std::string_view::npos;
+}
+
 template <typename Evidence>
 bool is_shortage(Shortage shortage, const Evidence& evidence) {
   switch (shortage) {
@@ -153,7 +160,8 @@ Shortage shortage_in(std::string_view message) {
   if (any(kLostTexts)) {
     return Shortage::lost;
   }
-  if (any(kAllocatorTexts) || (contains("unable to mmap") && contains("Cannot allocate memory"))) {
+  if (any(kAllocatorTexts) || is_refusal_without_nvml(message) ||
+      (contains("unable to mmap") && contains("Cannot allocate memory"))) {
     return Shortage::allocator;
   }
   return any(kOutsideTexts)   ? Shortage::outside

@@ -35,7 +35,8 @@ def register(model: DistributedDataParallel) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    """As the core decides: by its type, then by its message and what is free; `RankOutOfMemory` too."""
+    return _C._is_out_of_memory(error)
 
 
 def mark_reported(error: BaseException) -> None:

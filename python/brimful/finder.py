@@ -130,9 +130,7 @@ def _ran_out(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, _C.RankFailed):
         return False
     message = _log.text_of(error)
-    return _C._is_out_of_memory_message(message) or (
-        "NCCL" not in message and any(text in message for text in _ACCELERATES)
-    )
+    return "NCCL" not in message and any(text in message for text in _ACCELERATES)
 
 
 def _clean() -> None:

@@ -168,8 +168,8 @@ def _probed(build: Callable[[Config], tuple[Any, ...]], config: Config) -> int:
                     else summary(model, batch, loss_fn=loss_fn, optimizer=optimizer).peak_bytes
                 )
         return peak_bytes - before.get(device, 0)
-    except torch.OutOfMemoryError as error:  # also where the batch alone is too large
-        if "CUDA" not in text_of(error):
+    except Exception as error:  # also where the batch alone is too large
+        if not is_out_of_memory(error) or "CUDA" not in text_of(error):
             raise
         return _free_and_total(_device(None))[1]
 

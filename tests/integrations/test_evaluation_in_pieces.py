@@ -12,14 +12,15 @@ tiny = pytest.importorskip("tiny_language_models")
 class Limited:
     """Memory for so many rows, in training or not."""
 
-    def __init__(self, model, rows):
+    def __init__(self, model, rows, error=None):
         self.rows, self.refusals = rows, 0
+        self.error = error or torch.OutOfMemoryError("planted")
         model.model.register_forward_pre_hook(self.check, with_kwargs=True)
 
     def check(self, _, args, kwargs):
         if len(kwargs["input_ids"]) > self.rows:
             self.refusals += 1
-            raise torch.OutOfMemoryError("planted")
+            raise self.error
 
 
 def rows_of(count, labelled=True):
@@ -62,6 +63,15 @@ def test_evaluation_and_prediction_are_those_of_whole_batches(tmp_path, labelled
         assert found.predictions == pytest.approx(expected.predictions, abs=1e-5)
     assert found.metrics.get("test_loss") == pytest.approx(expected.metrics.get("test_loss"))
     assert ("test_loss" in found.metrics) == labelled
+
+
+def test_a_shortage_that_has_lost_its_type_is_one(tmp_path):
+    plain, ours = trainer(str(tmp_path)), trainer(str(tmp_path))
+    adapter.BrimfulCallback(ours)
+    memory = Limited(ours.model, 3, RuntimeError("CUDA error: out of memory"))
+    expected, found = (run.predict(rows_of(8)) for run in (plain, ours))
+    assert found.predictions == pytest.approx(expected.predictions, abs=1e-5)
+    assert memory.refusals > 0
 
 
 def test_outputs_that_cannot_be_joined_are_named(tmp_path):

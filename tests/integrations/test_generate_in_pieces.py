@@ -24,8 +24,9 @@ SETTINGS = {"max_new_tokens": 8, "do_sample": False}
 class Limited:
     """Memory for so many rows of a forward."""
 
-    def __init__(self, model, rows=FIT):
+    def __init__(self, model, rows=FIT, error=None):
         self.rows, self.refused = rows, []
+        self.error = error or torch.OutOfMemoryError("planted")
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         model.register_forward_pre_hook(self.check, with_kwargs=True)
 
@@ -34,7 +35,7 @@ class Limited:
         sizes = [len(entry) for entry in entries if isinstance(entry, torch.Tensor) and entry.dim()]
         if max(sizes, default=0) > self.rows:
             self.refused.append(max(sizes))
-            raise torch.OutOfMemoryError("planted")
+            raise self.error
 
 
 def llama(**settings):
@@ -472,3 +473,17 @@ def test_a_model_that_the_trainer_makes_itself_generates_in_pieces(tmp_path):
     run.add_callback(adapter.BrimfulCallback(run))
     run.train()
     assert len(made) > 1 and hasattr(run.model.generate, "_whole")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("CUDA error: out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")],
+    ids=str,
+)
+def test_a_shortage_that_has_lost_its_type_is_one(error):
+    model = llama(eos_token_id=None)
+    expected = model.generate(prompts(), **SETTINGS)
+    adapter.generate_in_pieces(model)
+    memory = Limited(model, error=error)
+    assert torch.equal(model.generate(prompts(), **SETTINGS), expected)
+    assert memory.refused

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from brimful import _C
 from brimful._modules import unwrapped
+from brimful._process_end import is_out_of_memory
 from brimful.memory._limit_plan import limit_plan
 from brimful.memory._module_spans import ModuleRows, ModuleSpans, SavedBytes
 from brimful.sizer._unchanged import Unchanged
@@ -94,10 +95,8 @@ def summary(
         try:
             _measure_modules(found, step, batch, uncounted, unchanged, by_call)
             _measure_step(found, step, batch, unchanged, steps)
-        except torch.OutOfMemoryError as error:
-            steps.look_beyond(found)
-            if found.largest_rows is not None:
-                error.add_note(f"the largest batch that fits: {found.largest_rows} rows")
+        except Exception as error:
+            _add_what_fits(error, steps, found)
             raise
         steps.look_beyond(found)
         if limit is not None:
@@ -114,6 +113,14 @@ def summary(
                 unchanged.bytes,
             )
     return found
+
+
+def _add_what_fits(error: Exception, steps: Any, found: _C.StepSummary) -> None:
+    if not is_out_of_memory(error):
+        return
+    steps.look_beyond(found)
+    if found.largest_rows is not None:
+        error.add_note(f"the largest batch that fits: {found.largest_rows} rows")
 
 
 def _check(

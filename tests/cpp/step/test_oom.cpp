@@ -57,6 +57,11 @@ const std::vector<Row> kTable{
      Shortage::allocator},
     {"std::bad_alloc", Shortage::allocator},
     {"unable to mmap 8 bytes from file </x>: Cannot allocate memory (12)", Shortage::allocator},
+    {"NVML_SUCCESS == r INTERNAL ASSERT FAILED at \"../c10/cuda/CUDACachingAllocator.cpp\":838",
+     Shortage::allocator},
+    {"NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "
+     "\"/pytorch/c10/cuda/CUDACachingAllocator.cpp\":1016, please report a bug to PyTorch.",
+     Shortage::allocator},
     {"CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in", Shortage::outside},
     {"HIP error: out of memory", Shortage::outside},
     {"CUDA driver error: out of memory", Shortage::outside},
@@ -97,6 +102,9 @@ const std::vector<Row> kTable{
     // A broken context answers every library's call with an error, some of which speak of memory.
     {"CUDA error: CUBLAS_STATUS_NOT_INITIALIZED; device-side assert triggered", Shortage::lost},
     {"CUDA out of memory; an illegal memory access was encountered", Shortage::lost},
+    {"NVML_SUCCESS == r INTERNAL ASSERT FAILED at \"../aten/src/ATen/cuda/PeerToPeer.cpp\":20",
+     Shortage::none},
+    {"CUDA error: invalid configuration argument", Shortage::none},
     {"Storage size calculation overflowed with sizes=[9, 9]", Shortage::none},
     {"out of resource: shared memory, Required: 8, Hardware limit: 4", Shortage::none},
     {"unable to mmap 8 bytes: Permission denied", Shortage::none},
