@@ -21,6 +21,19 @@ constexpr const char* kGiveSharedMemory =
     "start the container with --ipc=host or --shm-size=8g; or fewer num_workers, a smaller "
     "prefetch_factor, or torch.multiprocessing.set_sharing_strategy('file_system')";
 
+constexpr const char* kNoCacheBlocks =
+    "vLLM found no room for its KV cache: gpu_memory_utilization is the share of the device that "
+    "weights, activations and cache may take together, with what other processes hold";
+constexpr const char* kGiveCacheBlocks =
+    "end what else is on the device (`brimful top` lists it), then a higher "
+    "gpu_memory_utilization; a smaller max_model_len, max_num_seqs or max_num_batched_tokens; "
+    "weights of fewer bits, or more devices (tensor_parallel_size)";
+constexpr const char* kJaxShort =
+    "XLA found no room on the device: JAX takes most of it when it starts";
+constexpr const char* kGiveJaxRoom =
+    "a smaller batch, fewer bytes a parameter, or more devices; where another program is on the "
+    "device, XLA_PYTHON_CLIENT_PREALLOCATE=false or a smaller XLA_PYTHON_CLIENT_MEM_FRACTION";
+
 // As torch 2.11 to 2.15 and the libraries below it say it. What is particular stands before what is general.
 constexpr std::array kRules{
     ErrorRule{
@@ -53,7 +66,7 @@ constexpr std::array kRules{
     ErrorRule{"Duplicate GPU detected", "", "collective", false,
               "two ranks of one NCCL group use the same GPU",
               "give each rank its own device: torch.cuda.set_device(local_rank)"},
-    ErrorRule{"No space left on device", "shm", "shared_memory", true,
+    ErrorRule{"No space left on device", "/dev/shm", "shared_memory", true,
               "/dev/shm is full: it is memory, and containers get 64 MiB of it",
               "start the container with --ipc=host or --shm-size=8g, or use fewer workers"},
     ErrorRule{"No space left on device", "</torch_", "shared_memory", true, kSharedFileFull,
@@ -65,11 +78,41 @@ constexpr std::array kRules{
         "start fewer workers, and start them before this process has grown; see what RLIMIT_AS "
         "(ulimit -v), the cgroup and vm.overcommit_memory allow"},
     ErrorRule{
-        "NVML_SUCCESS == r", "CUDACachingAllocator", "hidden_out_of_memory", true,
+        "NVML_SUCCESS == ", "CUDACachingAllocator", "hidden_out_of_memory", true,
         "torch's allocator found no memory on the device, and NVML did not answer when the "
         "error was to say how much is in use",
         "a smaller batch, or a brimful.BatchSizer, which splits it; `brimful doctor` says what "
         "is wrong with NVML"},
+    ErrorRule{
+        "in pin memory thread", "out of memory", "hidden_out_of_memory", true,
+        "the DataLoader's thread found no pinned memory for a batch: it is memory of the host, and "
+        "a first use of the device by that thread needs room on the device too",
+        "pin_memory=False, or fewer pinned batches: a smaller prefetch_factor or fewer "
+        "num_workers; leave room on the device that is named"},
+    ErrorRule{"No available memory for the cache blocks", "", "out_of_memory", true, kNoCacheBlocks,
+              kGiveCacheBlocks},
+    ErrorRule{"Free memory on device", "is less than desired GPU memory utilization",
+              "out_of_memory", true,
+              "others hold so much of the device that vLLM's share (gpu_memory_utilization) is not "
+              "free",
+              "end what else is on the device (`brimful top` lists it), or a smaller "
+              "gpu_memory_utilization"},
+    ErrorRule{
+        "Some modules are dispatched on the CPU or the disk", "", "out_of_memory", true,
+        "the quantized model does not fit the devices, so that device_map put a part of it "
+        "on the CPU or a disk, where it cannot run",
+        "end what else is on the devices (`brimful top` lists it); more devices, or weights of "
+        "fewer bits"},
+    ErrorRule{"RESOURCE_EXHAUSTED", "ut of memory", "out_of_memory", true, kJaxShort, kGiveJaxRoom},
+    ErrorRule{"RESOURCE_EXHAUSTED", "Failed to allocate request", "out_of_memory", true, kJaxShort,
+              kGiveJaxRoom},
+    ErrorRule{
+        "CUDA error: invalid configuration argument", "", "kernel_limit", false,
+        "a kernel was to run over more blocks than a grid has (65,535 in its second and third "
+        "dimension), as a rule of a batch with more rows than that, or rows times heads; or over "
+        "an empty tensor",
+        "a smaller batch; BatchSizer(piece_rows=) keeps the batch and runs it in pieces of at most "
+        "that many rows"},
     ErrorRule{"ncclSystemError", "", "collective", false,
               "a call of the operating system failed inside NCCL: no route between the hosts, a "
               "network interface of the wrong name, or no shared memory left",
@@ -212,7 +255,22 @@ constexpr std::array<std::string_view, 26> kMistakes{
     "Torch not compiled with CUDA enabled",
 };
 
+// Ray names its error as torch does, and means the host.
+constexpr ErrorRule kKilledByRay{
+    "due to the node running low on memory",
+    "",
+    "killed",
+    true,
+    "Ray's monitor ended this task because the host's memory (the node's, not a device's) was "
+    "nearly full",
+    "fewer tasks at a time on that node (num_cpus= of a task), fewer DataLoader workers, or a host "
+    "with more memory; RAY_memory_usage_threshold moves the limit"};
+
 }  // namespace
+
+const ErrorRule* rule_before_types(std::string_view text) {
+  return contains(text, kKilledByRay.part) ? &kKilledByRay : nullptr;
+}
 
 const ErrorRule* rule_for(std::string_view text) {
   const auto* found = std::find_if(kRules.begin(), kRules.end(), [&](const ErrorRule& rule) {

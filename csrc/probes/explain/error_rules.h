@@ -17,6 +17,9 @@ struct ErrorRule {
 /// The first that fits; nullptr if none does.
 const ErrorRule* rule_for(std::string_view text);
 
+/// The same where the error's class would decide otherwise.
+const ErrorRule* rule_before_types(std::string_view text);
+
 /// Torch's messages for a mistake of the program, in which memory has no part.
 bool is_mistake(std::string_view text);
 

@@ -47,6 +47,34 @@ void explain_other(const ErrorText& error, const ErrorEvidence& evidence, Explan
       "it";
 }
 
+// What a database says too, of a column.
+constexpr ErrorRule kTooManyElements{
+    "integer out of range",
+    "",
+    "kernel_limit",
+    false,
+    "a tensor has more elements than a library's 32-bit integers count (2,147,483,647)",
+    "a smaller batch; BatchSizer(piece_rows=) keeps the batch and runs it in pieces of at most "
+    "that many rows"};
+
+bool has_too_many_elements(const ErrorText& error) {
+  return contains(error.text, "RuntimeError: integer out of range") ||
+         (is_a(error, "RuntimeError") && error.text.starts_with(kTooManyElements.part));
+}
+
+/// The file system is not known where the message names no file: it may be /dev/shm, which is memory.
+void explain_full_disk(const ErrorText& error, Explanation& out) {
+  const bool named = contains(error.text, "No space left on device: '/");
+  out.kind = named ? "full_disk" : "other";
+  out.is_memory = named ? std::optional<bool>(false) : std::nullopt;
+  out.cause = (named ? "a disk is full: " : "a file system is full, a disk or /dev/shm: ") +
+              said_by(error.text);
+  out.remedy =
+      named ? "make room on the disk of that file, or write elsewhere"
+            : "see which it is (df -h), make room, or write elsewhere; a /dev/shm that is full is "
+              "memory: --shm-size=8g for a container, fewer DataLoader workers";
+}
+
 void explain_other_rank(const ErrorText& error, Explanation& out) {
   out.kind = "other_rank";
   out.is_memory = is_a(error, "OutOfMemoryError") || is_a(error, "RankOutOfMemory");
@@ -72,6 +100,10 @@ Explanation explain_error(const ErrorText& given, const ErrorEvidence& evidence)
   if (error.types.empty()) {
     error.types = types_in(error.text);
   }
+  if (const auto* rule = rule_before_types(error.text)) {
+    apply(*rule, evidence, out);
+    return out;
+  }
   if (is_a(error, "RankFailed") || is_a(error, "RankOutOfMemory")) {
     explain_other_rank(error, out);
     return out;
@@ -94,6 +126,10 @@ Explanation explain_error(const ErrorText& given, const ErrorEvidence& evidence)
   } else if (shortage == Shortage::outside || shortage == Shortage::unclear ||
              (shortage == Shortage::none && is_vague_status(error.text))) {
     explain_library(error, evidence, shortage == Shortage::outside, out);
+  } else if (has_too_many_elements(error)) {
+    apply(kTooManyElements, evidence, out);
+  } else if (contains(error.text, "No space left on device")) {
+    explain_full_disk(error, out);
   } else if (shortage == Shortage::lost && contains(error.text, "NCCL error")) {
     explain_nccl(error, out);
   } else if (shortage == Shortage::lost && contains(error.text, "CUDA error")) {

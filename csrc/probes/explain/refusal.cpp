@@ -28,6 +28,18 @@ std::optional<int64_t> bytes_behind(const std::string& text, std::string_view be
   return std::nullopt;
 }
 
+/// The bytes of "6.99 GiB allowed;" in front of `after`; nothing if it is not there.
+std::optional<int64_t> bytes_before(const std::string& text, std::string_view after) {
+  const auto end = text.find(after);
+  if (end == std::string::npos) {
+    return std::nullopt;
+  }
+  const auto unit = text.rfind(' ', end - 1);
+  const auto number = unit == std::string::npos || unit == 0 ? unit : text.rfind(' ', unit - 1);
+  return number == std::string::npos ? std::nullopt
+                                     : bytes_behind(text.substr(number, end - number), " ");
+}
+
 std::optional<int64_t> first_of(const std::string& text,
                                 std::initializer_list<std::string_view> places) {
   for (const auto place : places) {
@@ -133,6 +145,72 @@ bool explain_others(const std::string& text, const std::optional<int64_t>& asked
   return true;
 }
 
+struct Numbers {
+  std::optional<int64_t> asked;
+  std::optional<int64_t> cached;
+  std::optional<int64_t> allocated;
+  std::optional<int64_t> capacity;
+  std::optional<int64_t> free;
+  std::optional<int64_t> allowed;
+};
+
+constexpr const char* kSplitIt =
+    "a smaller batch, or a brimful.BatchSizer, which splits it, keeps the gradient, and "
+    "recomputes or offloads what a single row saves (in a validation brimful.map_batches)";
+
+/// Whether what is cached would make a difference: a twentieth of all that torch holds. Where less is idle the device is full,
+/// though this one request would fit into what is idle.
+bool is_fragmented(const Numbers& numbers) {
+  constexpr int64_t kPart = 20;
+  return numbers.asked && numbers.cached && *numbers.cached >= *numbers.asked &&
+         *numbers.cached * kPart >= *numbers.cached + numbers.allocated.value_or(0);
+}
+
+void explain_fragments(const std::string& text, const ErrorEvidence& evidence, Explanation& out) {
+  const bool expandable = contains(evidence.allocator_settings, "expandable_segments:True");
+  const bool has_segments = !contains(text, "HIP out of memory");  // not on ROCm
+  out.cause =
+      "memory is fragmented: torch has cached more than was asked for, in pieces that are "
+      "too small";
+  out.remedy = expandable
+                   ? "fewer different shapes (pad to a few lengths); expandable_segments is on"
+               : !has_segments
+                   ? "fewer different shapes (pad to a few lengths), or a smaller batch"
+                   : "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and fewer different shapes";
+}
+
+/// The process's own bound, with room on the device.
+bool explain_own_limit(const Numbers& numbers, Explanation& out) {
+  if (!numbers.allowed || !numbers.free || *numbers.free < numbers.asked.value_or(0) ||
+      is_fragmented(numbers)) {
+    return false;
+  }
+  out.cause = "this process may take " + format_bytes(*numbers.allowed) +
+              " of the device, and has them; " + format_bytes(*numbers.free) +
+              " of the device are free";
+  out.remedy = std::string(
+                   "a higher limit (brimful.memory.set_limit, or "
+                   "torch.cuda.set_per_process_memory_fraction); ") +
+               kSplitIt;
+  return true;
+}
+
+void explain_full_device(const Numbers& numbers, Explanation& out) {
+  if (numbers.asked && numbers.capacity && *numbers.asked > *numbers.capacity) {
+    out.cause = "one request (" + format_bytes(*numbers.asked) +
+                ") is larger than all of the device (" + format_bytes(*numbers.capacity) + ")";
+    out.remedy = std::string(kSplitIt) +
+                 "; of a GPU that shares the host's memory the driver says how much it may take";
+    return;
+  }
+  out.cause = "the device has no room for this allocation";
+  if (numbers.cached && numbers.asked && *numbers.cached >= *numbers.asked) {
+    out.cause += ": " + format_bytes(numbers.allocated.value_or(0)) +
+                 " are tensors, and what torch has cached beside them is little";
+  }
+  out.remedy = std::string(kSplitIt) + "; see what else is on the device with `brimful top`";
+}
+
 }  // namespace
 
 bool is_refusal_of_host(std::string_view text) {
@@ -169,12 +247,16 @@ void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Expl
   out.kind = "out_of_memory";
   out.is_memory = true;
   const auto& text = error.text;
-  const auto asked = first_of(text, {"ried to allocate ", "(requested: ", "Unable to allocate "});
+  const Numbers numbers{
+      first_of(text, {"ried to allocate ", "(requested: ", "Unable to allocate "}),
+      bytes_behind(text, "is allocated by PyTorch, and "),
+      first_of(text, {"Of the allocated memory "}),
+      bytes_behind(text, "total capacity of "),
+      bytes_behind(text, " of which "),
+      bytes_before(text, " allowed;")};
   const auto idle = first_of(text, {" of the allocated memory "});
-  const auto cached = bytes_behind(text, "is allocated by PyTorch, and ");
-  add_bytes(out, "asked for", asked);
-  add_bytes(out, "cached by torch and in no tensor", cached ? cached : idle);
-  const bool expandable = contains(evidence.allocator_settings, "expandable_segments:True");
+  add_bytes(out, "asked for", numbers.asked);
+  add_bytes(out, "cached by torch and in no tensor", numbers.cached ? numbers.cached : idle);
   const bool host = is_a(error, "MemoryError") ||
                     std::any_of(kHostWords.begin(), kHostWords.end(),
                                 [&](std::string_view part) { return contains(text, part); });
@@ -183,26 +265,17 @@ void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Expl
   if (likely && next) {  // brimful looked where it happened
     out.cause = *likely;
     out.remedy = *next;
-  } else if (explain_others(text, asked, out)) {
+  } else if (explain_own_limit(numbers, out) || explain_others(text, numbers.asked, out)) {
     return;
   } else if (host && !contains(text, "CUDA")) {
     out.cause = "the host's memory, or the limit that was set on it, does not hold this allocation";
     out.remedy =
         "a smaller batch, or a brimful.BatchSizer, which splits it and recomputes or offloads what "
         "a single row saves (in a validation brimful.map_batches); a higher limit";
-  } else if (asked && cached && *cached >= *asked) {
-    out.cause =
-        "memory is fragmented: torch has cached more than was asked for, in pieces that are "
-        "too small";
-    out.remedy =
-        expandable ? "fewer different shapes (pad to a few lengths); expandable_segments is on"
-                   : "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and fewer different shapes";
+  } else if (is_fragmented(numbers)) {
+    explain_fragments(text, evidence, out);
   } else {
-    out.cause = "the device has no room for this allocation";
-    out.remedy =
-        "a smaller batch, or a brimful.BatchSizer, which splits it, keeps the gradient, and "
-        "recomputes or offloads what a single row saves (in a validation brimful.map_batches); see "
-        "what else is on the device with `brimful top`";
+    explain_full_device(numbers, out);
   }
 }
 

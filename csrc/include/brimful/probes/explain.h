@@ -32,8 +32,8 @@ struct ErrorEvidence {
 
 struct Explanation {
   /// out_of_memory, hidden_out_of_memory, library, index, value, device_lost, collective_timeout, peer_lost, collective,
-  /// shared_memory, worker_killed, worker_failed, killed, other_rank, cuda_in_fork, open_files,
-  /// ended_in_a_thread, other.
+  /// shared_memory, worker_killed, worker_failed, killed, other_rank, cuda_in_fork, open_files, full_disk,
+  /// kernel_limit, ended_in_a_thread, other.
   std::string kind;
   std::optional<bool> is_memory;  ///< nothing: not known
   std::string cause;
