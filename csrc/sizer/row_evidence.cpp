@@ -28,7 +28,8 @@ bool are_columns_of(const AlikeList& list, int64_t rows) {
       false, "a list of the batch may hold a row in each entry, or a column (", list.name, ": ",
       list.length, " tensors of ", list.column_rows.value_or(0),
       " rows each if they are columns); stack rows into one tensor, give columns a batch_dim each, "
-      "as in batch_dim=[0, 0, 0], or pass size_fn and split_fn");
+      "for this list [0] * ",
+      list.length, ", or pass size_fn and split_fn");
 }
 
 [[noreturn]] void disagree(const AlikeList& list, int64_t rows) {

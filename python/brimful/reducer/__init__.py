@@ -491,7 +491,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return self.reducer.launched
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._settle()
+        try:
+            self._settle()
+        except _C.RankFailed:
+            if not self.reducer.is_broken:
+                raise  # the next forward says of a broken group that it is, too
         super().zero_grad(set_to_none)
 
     @staticmethod

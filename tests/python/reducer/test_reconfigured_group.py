@@ -144,7 +144,8 @@ def changing_job(rank, kind, changes, dies):
             os.kill(os.getpid(), signal.SIGKILL)
         if dies and lost and group.own in group.members:
             errors.append(raised(loop.step, batch_of(group.own, step)))
-            loop.model.module.zero_grad()
+            loop.model.zero_grad()
+            assert all(parameter.grad is None for parameter in loop.model.parameters())
         joins = group.own not in group.members
         group.become(later)
         if joins and group.own in later:

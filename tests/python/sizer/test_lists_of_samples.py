@@ -2,6 +2,7 @@
 says is refused, and never cut along time."""
 
 import dataclasses
+import re
 
 import numpy
 import pytest
@@ -120,6 +121,21 @@ UNKNOWN = {
 def test_what_nothing_says_is_refused(name):
     with pytest.raises(ValueError, match=r"may hold a row in each entry, or a column.*batch_dim"):
         _C.Splitter().rows_of(UNKNOWN[name]())
+
+
+@pytest.mark.parametrize("count", [4, 5, 9])
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_the_batch_dim_that_a_refusal_names_makes_them_columns(kind, count):
+    columns = [torch.randn(4, 3) + i for i in range(count)]
+    batch = {"views": columns} if kind is dict else kind(columns)
+    with pytest.raises(ValueError, match="may hold a row in each entry") as caught:
+        _C.Splitter().rows_of(batch)
+    dims = [0] * int(re.search(r"for this list \[0\] \* (\d+)", str(caught.value)).group(1))
+    splitter = _C.Splitter(batch_dim={"views": dims} if kind is dict else dims)
+    assert splitter.rows_of(batch) == 4
+    piece = splitter.slice(batch, 4, 1, 3)
+    for part, column in zip(piece["views"] if kind is dict else piece, columns, strict=True):
+        assert torch.equal(part, column[1:3])
 
 
 X = torch.randn(7, 4)
