@@ -9,6 +9,7 @@
 
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
+#include "bindings/module_entries.h"
 #include "bindings/piece_note.h"
 #include "bindings/sizer_parts.h"
 
@@ -149,13 +150,15 @@ void bind_inference(py::module_& m) {
       [](py::object fn, py::object batch, size_t function, const Splitter& splitter, int64_t pieces,
          int64_t max_retries, c10::Device device,
          const std::vector<std::pair<py::function, py::function>>& keepers, int rank,
-         int world_size, const std::optional<ModelTensors>& model) {
+         int world_size, const std::optional<ModelTensors>& model,
+         std::shared_ptr<ModuleEntries> names) {
         MapOptions options;
         options.pieces = pieces;
         options.max_retries = max_retries;
         options.device = device;
         options.rank = rank;
         options.world_size = world_size;
+        options.names = std::move(names);
         if (model) {
           options.standing_bytes = [&] {
             return standing_bytes(model->first, model->second, device);
@@ -168,7 +171,7 @@ void bind_inference(py::module_& m) {
       },
       py::arg("fn"), py::arg("batch"), py::arg("function"), py::arg("splitter"), py::arg("pieces"),
       py::arg("max_retries"), py::arg("device"), py::arg("keepers"), py::arg("rank"),
-      py::arg("world_size"), py::arg("model"));
+      py::arg("world_size"), py::arg("model"), py::arg("names").none(true));
   m.def("_forget_map_sizes", &detail::forget_map_sizes);
 }
 

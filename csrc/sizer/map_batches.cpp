@@ -109,11 +109,14 @@ class Mapping {
         piece_(piece),
         tensors_(tensors),
         options_(options),
-        random_({}, {options.device}),
+        before_({}, {options.device}),
         policy_(recall(kind, options.device)) {
     policy_.measure();
     for (const auto& keeper : options.keepers) {
-      random_.add(keeper);
+      before_.add(keeper);
+    }
+    if (options.names) {
+      before_.follow(options.names);
     }
     TORCH_CHECK_VALUE(rows >= 1, "the batch is empty (rows: 0); leave it out");
     TORCH_CHECK_VALUE(options.pieces >= 1,
@@ -140,7 +143,7 @@ class Mapping {
   Ended attempt(Retry& retry) {
     const int64_t end = std::min(rows_, done_ + retry.plan().piece_rows);
     const ExecutionPlan as_run{pieces_for(rows_, end - done_), end - done_};
-    random_.capture();
+    before_.capture();
     const auto lets_go = c10::make_scope_exit([&] { batch_.end(); });
     const auto shortage = try_rows(end);
     if (!shortage) {
@@ -148,7 +151,7 @@ class Mapping {
       done_ = end;
       return {};
     }
-    random_.restore();
+    before_.restore();
     batch_.restore();
     retry.set_plan(as_run);
     retry.note_tried(peak_bytes_);
@@ -280,7 +283,7 @@ class Mapping {
   const MapPiece& piece_;
   const MapTensors& tensors_;
   const MapOptions& options_;
-  Transaction random_;
+  Transaction before_;
   KeptBatch batch_;
   RetryPolicy policy_;
   int64_t peak_bytes_ = 0;   ///< of the last attempt

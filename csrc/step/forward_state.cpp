@@ -244,13 +244,22 @@ SecondRun::SecondRun(std::shared_ptr<TensorNames> names, const std::vector<at::T
   for (const auto& tensor : changed) {
     copies_.emplace(tensor.unsafeGetTensorImpl(), plain_copy(tensor));
   }
+  // The others, apart from their buffers: what is assigned to a buffer's data leaves them the memory of before.
+  for (const auto& buffer : before_->buffers) {
+    if (buffer.has_storage()) {
+      copies_.emplace(buffer.unsafeGetTensorImpl(), buffer.detach());
+    }
+  }
 }
 
 bool SecondRun::begin() {
   auto now = names_->now();
   TensorNames::Instead fresh;
-  for (const auto& [tensor, copy] : copies_) {
-    fresh.emplace(tensor, plain_copy(copy));
+  for (const auto& buffer : before_->buffers) {
+    const auto copy = copies_.find(buffer.unsafeGetTensorImpl());
+    if (copy != copies_.end() && !(buffer.has_storage() && buffer.is_alias_of(copy->second))) {
+      fresh.emplace(copy->first, plain_copy(copy->second));
+    }
   }
   if (!names_->put_back(*before_, fresh)) {
     return false;

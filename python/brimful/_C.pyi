@@ -1086,6 +1086,7 @@ def _map_batches(
     rank: int,
     world_size: int,
     model: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None,
+    names: _ModuleEntries | None,
 ) -> Any: ...
 
 class StageNote:

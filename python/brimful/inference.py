@@ -7,12 +7,14 @@ import random
 import sys
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from brimful import _C
+from brimful._modules import entries_of
 from brimful.sizer import BatchDim, _numpy_state, _set_numpy_state
 
 __all__ = ["map_batches"]
@@ -30,6 +32,30 @@ def _identity(fn: Any) -> int:
     modules = [id(value) for value in cells if isinstance(value, torch.nn.Module)]
     code = getattr(function, "__code__", function)
     return (hash((id(code), id(owner), *modules)) & sys.maxsize) | 1
+
+
+def _modules_of(fn: Any) -> list[torch.nn.Module]:
+    """Those that it is, is bound to, holds or names, and attributes of such objects."""
+    used: list[Any] = []
+    while isinstance(fn, functools.partial):
+        used += [*fn.args, *fn.keywords.values()]
+        fn = fn.func
+    owner = getattr(fn, "__self__", None)
+    function = getattr(fn, "__func__", fn)
+    if isinstance(function, types.FunctionType):
+        used += [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
+        used += [function.__globals__.get(name) for name in function.__code__.co_names]
+    used += [owner, fn]
+    held = [value for holder in used for value in _attributes_of(holder)]
+    return [value for value in used + held if issubclass(type(value), torch.nn.Module)]
+
+
+def _attributes_of(holder: Any) -> list[Any]:
+    if issubclass(type(holder), (type, types.ModuleType, torch.nn.Module)):
+        return []
+    with suppress(Exception):  # a proxy that stands for nothing yet
+        return list(vars(holder).values())
+    return []
 
 
 def _is_set(cell: types.CellType) -> bool:
@@ -64,7 +90,8 @@ def map_batches(
     again, within a call too, to what is known to fit; what failed is tried again when there is more room, or after 16
     pieces, then after twice as many each time. ``fn`` may be called again for the same rows: from the same
     random numbers (torch's, Python's and numpy's), so that dropout gives what it gives in the same pieces without a
-    retry.
+    retry, and from the same buffers of the modules that it is, is bound to, closes over or names, so that BatchNorm in
+    training counts each row once.
 
     Raises ``BatchTooLarge`` (a ``torch.OutOfMemoryError``) with the sizes tried, bytes by category (the model's too if
     ``fn`` is a module) and advice, if a piece of one row does not fit, or memory ran out more than ``max_retries``
@@ -79,6 +106,7 @@ def map_batches(
     rank, world_size = 0, 1
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
+    modules = _modules_of(fn)
     model = None
     if isinstance(fn, torch.nn.Module):
         model = list(fn.parameters()), list(fn.buffers())
@@ -94,4 +122,5 @@ def map_batches(
         rank=rank,
         world_size=world_size,
         model=model,
+        names=entries_of(modules) if modules else None,
     )

@@ -253,6 +253,26 @@ TEST_CASE("A piece that is repeated gets the same random numbers", "[sizer]") {
   CHECK(number == 7);
 }
 
+TEST_CASE("A piece that is repeated counts once in the buffers of the modules that are named",
+          "[sizer]") {
+  const Budget budget(4 * kRowBytes);
+  const bool named = GENERATE(true, false);
+  auto seen = at::zeros({}, at::kLong);
+  MapOptions options;
+  if (named) {
+    options.names = names_of([&] { return std::vector<at::Tensor>{seen}; });
+  }
+  int calls = 0;
+  const auto fn = [&](const at::Tensor& x) {
+    ++calls;
+    seen.add_(x.size(0));
+    return heavy(x);
+  };
+  map_batches(fn, batch_of_rows(), options);
+  CHECK(calls > 4);
+  CHECK((seen.item<int64_t>() == kRows) == named);
+}
+
 TEST_CASE("Results that do not fit together are refused", "[sizer]") {
   MapOptions options;
   options.pieces = 2;

@@ -1,5 +1,7 @@
 """What a forward may change of a module's buffers, wherever a forward is repeated, undone or only tried."""
 
+import functools
+
 import pytest
 import torch
 from models import used
@@ -225,8 +227,6 @@ PIPELINES = {
 @pytest.mark.parametrize("case", PIPELINES)
 def test_a_pipeline_counts_once(case, form):
     options, dropout, times = PIPELINES[case]
-    if form is another_dtype and "recompute" in options:
-        pytest.skip("what is assigned to .data, no operator shows to a checkpoint")
     stages = [Counting(form, dropout), Counting(form, dropout)]
     loss = RunsOut(times)
     pipe = pipeline_of(stages, lambda output, _: loss(lambda x: x, output), **options)
@@ -316,3 +316,59 @@ def test_inference_without_versions_counts_too(form):
     with torch.inference_mode():
         pipe.forward(x)
     assert [rows_seen(stage) for stage in stages] == [3 * ROWS] * 2
+
+
+@pytest.fixture
+def forgotten():
+    brimful._C._forget_map_sizes()
+
+
+class Predicting:
+    def __init__(self, form):
+        self.model, self.loss = Counting(form), RunsOut(3)
+
+    def predict(self, x):
+        self.loss(self.model, x)  # its first calls run out behind the forward
+        return x
+
+
+def bound(job):
+    return job.predict
+
+
+def closing_over(job):
+    model, loss = job.model, job.loss
+
+    def predict(x):
+        loss(model, x)
+        return x
+
+    return predict
+
+
+def partly(job):
+    return functools.partial(
+        lambda model, loss, x: loss(model, x)[None].expand(len(x)), job.model, job.loss
+    )
+
+
+@forms
+@pytest.mark.parametrize("way", [bound, closing_over, partly], ids=lambda way: way.__name__)
+def test_what_is_mapped_counts_each_row_once(forgotten, form, way):
+    job = Predicting(form)
+    brimful.map_batches(way(job), torch.randn(ROWS, WIDTH))
+    assert job.loss.times == 0 and rows_seen(job.model) == ROWS
+
+
+named = None
+
+
+def by_name(x):
+    return named.predict(x)
+
+
+def test_what_a_function_names_is_counted_once_too(forgotten, monkeypatch):
+    job = Predicting(in_place)
+    monkeypatch.setitem(globals(), "named", job)
+    brimful.map_batches(by_name, torch.randn(ROWS, WIDTH))
+    assert job.loss.times == 0 and rows_seen(job.model) == ROWS

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -27,6 +28,8 @@ struct MapOptions {
   c10::Device device =
       c10::Device(c10::DeviceType::CPU);     ///< whose cached memory is given back before a retry
   std::vector<Transaction::Keeper> keepers;  ///< of random numbers other than torch's
+  /// Of the modules that `fn` calls: what a piece that is repeated has changed of their buffers is as before it. May be null.
+  std::shared_ptr<TensorNames> names = {};
   // For the text of BatchTooLarge.
   int rank = 0;
   int world_size = 1;
