@@ -137,49 +137,49 @@ void drop_repeated(std::vector<at::Tensor>& parameters, ReducerOptions& options)
 }
 
 /// All ranks plan alike, or raise. What earlier reducers owe is launched first.
-BucketPlan agree_on_plan(EngineState& s, const std::vector<at::Tensor>& parameters,
+BucketPlan agree_on_plan(GroupLink& link, const BucketSet& layout,
+                         const std::vector<at::Tensor>& parameters,
                          const std::vector<at::Tensor>& buffers, const ReducerOptions& options) {
   uint64_t others = 0;  // that go on living
-  for (const auto& other : reducers_beside(parameters, s.link.group.get())) {
+  for (const auto& other : reducers_beside(parameters, link.group.get())) {
     other->settle_owed();
-    const auto& theirs = other->state();
-    others += theirs.link.group == s.link.group && !theirs.layout.shared_with(parameters) ? 1 : 0;
+    const auto& theirs = other->engine();
+    others += theirs.link().group == link.group && !theirs.layout().shared_with(parameters) ? 1 : 0;
   }
   auto plan = is_fixed(options.plan)
-                  ? plan_from_json(options.plan, s.layout.infos, s.layout.plan_options)
-                  : plan_buckets(s.layout.infos, s.layout.plan_options);
-  s.link.device = plan.buckets.back().device;
-  s.watch.set_device(s.link.device, waits_in_streams(*s.link.group, s.link.device));
+                  ? plan_from_json(options.plan, layout.infos, layout.plan_options)
+                  : plan_buckets(layout.infos, layout.plan_options);
+  const auto device = plan.buckets.back().device;
+  const auto text = to_string(with_devices_in_order(plan), layout.infos) + describe(options);
   const auto [most_others, number] = require_same_model(
-      s.link.group, s.link.device,
-      {parameters, options.names, options.frozen, buffers,
-       to_string(with_devices_in_order(plan), s.layout.infos) + describe(options)},
-      {others, s.link.next_number()});
-  s.link.traffic->several = most_others > 0;
-  s.link.open_board(number);
+      link.group, device, {parameters, options.names, options.frozen, buffers, text},
+      {others, link.next_number()});
+  link.traffic->several = most_others > 0;
+  link.open_board(number, device);
   return plan;
 }
 
-/// What the last bucket carries beside its gradients.
-Tail make_tail(const EngineState& s, const BucketPlan& plan, std::vector<at::Tensor> buffers,
-               const ReducerOptions& options) {
+/// What the last bucket carries besides its gradients.
+Tail make_tail(const GroupLink& link, const BucketPlan& plan, std::vector<at::Tensor> buffers,
+               const ReducerOptions& options, size_t parameters) {
   if (!options.broadcast_buffers) {
     buffers.clear();
   }
-  std::erase_if(buffers, [&](const auto& buffer) { return buffer.device() != s.link.device; });
-  return {static_cast<int64_t>(s.layout.infos.size()),
-          s.link.rank,
-          s.link.world_size,
+  std::erase_if(buffers, [&](const auto& buffer) { return buffer.device() != link.device; });
+  return {static_cast<int64_t>(parameters),
+          link.rank,
+          link.world_size,
           std::move(buffers),
           c10::toRealValueType(plan.buckets.back().dtype),
           std::count(options.sparse.begin(), options.sparse.end(), true)};
 }
 
-void start_tuner(EngineState& s, const ReducerOptions& options) {
+void start_tuner(Engine& engine, const ReducerOptions& options) {
+  const auto& link = engine.link();
   const bool may_change = !is_fixed(options.plan) && options.plan != "registration";
-  if (s.link.rank == 0 && s.link.store && !s.link.alone && may_change) {
+  if (link.rank == 0 && link.store && !link.alone && may_change) {
     const bool caps_given = options.bucket_cap_mb || !options.bucket_cap_mb_list.empty();
-    s.tuner.start(s.layout, options.plan == "auto" && !caps_given);
+    engine.tuner().start(engine.layout(), options.plan == "auto" && !caps_given);
   }
 }
 }  // namespace
@@ -194,34 +194,32 @@ std::shared_ptr<Reducer::State> Reducer::State::make(std::vector<at::Tensor> par
                                                      const Group& group,
                                                      const ReducerOptions& options) {
   auto state = std::make_shared<State>(group, options);
-  auto& s = state->engine.state();
-  s.link.alone = s.link.world_size == 1 && !WholePath::is_on();
-  auto& layout = s.layout;
+  auto& link = state->engine.link();
+  BucketSet layout;
   layout.names = options.names;
   layout.wire_dtype = options.wire_dtype;
   layout.error_feedback = options.error_feedback;
   layout.infos = infos_of(parameters, options.sparse);
   layout.plan_options = plan_options_of(options);
-  auto plan = agree_on_plan(s, parameters, buffers, options);
+  auto plan = agree_on_plan(link, layout, parameters, buffers, options);
   if (options.synchronise_at_start) {
     broadcast_from(0, group, parameters);
     broadcast_from(0, group, options.frozen);
     broadcast_from(0, group, buffers);
   }
-  if (s.link.world_size > 1 && options.check_updates) {
-    s.updates.emplace(parameters, s.link.device, options.renormalised, "DistributedDataParallel");
+  std::optional<Updates> updates;
+  if (link.world_size > 1 && options.check_updates) {
+    updates.emplace(parameters, link.device, options.renormalised, "DistributedDataParallel");
   }
   state->buffers = buffers;
-  layout.tail.emplace(make_tail(s, plan, std::move(buffers), options));
-  s.attempt.seen.assign(parameters.size(), -1);
-  s.attempt.used.assign(parameters.size(), 0);
+  layout.tail.emplace(make_tail(link, plan, std::move(buffers), options, parameters.size()));
   layout.views.resize(parameters.size());
   layout.parameters = std::move(parameters);
-  layout.arenas = Arenas([&s](int64_t numel, const at::TensorOptions& of) {
-    return zeros_for(s.link.group, numel, of);  // the group's one owner here is the link
+  layout.arenas = Arenas([&link](int64_t numel, const at::TensorOptions& of) {
+    return zeros_for(link.group, numel, of);  // the group's one owner here is the link
   });
-  layout.lay_out(std::move(plan), /*dense=*/false, /*encodes=*/!s.link.alone);
-  start_tuner(s, options);
+  state->engine.set_up(std::move(layout), std::move(plan), std::move(updates));
+  start_tuner(state->engine, options);
   return state;
 }
 
@@ -231,22 +229,23 @@ void Reducer::State::connect(const std::shared_ptr<State>& state) {
                      std::shared_ptr<Engine>(state, &state->engine));
   release_at_exit(&state->loop, [weak = std::weak_ptr<State>(state)] {
     if (const auto alive = weak.lock()) {
-      alive->engine.state().link.group.reset();
+      alive->engine.link().release();
     }
   });
   state->connected = true;
 }
 
 void Reducer::State::own_parameters(const std::shared_ptr<State>& state) {
-  const auto& s = state->engine.state();
-  own(std::shared_ptr<LoopDriver>(state, &state->loop), s.layout.parameters, s.link.group.get());
+  const auto& engine = state->engine;
+  own(std::shared_ptr<LoopDriver>(state, &state->loop), engine.layout().parameters,
+      engine.link().group.get());
 }
 
 void Reducer::State::let_go() {
   if (std::exchange(connected, false)) {
     forget_at_exit(&loop);
     disown(&loop);
-    engine.remove_hooks();
+    engine.gradient_hooks().remove();
   }
 }
 
@@ -268,14 +267,15 @@ std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters,
   drop_repeated(parameters, options);
   auto state =
       State::make(std::move(parameters), distinct_tensors(std::move(buffers)), group, options);
-  const auto& layout = state->engine.state().layout;
+  const auto& layout = state->engine.layout();
   for (const auto& other : owners_of(layout.parameters)) {
-    const auto& theirs = other->state().layout;
+    const auto& theirs = other->engine().layout();
     other->retire(theirs.name_of(*theirs.shared_with(layout.parameters)));
   }
   State::connect(state);
   std::shared_ptr<Reducer> reducer(new Reducer(std::move(state)));
-  reducer->self_ = reducer->s_->loop.reducer_ = reducer;
+  reducer->self_ = reducer;
+  reducer->s_->loop.belong_to(reducer);
   return reducer;
 }
 

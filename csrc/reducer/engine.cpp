@@ -4,45 +4,41 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <algorithm>
 #include <utility>
 
-#include "base/fnv.h"
-#include "reducer/graph_hooks.h"
+#include "reducer/device_wait.h"
 
 namespace brimful {
+
+void Engine::set_up(BucketSet layout, BucketPlan plan, std::optional<Updates> updates) {
+  layout_ = std::move(layout);
+  updates_ = std::move(updates);
+  watch_.set_device(link_.device, waits_in_streams(*link_.group, link_.device));
+  lay_out(std::move(plan));
+}
 
 void Engine::attach(std::weak_ptr<Engine> self, EngineDriver& driver) {
   self_ = std::move(self);
   driver_ = &driver;
-  for (size_t i = 0; i < s_.layout.parameters.size(); ++i) {
-    auto accumulator = torch::autograd::impl::grad_accumulator(s_.layout.parameters[i]);
-    auto hook = [weak = self_, i](const torch::autograd::variable_list& gradients) {
+  placement_.watch_histories([&](const at::Tensor& gradient) { driver.watch_gradient(gradient); });
+  gradient_hooks_.add(layout_.parameters, [&](int64_t parameter) {
+    return [weak = self_, parameter](const torch::autograd::variable_list& gradients) {
       if (const auto engine = weak.lock()) {
-        engine->on_gradient(static_cast<int64_t>(i), gradients[0]);
+        engine->on_gradient(parameter, gradients[0]);
       }
     };
-    hook_keys_.push_back(accumulator->add_post_hook(after_node(std::move(hook))));
-    s_.accumulators.push_back(std::move(accumulator));
-  }
-}
-
-void Engine::remove_hooks() {
-  for (size_t i = 0; i < hook_keys_.size(); ++i) {
-    s_.accumulators[i]->del_post_hook(hook_keys_[i]);
-  }
-  hook_keys_.clear();
+  });
 }
 
 void Engine::on_gradient(int64_t parameter, const at::Tensor& gradient) {
-  std::unique_lock<std::mutex> lock(s_.attempt.mutex);
-  if (s_.attempt.mode == Mode::idle && !driver_->begin_backward(lock)) {
+  auto lock = attempt_.lock();
+  if (attempt_.is_idle() && !driver_->begin_backward(lock)) {
     return;
   }
   try {
     take(parameter, gradient);
   } catch (...) {
-    if (s_.attempt.mode == Mode::plain) {
+    if (attempt_.is_plain()) {
       driver_->note_error(std::current_exception());
     }
     throw;
@@ -50,36 +46,34 @@ void Engine::on_gradient(int64_t parameter, const at::Tensor& gradient) {
 }
 
 void Engine::take(int64_t parameter, const at::Tensor& gradient) {
-  const auto index = s_.layout.slots[parameter].bucket;
-  auto& bucket = s_.layout.buckets[index];
+  const auto index = layout_.slots[parameter].bucket;
+  auto& bucket = layout_.buckets[index];
   if (bucket.launched) {
-    on_late_gradient(parameter);
+    throw_late(parameter);
   }
-  s_.late.reentrant =
-      s_.late.reentrant || (s_.attempt.mode == Mode::managed &&
-                            torch::autograd::get_current_graph_task_id() != s_.late.graph_task);
-  const auto began = s_.watch.gradient(index);
-  s_.tuner.note_gradient(parameter);
-  if (s_.attempt.seen[parameter] == s_.attempt.generation) {
-    bucket.join_current_stream();
-    add_again(parameter, gradient);
+  late_.reentrant =
+      late_.reentrant ||
+      (attempt_.is_managed() && torch::autograd::get_current_graph_task_id() != late_.graph_task);
+  const auto began = watch_.gradient(index);
+  tuner_.note_gradient(parameter);
+  bucket.join_current_stream();
+  if (placement_.has_come(parameter)) {
+    placement_.add_again(parameter, gradient);
     return;
   }
-  s_.attempt.seen[parameter] = s_.attempt.generation;
-  bucket.join_current_stream();
-  place(parameter, gradient);
-  s_.watch.end_copy(began);
-  if (--bucket.pending == 0) {
-    s_.watch.ready(index);
+  const bool is_full = placement_.place_next(parameter, gradient);
+  watch_.end_copy(began);
+  if (is_full) {
+    watch_.ready(index);
     advance_early();
   }
 }
 
-void Engine::on_late_gradient(int64_t parameter) {
-  s_.late.came = true;
-  s_.late.launch_late = true;
+void Engine::throw_late(int64_t parameter) {
+  late_.came = true;
+  late_.launch_late = true;
   TORCH_CHECK(false, "a parameter got a second gradient after its bucket was launched (parameter: ",
-              s_.layout.name_of(parameter),
+              layout_.name_of(parameter),
               "); a module used several times under reentrant checkpointing does that. From now on "
               "buckets are launched after backward: "
               "repeat the step (a BatchSizer does so by itself), or pass use_reentrant=False to "
@@ -88,69 +82,77 @@ void Engine::on_late_gradient(int64_t parameter) {
 
 void Engine::begin(int buffer_source) {
   driver_->give_way(/*to_step=*/true);
-  const std::lock_guard<std::mutex> lock(s_.attempt.mutex);
+  const auto lock = attempt_.lock();
   take_up_plan();
-  s_.begin_times();
-  auto& attempt = s_.attempt;
-  attempt.mode = Mode::managed;
-  attempt.plain = false;
-  attempt.scales = {};
-  attempt.scales.hook = s_.link.world_size;  // a hook returns the mean, a step wants the sum
-  attempt.buffer_source = buffer_source;
-  s_.late.came = false;
-  s_.late.reentrant = false;
-  std::fill(attempt.used.begin(), attempt.used.end(), uint8_t{0});
+  watch_.begin_step(link_.traffic->agreeing_ms);
+  attempt_.begin_managed(buffer_source);
+  late_.came = false;
+  late_.reentrant = false;
+  Scales scales;
+  scales.hook = link_.world_size;  // a hook returns the mean, a step wants the sum
+  placement_.set_scales(scales);
+  placement_.forget();
   start_backward(false);
 }
 
-void Engine::begin_plain(const Scales& scales, int buffer_source) {
-  s_.attempt.plain = true;
-  s_.attempt.scales = scales;
-  s_.attempt.buffer_source = buffer_source;
-  s_.late.came = false;
+void Engine::begin_plain(const Scales& scales, int buffer_source, std::shared_ptr<SharedStep> step,
+                         bool launches) {
+  take_up_plan();
+  attempt_.begin_plain(buffer_source);
+  placement_.set_scales(scales);
+  late_.came = false;
+  if (step) {
+    step_ = std::move(step);
+    opened_ = false;
+  }
+  start_backward(launches);
 }
 
+/// The reducers of a group that follow each other in a StepGroup share what they agree on with the other ranks.
 void Engine::set_order(ParticipantAttempt* before, ParticipantAttempt* after) {
-  s_.attempt.before = before;
-  s_.attempt.after = after;
+  launcher_.set_order(before, after);
+  if (!attempt_.is_managed()) {
+    return;
+  }
+  const auto* earlier = dynamic_cast<const Engine*>(before);
+  const bool shares = earlier != nullptr && earlier->link_.group == link_.group;
+  step_ = shares ? earlier->step_ : std::make_shared<SharedStep>();
+  step_->add(link_.number);
+  opened_ = false;
 }
 
 void Engine::begin_piece(bool last, const at::Tensor& loss) {
-  const std::lock_guard<std::mutex> lock(s_.attempt.mutex);
+  const auto lock = attempt_.lock();
   start_backward(last);
   if (loss.defined()) {
     loss.register_hook([weak = self_](const at::Tensor&) {
       if (const auto engine = weak.lock()) {
-        engine->s_.late.graph_task = torch::autograd::get_current_graph_task_id();
+        engine->late_.graph_task = torch::autograd::get_current_graph_task_id();
       }
     });
   }
 }
 
 void Engine::start_backward(bool launching) {
-  s_.attempt.launching = launching;
-  ++s_.attempt.generation;
-  for (auto& bucket : s_.layout.buckets) {
-    bucket.pending = static_cast<int64_t>(bucket.parameters.size());
-    bucket.stream.reset();
-  }
-  s_.watch.begin_backward(s_.layout.buckets.size());
-  s_.tuner.begin_backward();
+  attempt_.begin_backward(launching);
+  placement_.begin_backward();
+  watch_.begin_backward(layout_.buckets.size());
+  tuner_.begin_backward();
 }
 
 void Engine::lay_out(BucketPlan plan) {
-  s_.hooks.forget_counts();
-  s_.layout.lay_out(std::move(plan), /*dense=*/s_.hooks.is_set(), /*encodes=*/!s_.link.alone);
+  hooks_.forget_counts();
+  layout_.lay_out(std::move(plan), /*dense=*/hooks_.is_set(), /*encodes=*/!link_.alone);
 }
 
 void Engine::take_up_plan() {
-  auto& next = s_.tuner.next();
+  auto& next = tuner_.next();
   if (next) {
     try {
       lay_out(*next);
     } catch (...) {  // the others have other buckets from now on: their sizes would not match
-      s_.link.broken = std::current_exception();
-      s_.link.abort();
+      link_.fail(std::current_exception());
+      link_.abort();
       throw;
     }
     next.reset();
@@ -158,58 +160,22 @@ void Engine::take_up_plan() {
 }
 
 void Engine::set_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
-  auto& layout = s_.layout;
-  s_.hooks.set(std::move(hook));
-  s_.link.alone = false;
-  if (layout.plan_options.own_record) {
+  hooks_.set(std::move(hook));
+  link_.end_short_way();
+  if (layout_.plan_options.own_record) {
     return;
   }
   // The hook gets whole buckets, so the control record moves into one of its own.
-  auto& next = s_.tuner.next();
-  auto plan = next ? std::move(*next) : layout.plan;
+  auto& next = tuner_.next();
+  auto plan = next ? std::move(*next) : layout_.plan;
   next.reset();
-  layout.plan_options.own_record = true;
-  layout.plan_options.record_dtype = layout.tail->dtype();
+  layout_.plan_options.own_record = true;
+  layout_.plan_options.record_dtype = layout_.tail->dtype();
   if (!plan.buckets.back().parameters.empty()) {
-    plan.buckets.push_back({{}, layout.tail->dtype(), s_.link.device, false, false});
+    plan.buckets.push_back({{}, layout_.tail->dtype(), link_.device, false, false});
   }
   lay_out(std::move(plan));
-  s_.tuner.restart(layout);
-}
-
-// Several reducers of a group (turns.h).
-
-void Engine::open_turn() {
-  auto& turns = s_.turns;
-  if (turns.opened || turns.ended || !s_.link.takes_turns()) {
-    return;
-  }
-  const bool managed = s_.attempt.mode == Mode::managed;
-  auto* const first = managed ? dynamic_cast<Engine*>(s_.attempt.before) : nullptr;
-  if (first != nullptr && first->s_.link.group == s_.link.group) {  // it speaks for all of the step
-    first->open_turn();
-    turns.share_end_of(first->s_.turns);
-  } else {
-    Turn own{managed ? TurnKind::managed : TurnKind::plain, s_.link.number};
-    Fnv<uint64_t> numbers;
-    for (const auto* next = this; managed && next != nullptr;
-         next = dynamic_cast<const Engine*>(next->s_.attempt.after)) {
-      numbers.add(next->s_.link.number);
-      own.detail = numbers.value();
-    }
-    turns.agree(own);
-  }
-  turns.opened = true;
-}
-
-void Engine::exchange_in_turn() {
-  if (!s_.link.takes_turns()) {
-    return;
-  }
-  s_.turns.agree({TurnKind::exchange, s_.link.number});
-  if (std::exchange(s_.turns.ended, false)) {
-    driver_->throw_turn_ended();
-  }
+  tuner_.restart(layout_);
 }
 
 }  // namespace brimful

@@ -4,11 +4,17 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "reducer/engine_state.h"
+#include "reducer/attempt.h"
+#include "reducer/gradient_hooks.h"
+#include "reducer/launcher.h"
+#include "reducer/place.h"
+#include "reducer/plan_tuner.h"
+#include "reducer/shared_step.h"
+#include "reducer/updates.h"
 
 namespace brimful {
 
@@ -16,8 +22,8 @@ namespace brimful {
 class EngineDriver {
  public:
   virtual ~EngineDriver() = default;
-  /// A gradient has come outside of a step; `lock` is on the attempt's mutex. False: it stays this rank's own.
-  virtual bool begin_backward(std::unique_lock<std::mutex>& lock) = 0;
+  /// A gradient has come outside of a step; `lock` is the attempt's. False: it stays this rank's own.
+  virtual bool begin_backward(Attempt::Lock& lock) = 0;
   /// The engine has thrown this from the hook of a gradient, in a backward of the driver's.
   virtual void note_error(std::exception_ptr error) = 0;
   /// A loss of this gradient begins a backward too.
@@ -25,89 +31,115 @@ class EngineDriver {
   /// A step that the driver does not begin is about to, or an exchange: settles what the driver's own steps owe.
   virtual void give_way(bool to_step) = 0;
   /// The ranks are in steps of different models, or one has failed, as all of them know.
-  [[noreturn]] virtual void throw_turn_ended() = 0;
+  [[noreturn]] virtual void throw_step_ended(const SharedStep& step) = 0;
 };
 
-/// Moves gradients into buckets as they come and launches these in order: each gradient is moved while the caches still
-/// hold it and p.grad becomes a view, or stays where it is if it is large (place.cpp); what did not come is filled in.
-/// Buckets are launched in order (launch.cpp), and one wait ends the step (finish.cpp).
+/// A reducer's part of steps: takes gradients as they come (place.h), launches full buckets in order (launcher.h), and ends
+/// the step with one wait (finish.cpp). Its state is its own: others see some of the objects that it consists of, and
+/// change the attempt by what these and the engine do.
 class Engine final : public ParticipantAttempt {
  public:
-  explicit Engine(const Group& group) : s_(group) {}
-
+  explicit Engine(const Group& group) : link_(group) {}
+  /// All ranks have agreed on the plan. `updates` compares the ranks' parameters; none: nobody does.
+  void set_up(BucketSet layout, BucketPlan plan, std::optional<Updates> updates);
   /// Adds the hooks of gradients, which hold `self` weakly.
   void attach(std::weak_ptr<Engine> self, EngineDriver& driver);
-  void remove_hooks();
-  EngineState& state() { return s_; }
-  const EngineState& state() const { return s_; }
 
-  // ParticipantAttempt: driven by a StepGroup or by the driver.
-  void begin(int buffer_source) override;
-  void set_order(ParticipantAttempt* before, ParticipantAttempt* after) override;
-  void begin_piece(bool last, const at::Tensor& loss) override;
-  void advance() override;
-  bool launched_early() const override;
+  GroupLink& link() { return link_; }
+  const GroupLink& link() const { return link_; }
+  Attempt& attempt() { return attempt_; }
+  const Attempt& attempt() const { return attempt_; }
+  const BucketSet& layout() const { return layout_; }
+  const Launcher& launcher() const { return launcher_; }
+  GradientHooks& gradient_hooks() { return gradient_hooks_; }
+  HookChain& hooks() { return hooks_; }
+  PlanTuner& tuner() { return tuner_; }
+  Stopwatch& watch() { return watch_; }
+
+  // ParticipantAttempt's that the driver calls too.
   Progress progress() const override;
   void launch_early(Fill fill) override;
-  void launch_last(Fill fill, const Announcement& said) override;
   Ending finish() override;
-  void abandon() override;
   void accept(double scale, bool keep_unused) override;
-  void discard() override;
+  void discard() override { placement_.discard(); }
 
-  /// Every rank's bytes, for `what`. @throws RankFailed
-  std::vector<std::vector<uint8_t>> gather_bytes(const std::vector<uint8_t>& own, const char* what);
-  /// As Participant's, of the attempt under way.
-  std::vector<at::Tensor> gather(const at::Tensor& own);
-  void sum(at::Tensor& tensor);
+  /// Before anything of the step leaves: are all ranks in it? False: nothing may.
+  bool open_step();
+  /// They have agreed that they are, or nobody asks.
+  bool has_opened() const { return opened_; }
+  /// Before other collectives, between steps. `settles`: what the driver's own steps owe comes first.
+  /// @throws PlanMismatch, RankFailed if the others are in a step
+  void open_exchange(bool settles);
   /// All ranks set the same hook between steps, or none.
   void set_hook(std::unique_ptr<c10d::CommHookInterface> hook);
+  bool replace_buffer(const at::Tensor& before, const at::Tensor& now) {
+    return layout_.tail->replace(before, now);
+  }
 
   // For the driver.
-  void take_up_plan();
-  /// Under the attempt's mutex.
-  void begin_plain(const Scales& scales, int buffer_source);
-  void start_backward(bool launching);
+  /// A backward of a plain loop, or what stands in for one, under the attempt's lock. `step`: of the reducers that it
+  /// reaches; null: it ends none.
+  void begin_plain(const Scales& scales, int buffer_source, std::shared_ptr<SharedStep> step,
+                   bool launches);
+  /// No backward runs any more; what was launched is still waited for.
+  void leave_backward();
   /// In place of accept(), on a rank that only made the others' collectives.
   void accept_nothing();
   /// Ends an attempt that leaves nothing behind, and is none.
   /// @throws RankFailed if the process group broke
   void give_up();
-  /// Agrees with the other ranks, where there are several reducers, that this is no step, before other collectives.
-  void exchange_in_turn();
+  /// All ranks have the same parameters now.
+  void forget_updates();
 
  private:
+  // ParticipantAttempt's that only a step calls.
+  void begin(int buffer_source) override;
+  void set_order(ParticipantAttempt* before, ParticipantAttempt* after) override;
+  void begin_piece(bool last, const at::Tensor& loss) override;
+  void advance() override;
+  bool launched_early() const override { return launcher_.launched_early(); }
+  void launch_last(Fill fill, const Announcement& said) override;
+  void abandon() override;
+
   void on_gradient(int64_t parameter, const at::Tensor& gradient);
   void take(int64_t parameter, const at::Tensor& gradient);
-  void on_late_gradient(int64_t parameter);
-  void place(int64_t parameter, const at::Tensor& arrived);
-  void place_direct(int64_t parameter, const at::Tensor& arrived);
-  void add_again(int64_t parameter, const at::Tensor& gradient);
-  void fill(int64_t index);
+  void throw_late(int64_t parameter);
   void lay_out(BucketPlan plan);
+  void take_up_plan();
+  void start_backward(bool launching);
   void advance_early();
-  void open_turn();
-  void call_in_attempt(const std::function<c10::intrusive_ptr<c10d::Work>()>& collective);
-  void launch(int64_t index);
-  void launch_drained(int64_t index, Fill fill);
+  void launch();
   void launch_until(int64_t end, Fill fill, const Announcement* said);
-  void send(int64_t index);
-  void exchange_rows();
+  void write_tail();
   void write_back_buffers();
-  void wait_for_buckets();
   void end_attempt();
   void end_unmade();
-  void forget_attempt();
-  void end_turn();
+  bool looks_at_updates() const { return updates_ && !attempt_.is_uneven(); }
 
-  EngineState s_;
+  /// Of gradients that come again.
+  struct Late {
+    bool came = false;         ///< a gradient came after its bucket was launched
+    int graph_task = -1;       ///< of the backward that a step runs
+    bool reentrant = false;    ///< a gradient came in another graph task: it may come again
+    bool launch_late = false;  ///< learned from that: all buckets are launched after backward
+  };
+
+  GroupLink link_;
+  BucketSet layout_;
+  HookChain hooks_{link_};
+  PlanTuner tuner_{link_};
+  Stopwatch watch_;
+  Attempt attempt_;
+  Placement placement_{layout_, hooks_, attempt_};
+  Launcher launcher_{link_, layout_, hooks_, watch_};
+  std::shared_ptr<SharedStep> step_ = std::make_shared<SharedStep>();
+  bool opened_ = false;    ///< the ranks have agreed to be in the step
+  Announcement outgoing_;  ///< with the last bucket
+  Late late_;
+  std::optional<Updates> updates_;  ///< where there are other ranks
+  GradientHooks gradient_hooks_;
   EngineDriver* driver_ = nullptr;
   std::weak_ptr<Engine> self_;
-  std::vector<uintptr_t> hook_keys_;
 };
-
-/// Every rank's record, between steps. A collective.
-/// @throws RankFailed if the process group broke
-std::vector<ControlRecord> exchange_records(Engine& engine, const ControlRecord& record);
 
 }  // namespace brimful

@@ -32,20 +32,21 @@ void for_each_row(const std::vector<at::Tensor>& parameters, const std::vector<S
 }  // namespace
 
 at::Tensor Reducer::clip_grad_norm(double max_norm, double norm_type) {
-  const auto& s = s_->engine.state();
+  const auto& layout = s_->engine.layout();
+  const auto device = s_->engine.link().device;
   TORCH_CHECK_VALUE(max_norm > 0, "the norm's bound must be positive (max_norm: ", max_norm, ")");
   TORCH_CHECK_VALUE(norm_type > 0, "the norm's order must be positive (norm_type: ", norm_type,
                     "); use 2, or infinity");
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> norms;
-  for_each_row(s.layout.parameters, s.layout.slots, s.layout.buckets,
+  for_each_row(layout.parameters, layout.slots, layout.buckets,
                [&](const at::Tensor& row, const std::vector<int64_t>& /*members*/) {
                  if (row.numel() > 0) {
-                   norms.push_back(at::linalg_vector_norm(row, norm_type).to(s.link.device));
+                   norms.push_back(at::linalg_vector_norm(row, norm_type).to(device));
                  }
                });
   if (norms.empty()) {
-    return at::zeros({}, at::TensorOptions().device(s.link.device));
+    return at::zeros({}, at::TensorOptions().device(device));
   }
   const auto dtype = norms.front().scalar_type();
   for (auto& norm : norms) {
@@ -53,7 +54,7 @@ at::Tensor Reducer::clip_grad_norm(double max_norm, double norm_type) {
   }
   auto total = at::linalg_vector_norm(at::stack(norms), norm_type);
   const auto factor = at::clamp_max(max_norm / (total + 1e-6), 1.0);  // as torch's clip_grad_norm_
-  for_each_row(s.layout.parameters, s.layout.slots, s.layout.buckets,
+  for_each_row(layout.parameters, layout.slots, layout.buckets,
                [&](const at::Tensor& row, const std::vector<int64_t>& /*members*/) {
                  row.mul_(factor.to(row.device()));
                });
@@ -61,10 +62,10 @@ at::Tensor Reducer::clip_grad_norm(double max_norm, double norm_type) {
 }
 
 std::optional<int64_t> Reducer::nonfinite_gradient() const {
-  const auto& s = s_->engine.state();
+  const auto& layout = s_->engine.layout();
   const at::NoGradGuard no_grad;
   std::vector<int64_t> bad;
-  for_each_row(s.layout.parameters, s.layout.slots, s.layout.buckets,
+  for_each_row(layout.parameters, layout.slots, layout.buckets,
                [&](const at::Tensor& row, const std::vector<int64_t>& members) {
                  const auto all_finite = [](const at::Tensor& values) {
                    return at::isfinite(values).all().item<bool>();
@@ -73,7 +74,7 @@ std::optional<int64_t> Reducer::nonfinite_gradient() const {
                    return;
                  }
                  for (const auto i : members) {
-                   const auto& gradient = s.layout.parameters[i].grad();
+                   const auto& gradient = layout.parameters[i].grad();
                    if (members.size() == 1 || !all_finite(gradient)) {
                      bad.push_back(i);
                    }

@@ -11,6 +11,7 @@
 #include "base/format.h"
 #include "base/torch_compat.h"
 #include "reducer/device_wait.h"
+#include "reducer/whole_path.h"
 
 namespace brimful {
 namespace {
@@ -28,6 +29,7 @@ GroupLink::GroupLink(Group of)
     : group(std::move(of)),
       rank(group->getRank()),
       world_size(group->getSize()),
+      alone(world_size == 1 && !WholePath::is_on()),
       traffic(traffic_of(group.get())),
       configuration(configuration_of(*group)) {
   traffic->follow(configuration);
@@ -43,8 +45,9 @@ uint64_t GroupLink::next_number() {
                                      : ++traffic->numbers);
 }
 
-void GroupLink::open_board(uint64_t of_reducer) {
+void GroupLink::open_board(uint64_t of_reducer, c10::Device of_last_bucket) {
   number = of_reducer;
+  device = of_last_bucket;
   key = store ? prefix_of(number) : std::string();
   board.emplace(store, key);
 }
@@ -83,13 +86,13 @@ void GroupLink::wait_for(c10d::Work& work, c10::Device of, Clock::time_point sin
 
 void GroupLink::wait_for(c10::ivalue::Future& future) {
   const auto give_up = [&](const char* why) {
-    broken = std::make_exception_ptr(std::runtime_error(why));
+    broken_ = std::make_exception_ptr(std::runtime_error(why));
   };
   auto listen_at = std::chrono::steady_clock::now() + std::chrono::milliseconds(kListenEvery);
   while (device.is_cpu() && store && world_size > 1 && !future.completed()) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
     const auto now = std::chrono::steady_clock::now();
-    if (hook_deadline && now > *hook_deadline) {
+    if (hook_deadline_ && now > *hook_deadline_) {
       return give_up("the others did not come to a communication hook before this process ended");
     }
     if (now > listen_at) {
@@ -112,16 +115,17 @@ void GroupLink::require(c10::Device of) {
   }
   require_no_error(group, of);
   const auto now = std::chrono::steady_clock::now();
-  const bool away = now - std::exchange(required_at, now) > std::chrono::milliseconds(kListenEvery);
+  const bool away =
+      now - std::exchange(required_at_, now) > std::chrono::milliseconds(kListenEvery);
   if (away && is_given_up()) {
-    waiting_since = decltype(waiting_since)::max();
+    waiting_since_ = decltype(waiting_since_)::max();
     throw std::runtime_error("the others have given up waiting for this rank");
   }
 }
 
 void GroupLink::give_up(std::exception_ptr error, int64_t at_step) {
-  broken = std::move(error);
-  auto failure = failure_of(broken);
+  broken_ = std::move(error);
+  auto failure = failure_of(broken_);
   failure.rank = rank;
   failure.step = at_step;
   board->try_post(failure);
@@ -131,6 +135,26 @@ void GroupLink::give_up(std::exception_ptr error, int64_t at_step) {
     log(LogLevel::warning, std::string("could not say that the group is broken: ") + e.what());
   }
   abort();
+}
+
+std::vector<std::vector<uint8_t>> GroupLink::exchange(const std::vector<uint8_t>& own,
+                                                      int64_t at_step, const std::string& what) {
+  count(&Reducer::Counters::exchanges);
+  begin_wait();
+  std::vector<std::vector<uint8_t>> all;
+  if (!broken_) {
+    call([&] {
+      all = exchange_bytes(group, device, own, [&](c10d::Work& work) { wait_for(work, device); });
+    });
+  }
+  require_whole(at_step, what);
+  return all;
+}
+
+void GroupLink::require_whole(int64_t at_step, const std::string& waiting_for) {
+  if (broken_) {
+    throw_broken(at_step, waiting_for, to_string(broken_));
+  }
 }
 
 void GroupLink::abort() {
@@ -187,7 +211,7 @@ void GroupLink::throw_broken(int64_t at_step, const std::string& waiting_for,
                              const std::string& cause) {
   using std::chrono::milliseconds;
   const auto now = std::chrono::steady_clock::now();
-  const auto since = std::min(waiting_since, now);
+  const auto since = std::min(waiting_since_, now);
   const auto waited = std::chrono::duration_cast<milliseconds>(now - since).count();
   const auto deadline = now + milliseconds(kMissingPatience);
   std::string missing;

@@ -52,13 +52,13 @@ void HookChain::note_failed_launch(std::exception_ptr error, int64_t step) {
 
 void HookChain::collect(BucketSet& layout) {
   for (auto& bucket : layout.buckets) {
-    if (bucket.hooked && !link_.broken) {
+    if (bucket.hooked && !link_.is_broken()) {
       link_.wait_for(*bucket.hooked);
     }
-    if (bucket.hooked && !link_.broken && bucket.hooked->hasError() && link_.is_given_up()) {
-      link_.broken = bucket.hooked->exception_ptr();
+    if (bucket.hooked && !link_.is_broken() && bucket.hooked->hasError() && link_.is_given_up()) {
+      link_.fail(bucket.hooked->exception_ptr());
     }
-    if (bucket.hooked && !link_.broken) {
+    if (bucket.hooked && !link_.is_broken()) {
       bucket.hooked->waitAndThrow();
       auto result = hook_->parseHookResult(bucket.hooked->value());
       const auto expected = layout.row_of(bucket).numel();
@@ -97,7 +97,7 @@ uint64_t HookChain::collectives() const {
 
 void HookChain::check(bool throws, int64_t step) {
   const auto hook = std::exchange(last_, nullptr);
-  if (!hook || link_.broken) {
+  if (!hook || link_.is_broken()) {
     return;
   }
   const auto made = collectives() - began_;
@@ -108,7 +108,7 @@ void HookChain::check(bool throws, int64_t step) {
     return;
   }
   if (link_.is_given_up()) {
-    link_.broken = error;
+    link_.fail(error);
     return;
   }
   if (usual != collectives_.end() && usual->second != made) {
@@ -120,7 +120,7 @@ void HookChain::check(bool throws, int64_t step) {
 }
 
 void HookChain::wait() {
-  if (!link_.broken && !is_done()) {
+  if (!link_.is_broken() && !is_done()) {
     link_.wait_for(*last_);
   }
 }

@@ -1,3 +1,4 @@
+// How a plain loop's steps begin and end.
 #include "reducer/loop_driver.h"
 
 #include <ATen/core/grad_mode.h>
@@ -16,9 +17,15 @@
 namespace brimful {
 LoopDriver::LoopDriver(Engine& engine, const ReducerOptions& options)
     : engine_(engine),
-      s_(engine.state()),
-      predivide_(options.gradient_predivide_factor.value_or(s_.link.world_size)) {
-  forward_.announced = options.forwards_announced;
+      link_(engine.link()),
+      attempt_(engine.attempt()),
+      predivide_(options.gradient_predivide_factor.value_or(link_.world_size)),
+      forwards_(link_, options.forwards_announced),
+      uneven_(engine) {}
+
+void LoopDriver::attach(std::weak_ptr<LoopDriver> self, std::weak_ptr<Engine> engine) {
+  self_ = std::move(self);
+  engine_.attach(std::move(engine), *this);
 }
 
 void LoopDriver::require_not_taken() const {
@@ -29,16 +36,16 @@ void LoopDriver::require_not_taken() const {
 
 void LoopDriver::retire(const std::string& taken) {
   disown(this);
-  engine_.remove_hooks();
+  engine_.gradient_hooks().remove();
   taken_ = taken;
 }
 
 void LoopDriver::go_on_from(const LoopDriver& before) {
   sync_ = before.sync_;
   scope_.open = before.scope_.open;
-  scope_.step = s_.attempt.step;
-  if (before.s_.attempt.uneven) {
-    begin_join(before.join_.mean_of_active, before.join_.throw_early);
+  scope_.step = attempt_.step();
+  if (before.attempt_.is_uneven()) {
+    uneven_.go_on_from(before.uneven_);
   }
 }
 
@@ -46,74 +53,60 @@ void LoopDriver::give_way(bool to_step) {
   require_not_taken();
   settle();
   if (to_step) {
-    forward_.open = forward_.due = forward_.passed = false;
-    forward_.unseen = 0;
+    forwards_.forget();
   }
 }
 
 void LoopDriver::prepare_forward() {
   if (at::GradMode::is_enabled()) {
-    require_no_capture(s_.link.device, "a step of a wrapped model");
+    require_no_capture(link_.device, "a step of a wrapped model");
     require_not_taken();
   }
   {
-    const std::lock_guard<std::mutex> lock(s_.attempt.mutex);
-    if (s_.link.alone || (s_.attempt.mode != Mode::idle && !scope_.died)) {
+    const auto lock = attempt_.lock();
+    if (link_.alone || (!attempt_.is_idle() && !scope_.died)) {
       return;
     }
   }
   if (scope_.died) {
     abort_step(Status::error, kUnknownFailure);  // its error was swallowed inside the scope
   }
-  if (forward_.open && !step_.aborted) {
+  if (forwards_.is_open() && !step_.aborted) {
     abort_step(Status::error, kUnknownFailure);  // the last forward never ended
   }
-  if (lost_backward() && !step_.aborted) {
+  if (forwards_.lost_backward() && !step_.aborted) {
     abort_step(Status::out_of_memory,
                "an allocation was refused before backward reached the model");
   }
   settle();
-  forward_.open = sync_ && at::GradMode::is_enabled();
-  s_.begin_times();
+  forwards_.begin(sync_ && at::GradMode::is_enabled());
+  engine_.watch().begin_step(link_.traffic->agreeing_ms);
 }
 
 bool LoopDriver::stop() const {
-  return s_.link.alone ? stop_requested() : step_.stops;
+  return link_.alone ? stop_requested() : step_.stops;
 }
 
 void LoopDriver::forward_done() {
-  forward_.due = forward_.open;
-  forward_.open = false;
-  forward_.ooms_before = memory::stats(s_.link.device).ooms;
-  const bool watched = std::exchange(forward_.watched, false);
-  if (s_.attempt.mode == Mode::idle && at::GradMode::is_enabled()) {
-    forward_.passed = true;
-    forward_.unseen += watched ? 0 : 1;
-  }
-}
-
-// A forward may go without a backward, but one that was followed by a refused allocation has lost it.
-bool LoopDriver::lost_backward() const {
-  return forward_.due && memory::stats(s_.link.device).ooms > forward_.ooms_before;
+  forwards_.end(attempt_.is_idle() && at::GradMode::is_enabled());
 }
 
 void LoopDriver::watch(const at::Tensor& output) {
   {
-    const std::lock_guard<std::mutex> lock(s_.attempt.mutex);
-    if (s_.attempt.mode == Mode::managed) {
+    const auto lock = attempt_.lock();
+    if (attempt_.is_managed()) {
       return;  // the step says when backward begins
     }
   }
-  const bool has_graph = begin_backward_at(output);
-  forward_.watched = forward_.watched || has_graph;
+  forwards_.note_output(begin_backward_at(output));
 }
 
 /// Every backward that reaches the tensor is the step's. False for a leaf.
 bool LoopDriver::begin_backward_at(const at::Tensor& tensor) {
   return on_backward(tensor, [weak = self_] {
     if (const auto loop = weak.lock()) {
-      std::unique_lock<std::mutex> lock(loop->s_.attempt.mutex);
-      if (loop->s_.attempt.mode == Mode::idle) {
+      auto lock = loop->attempt_.lock();
+      if (loop->attempt_.is_idle()) {
         loop->begin_plain_backward(lock, true);
       }
     }
@@ -122,20 +115,16 @@ bool LoopDriver::begin_backward_at(const at::Tensor& tensor) {
 
 // autograd.grad leaves no gradient, and backward(inputs=...) of some parameters is this rank's own. All of them, as far as
 // they can be inputs, are what a backward without inputs reaches.
-bool LoopDriver::is_whole(
-    const std::unordered_map<torch::autograd::Node*, torch::autograd::GraphTask::ExecInfo>&
-        selected) {
+bool LoopDriver::is_whole(const GradientHooks::Selected& selected) {
   if (selected.empty()) {
     return true;
   }
-  size_t chosen = 0;
-  size_t possible = 0;
-  for (size_t i = 0; i < s_.layout.parameters.size(); ++i) {
-    const auto found = selected.find(s_.accumulators[i].get());
-    chosen += found != selected.end() && found->second.needed_ ? 1 : 0;
-    possible += s_.layout.parameters[i].requires_grad() ? 1 : 0;
-  }
-  if (chosen > 0 && chosen < possible && !std::exchange(forward_.warned, true)) {
+  const auto& parameters = engine_.layout().parameters;
+  const auto chosen = engine_.gradient_hooks().reached_by(selected);
+  const auto possible = static_cast<size_t>(
+      std::count_if(parameters.begin(), parameters.end(),
+                    [](const at::Tensor& parameter) { return parameter.requires_grad(); }));
+  if (chosen > 0 && chosen < possible && !std::exchange(warned_, true)) {
     log(LogLevel::warning,
         c10::str("the gradients of a backward of some parameters stay this rank's own (inputs: ",
                  chosen, " of ", possible,
@@ -166,14 +155,10 @@ void LoopDriver::watch_end_of_backward() {
   });
 }
 
-bool LoopDriver::begin_backward(std::unique_lock<std::mutex>& lock) {
-  return begin_plain_backward(lock, false);
-}
-
-bool LoopDriver::begin_plain_backward(std::unique_lock<std::mutex>& lock, bool through_output) {
-  const bool due = through_output || !forward_.announced || forward_.passed || forward_.unseen > 0;
+bool LoopDriver::begin_plain_backward(Attempt::Lock& lock, bool through_output) {
+  const bool due = through_output || forwards_.may_have_backward();
   const auto* selected = torch::autograd::get_current_graph_task_exec_info();
-  if (s_.link.alone || !due || selected == nullptr || !is_whole(*selected)) {
+  if (link_.alone || !due || selected == nullptr || !is_whole(*selected)) {
     return false;  // nothing to send, or not a training step's backward
   }
   require_not_taken();
@@ -183,43 +168,135 @@ bool LoopDriver::begin_plain_backward(std::unique_lock<std::mutex>& lock, bool t
     lock.lock();
   }
   watch_end_of_backward();
-  s_.attempt.mode = Mode::plain;
-  forward_.open = forward_.due = forward_.passed = false;
-  forward_.unseen = through_output ? 0 : std::max<int64_t>(forward_.unseen - 1, 0);
-  forward_.ooms_before = memory::stats(s_.link.device).ooms;
-  engine_.begin_plain({}, s_.attempt.buffer_source);
-  engine_.take_up_plan();
+  attempt_.enter_plain_backward();
+  forwards_.begin_backward(through_output);
   step_.own_error = nullptr;
   if (sync_) {
-    begin_plain_step(Status::ok);
+    begin_plain_step(Status::ok, /*launches=*/true);
+  } else {
+    engine_.begin_plain({}, attempt_.buffer_source(), nullptr, /*launches=*/false);
   }
-  engine_.start_backward(sync_);
   return true;
 }
 
-void LoopDriver::begin_plain_step(Status verdict) {
+void LoopDriver::begin_plain_step(Status verdict, bool launches) {
   Scales scales;
   scales.gradients = scales.sparse = scales.wire = 1.0 / predivide_;
   scales.hook =
-      s_.link.world_size / predivide_;  // it returns the mean, and all is scaled back at the end
-  engine_.begin_plain(scales, join_.active.empty() ? 0 : join_.active.front());
-  step_.said = {};
-  step_.said.record.verdict = verdict;
-  step_.said.record.stop = stop_to_send();
-  step_.said.record.weight = verdict == Status::ok ? 1 : 0;
+      link_.world_size / predivide_;  // it returns the mean, and all is scaled back at the end
+  ControlRecord record;
+  record.verdict = verdict;
+  record.stop = stop_to_send();
+  record.weight = verdict == Status::ok ? 1 : 0;
+  plain_ = PlainStep::join(*this, self_, record);
+  engine_.begin_plain(scales, uneven_.source(), plain_, launches);
   if (step_.unannounced) {
-    step_.said.record.verdict = step_.unannounced->kind;
-    publish_failure(step_.unannounced->kind, step_.unannounced->text);
+    plain_->fail(*step_.unannounced);
     step_.unannounced.reset();
   }
-  join_backward();
-  meet_behind_forward();
+  uneven_.meet();
 }
 
-Ending LoopDriver::finish_step() {
-  auto ending = engine_.finish();
-  join_.met.reset();
-  return ending;
+void LoopDriver::end_plain_backward() {
+  if (!attempt_.is_plain()) {
+    return;  // ended with another one's
+  }
+  if (!attempt_.launches()) {
+    attempt_.leave();
+    return;
+  }
+  const auto step = plain_;
+  try {
+    step->launch(Fill::gradients);
+  } catch (...) {
+    end_failed_backward(std::current_exception());
+    throw;
+  }
+  step->finish(/*keeps=*/true);
+}
+
+void LoopDriver::take_sums(const std::vector<ControlRecord>& records, bool keeps) {
+  step_.stands = true;
+  uneven_.forget_meeting();
+  if (const auto with_data = uneven_.note_data(records)) {
+    drop_sums();
+    call_off();
+    uneven_.throw_ended(with_data);
+  }
+  step_.stops = stops(records);
+  if (keeps) {
+    engine_.accept(predivide_ / uneven_.averaged_over(), true);
+  } else {
+    engine_.accept_nothing();
+  }
+}
+
+void LoopDriver::drop_sums() {
+  step_.stands = false;
+  uneven_.forget_meeting();
+  engine_.discard();
+}
+
+bool LoopDriver::join_step(bool keep_gradients) {
+  require_not_taken();
+  settle();
+  require_all(false);
+  {
+    const auto lock = attempt_.lock();
+    if (keep_gradients) {
+      engine_.discard();
+      attempt_.enter_plain_backward();
+    }
+    begin_plain_step(Status::no_data, /*launches=*/keep_gradients);
+  }
+  uneven_.wait_for_all();
+  if (keep_gradients) {
+    end_plain_backward();
+  } else {
+    const auto step = plain_;
+    step->launch(Fill::zeros);
+    step->finish(/*keeps=*/false);
+  }
+  const auto& records = engine_.layout().tail->records();
+  return std::any_of(records.begin(), records.end(),
+                     [](const auto& record) { return record.verdict == Status::ok; });
+}
+
+void LoopDriver::begin_join(bool mean_of_active, bool throw_early) {
+  uneven_.begin(mean_of_active, throw_early);
+}
+
+void LoopDriver::end_join() {
+  uneven_.end();
+  engine_.forget_updates();
+}
+
+bool LoopDriver::any_rank(bool own) {
+  try {
+    return uneven_.any_rank(own, "a step within a join");
+  } catch (const std::exception&) {  // the group is broken: the forward is no step any more
+    forwards_.close();
+    throw;
+  }
+}
+
+void LoopDriver::require_all(bool has_data) {
+  int64_t with_data = 0;
+  try {
+    with_data = uneven_.remaining(has_data);
+  } catch (const std::exception&) {  // as above
+    forwards_.close();
+    throw;
+  }
+  if (with_data > 0) {
+    call_off();
+    uneven_.throw_ended(with_data);
+  }
+}
+
+void LoopDriver::call_off() {
+  forwards_.close();
+  scope_.called_off = scope_.open;
 }
 
 }  // namespace brimful

@@ -1,18 +1,19 @@
 #pragma once
 #include <brimful/reducer/plain_loop.h>
 #include <brimful/reducer/reducer_options.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "reducer/engine.h"
+#include "reducer/forwards.h"
+#include "reducer/join.h"
+#include "reducer/plain_step.h"
 
 namespace brimful {
 
@@ -21,16 +22,41 @@ constexpr const char* kUnknownFailure = "unknown (see that rank's own output)";
 
 /// Drives an engine in a plain loop, as a StepGroup does elsewhere: it finds the beginning of a backward in a hook on the
 /// module's output, its end in a callback of autograd's engine, and a backward that died in the destruction of that
-/// callback. Several of them that one backward reaches end it together (loop_turns.cpp).
+/// callback. All of them that one backward reaches have one step (plain_step.h).
 class LoopDriver final : public PlainLoop, private EngineDriver {
  public:
   LoopDriver(Engine& engine, const ReducerOptions& options);
   /// Hooks and callbacks hold both weakly.
-  void attach(std::weak_ptr<LoopDriver> self, std::weak_ptr<Engine> engine) {
-    self_ = std::move(self);
-    engine_.attach(std::move(engine), *this);
-  }
+  void attach(std::weak_ptr<LoopDriver> self, std::weak_ptr<Engine> engine);
+  Engine& engine() const { return engine_; }
+  /// Whose it is. None yet, or no more: null.
+  void belong_to(std::weak_ptr<Reducer> reducer) { reducer_ = std::move(reducer); }
+  std::shared_ptr<Reducer> reducer() const { return reducer_.lock(); }
 
+  void publish_failure(FailureKind kind, const std::string& text) override;
+  /// What a step that died here still owes.
+  void settle();
+  /// Before another collective of the group: what the step that died here owes is launched first.
+  void settle_owed();
+  /// A parameter has a later reducer: two would take a gradient in turns, and neither would know.
+  void retire(const std::string& taken);
+  bool is_retired() const { return !taken_.empty(); }
+  /// Goes on in the place of a loop whose reducer took another group, between two steps.
+  void go_on_from(const LoopDriver& before);
+  /// An exception destroys the reducer: it left a plain loop between two steps, and the others come to the next one.
+  void announce_unwinding() noexcept;
+
+  // For the step that this reducer is in.
+  /// The sums of a step that stands become the gradients; without `keeps` they are left.
+  void take_sums(const std::vector<ControlRecord>& records, bool keeps);
+  void drop_sums();
+  /// This rank's step has died, which is no more than a wait away from its end.
+  void note_died();
+  /// Every rank knows of the failure: no scope, and no forward that did not end, announces it again.
+  void note_all_know();
+
+ private:
+  // PlainLoop's, which a program calls.
   void prepare_forward() override;
   void watch(const at::Tensor& output) override;
   void forward_done() override;
@@ -40,7 +66,6 @@ class LoopDriver final : public PlainLoop, private EngineDriver {
   void end_scope_ok() override;
   void end_scope_failed(FailureKind kind, const std::string& text) override;
   void announce_failure(FailureKind kind, const std::string& text, int64_t patience_ms) override;
-  void publish_failure(FailureKind kind, const std::string& text) override;
   bool owes() const override;
   void begin_join(bool mean_of_active, bool throw_early) override;
   bool join_step(bool keep_gradients) override;
@@ -48,103 +73,56 @@ class LoopDriver final : public PlainLoop, private EngineDriver {
   void require_data() override { require_all(true); }
   bool any_rank(bool own) override;
   void call_off() override;
-  const std::vector<int>& active() const override { return join_.active; }
+  const std::vector<int>& active() const override { return uneven_.active(); }
   bool stop() const override;
 
-  const EngineState& state() const { return s_; }
-  /// What a step that died here still owes.
-  void settle();
-  /// Before another collective of the group: what the step that died here owes is launched first.
-  void settle_owed();
-  /// A parameter has a later reducer: two would take a gradient in turns, and neither would know.
-  void retire(const std::string& taken);
-  /// An exception destroys the reducer: it left a plain loop between two steps, and the others come to the next one.
-  void announce_unwinding() noexcept;
-
- private:
-  struct ForwardState {
-    bool announced = false;  ///< a backward of a forward that was not is this rank's own
-    bool open = false;
-    bool due = false;      ///< it has ended and no backward of the module has begun
-    bool passed = false;   ///< as `due`, also where that backward does not synchronise
-    bool watched = false;  ///< an output of the forward that ends has a graph
-    int64_t unseen = 0;  ///< since then without one: their outputs do not say that backward begins
-    int64_t ooms_before = 0;  ///< refused allocations before this backward
-    bool warned = false;      ///< of a backward(inputs=...) of some parameters
-  };
   struct ScopeState {
     bool open = false;
     bool called_off = false;  ///< it has no failure to announce
     bool died = false;        ///< a backward died inside of it; its end announces that
     int64_t step = 0;
   };
-  struct JoinState {
-    bool mean_of_active = false;         ///< gradients are the mean over those
-    bool throw_early = false;            ///< a step without all ranks fails
-    std::vector<int> active;             ///< ranks that had data in the last step
-    c10::intrusive_ptr<c10d::Work> met;  ///< all ranks are behind their forward
-  };
   struct StepState {
-    Announcement said;
     bool stands = false;                 ///< the last backward's sums became gradients
-    std::optional<Failure> unannounced;  ///< failed behind that: announced with the next step
+    std::optional<Failure> unannounced;  ///< failed after that: announced with the next step
     std::exception_ptr own_error;        ///< thrown by the reducer itself in this backward
     bool aborted = false;                ///< drained after a failure, not yet waited for
-    int64_t begun = 0;                   ///< when its backward began, among the group's
-    bool stops = false;                  ///< all ranks stop behind the last one
-    std::optional<Exchange> parting;     ///< what this rank said when its step died
-    uint64_t parting_number = 0;         ///< and of which reducer
+    bool stops = false;                  ///< all ranks stop after the last one
   };
 
-  friend class Reducer;  // which puts one loop in another's place, between two steps
-  std::weak_ptr<Reducer> reducer_;
-  void go_on_from(const LoopDriver& before);
-  bool begin_backward(std::unique_lock<std::mutex>& lock) override;
+  bool begin_backward(Attempt::Lock& lock) override { return begin_plain_backward(lock, false); }
   void note_error(std::exception_ptr error) override { step_.own_error = std::move(error); }
   void watch_gradient(const at::Tensor& gradient) override { begin_backward_at(gradient); }
   void give_way(bool to_step) override;
-  [[noreturn]] void throw_turn_ended() override;
+  [[noreturn]] void throw_step_ended(const SharedStep& step) override;
 
   void require_not_taken() const;
   bool begin_backward_at(const at::Tensor& tensor);
-  bool begin_plain_backward(std::unique_lock<std::mutex>& lock, bool through_output);
+  bool begin_plain_backward(Attempt::Lock& lock, bool through_output);
   void watch_end_of_backward();
-  bool lost_backward() const;
-  bool is_whole(const std::unordered_map<torch::autograd::Node*,
-                                         torch::autograd::GraphTask::ExecInfo>& selected);
-  void begin_plain_step(Status verdict);
+  bool is_whole(const GradientHooks::Selected& selected);
+  void begin_plain_step(Status verdict, bool launches);
   void end_plain_backward();
   void plain_backward_died() noexcept;
   void end_failed_backward(const std::exception_ptr& error);
-  void abort_step(FailureKind kind, const std::string& text);
-  Ending finish_step();
-  void take_sums();
-  void require_success(const Ending& ending);
-  std::vector<uint8_t> ask_all(uint8_t own, const std::string& what);
-  void require_all(bool has_data);
-  void meet_behind_forward();
-  void join_without_gradients();
-  void note_data(const std::vector<ControlRecord>& records);
-  std::vector<std::shared_ptr<LoopDriver>> together();
-  void join_backward();
-  bool close_turn();
-  void note_all_know();
   std::string step_of(const Turn& turn) const;
-  void abort_turn(FailureKind kind, const std::string& text);
-  void launch_and_part(const std::vector<std::shared_ptr<LoopDriver>>& all, FailureKind kind,
-                       const std::string& text);
-  void settle_turn();
+  void abort_step(FailureKind kind, const std::string& text);
+  void require_all(bool has_data);
 
   Engine& engine_;
-  EngineState& s_;
+  GroupLink& link_;
+  Attempt& attempt_;
   std::weak_ptr<LoopDriver> self_;
+  std::weak_ptr<Reducer> reducer_;
   double predivide_;   ///< gradients are divided by this before the sum
   std::string taken_;  ///< a parameter that a later reducer has taken over
   bool sync_ = true;
-  ForwardState forward_;
+  bool warned_ = false;  ///< of a backward(inputs=...) of some parameters
+  Forwards forwards_;
+  UnevenData uneven_;
   ScopeState scope_;
-  JoinState join_;
   StepState step_;
+  std::shared_ptr<PlainStep> plain_;  ///< of the last backward, or of what died in its place
 };
 
 }  // namespace brimful

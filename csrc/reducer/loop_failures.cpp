@@ -1,9 +1,8 @@
 // How a plain loop's failures reach the other ranks, and theirs this one.
+#include <brimful/error.h>
 #include <brimful/log.h>
-#include <brimful/memory/stats.h>
 #include <brimful/step/oom.h>
 
-#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <thread>
@@ -30,37 +29,57 @@ void announce(const std::function<void()>& action) noexcept {
 }  // namespace
 
 void LoopDriver::publish_failure(FailureKind kind, const std::string& text) {
-  const Failure failure{s_.link.rank, 0, s_.attempt.step, kind, text};
-  if (step_.parting) {
-    s_.link.board_of(step_.parting_number)
-        .try_post(Turns::place_of(s_.turns.number, s_.link.rank), failure);
+  const Failure failure{link_.rank, 0, attempt_.step(), kind, text};
+  if (plain_ && plain_->has_parted()) {
+    plain_->post_parting(link_, failure);
   } else {
-    s_.link.board->try_post(failure);
+    link_.board->try_post(failure);
   }
 }
 
-/// Throws on every rank if a rank failed the step, or the ranks' parameters differ; else notes who had data.
-void LoopDriver::require_success(const Ending& ending) {
-  const auto& records = ending.records;
-  if (worst(records) < Status::retry) {
-    if (!ending.divergence.empty()) {
-      engine_.discard();
-      detail::throw_plan_mismatch(ending.divergence);
-    }
-    note_data(records);
-    step_.stops = stops(records);
-    return;
+/// What this rank says of a turn in which another one is in a step.
+std::string LoopDriver::step_of(const Turn& turn) const {
+  if (turn.kind == TurnKind::close) {
+    return "at the end of its backward";
   }
-  engine_.discard();
+  std::string text = turn.kind == TurnKind::exchange ? "before a loop of " : "";
+  text += "model " + std::to_string(turn.number);
+  for (const auto& other : reducers_beside({}, link_.group.get())) {
+    if (other->link_.number == turn.number) {
+      text += " with parameter " + other->engine_.layout().name_of(0);
+    }
+  }
+  return text;
+}
+
+/// All ranks know why: a step of another model here, or a rank that failed.
+void LoopDriver::throw_step_ended(const SharedStep& step) {
+  note_all_know();
   std::vector<Failure> failures;
-  for (int rank = 0; rank < s_.link.world_size; ++rank) {
-    if (records[rank].verdict >= Status::retry) {
-      failures.push_back(posted_failure(*s_.link.board,
-                                        FailureBoard::place_of(s_.attempt.step - 1, rank), rank,
-                                        records[rank].verdict));
+  std::string steps;
+  for (int rank = 0; rank < link_.world_size; ++rank) {
+    const auto& turn = step.said()[rank];
+    if (turn.kind == TurnKind::failed) {
+      failures.push_back(step.failure_of(link_, turn, rank));
+    } else {
+      steps += (steps.empty() ? "rank " : ", rank ") + std::to_string(rank) + ": " + step_of(turn);
     }
   }
-  throw_step_failed(s_.attempt.step - 1, failures);
+  if (!failures.empty()) {
+    throw_step_failed(attempt_.step(), failures);
+  }
+  throw PlanMismatch("the ranks are in steps of different models (" + steps +
+                     "; numbers count wrappers of the group); run the models' backwards, and name "
+                     "them to a BatchSizer, in one order on all ranks");
+}
+
+/// Every rank knows of this failure: no scope, and no forward that did not end, announces it again.
+void LoopDriver::note_all_know() {
+  for (const auto& other : reducers_beside({}, link_.group.get())) {
+    other->scope_.step = other->attempt_.step() - 1;
+    other->step_.stands = false;
+    other->forwards_.drop();
+  }
 }
 
 void LoopDriver::end_failed_backward(const std::exception_ptr& error) {
@@ -76,62 +95,52 @@ void LoopDriver::end_failed_backward(const std::exception_ptr& error) {
 
 void LoopDriver::plain_backward_died() noexcept {
   announce([&] {
-    if (s_.attempt.mode != Mode::plain) {
+    if (!attempt_.is_plain()) {
       return;
     }
-    if (!s_.attempt.launching) {
-      s_.attempt.mode = Mode::idle;
+    if (!attempt_.launches()) {
+      attempt_.leave();
       return;
     }
-    for (const auto& other : together()) {
+    for (const auto& other : plain_->loops()) {
       if (other->step_.own_error || other->scope_.open) {
         other->end_failed_backward(other->step_.own_error);
         return;
       }
     }
     // The error is not known here, but a refused allocation is evidence enough for its kind.
-    const bool memory = memory::stats(s_.link.device).ooms > forward_.ooms_before;
+    const bool memory = forwards_.ran_out();
     abort_step(memory ? Status::out_of_memory : Status::error,
                memory ? "an allocation was refused in backward" : "");
   });
 }
 
 void LoopDriver::abort_step(FailureKind kind, const std::string& text) {
-  if (s_.link.traffic->several && !s_.link.alone && s_.attempt.mode != Mode::managed) {
-    abort_turn(kind, text);
-    return;
-  }
-  if (!text.empty()) {
-    publish_failure(kind, text);
-  }
-  {
-    const std::lock_guard<std::mutex> lock(s_.attempt.mutex);
-    step_.said = {};
-    step_.said.record.verdict = kind;
-    forward_.open = false;
-    forward_.due = false;
-    step_.aborted = true;
-    scope_.died = false;
-    step_.unannounced.reset();
-    if (s_.attempt.mode == Mode::idle) {
-      engine_.take_up_plan();  // no backward has: the others' buckets are the new ones
-      meet_behind_forward();
-      engine_.start_backward(false);
+  if (!attempt_.is_plain_step()) {
+    plain_ = std::make_shared<PlainStep>(self_);
+    const auto lock = attempt_.lock();
+    if (attempt_.is_idle()) {
+      uneven_.meet();
+    }
+    if (!attempt_.is_managed()) {  // no backward has taken up the others' buckets
+      engine_.begin_plain({}, attempt_.buffer_source(), plain_, /*launches=*/false);
     }
   }
-  try {
-    engine_.launch_early(Fill::anything);
-    engine_.launch_last(Fill::anything, step_.said);
-  } catch (...) {  // what the others wait for does not come: better they learn it
-    s_.link.give_up(std::current_exception(), s_.attempt.step);
-  }
-  const std::lock_guard<std::mutex> lock(s_.attempt.mutex);
-  s_.attempt.mode = Mode::idle;
-  s_.attempt.launching = false;
+  const auto step = plain_;
+  step->abort(*this, kind, text);
+}
+
+void LoopDriver::note_died() {
+  const auto lock = attempt_.lock();
+  forwards_.drop();
+  scope_.died = false;
+  step_.unannounced.reset();
+  step_.own_error = nullptr;
+  step_.aborted = true;
 }
 
 void LoopDriver::settle_owed() {
-  if (s_.link.broken) {
+  if (link_.is_broken()) {
     return;
   }
   if (owes() && !step_.aborted) {
@@ -146,10 +155,13 @@ void LoopDriver::settle() {
   }
   publish_failure(Status::error, kUnknownFailure);  // kept only where nothing was posted yet
   step_.aborted = false;
-  if (step_.parting) {
-    settle_turn();
+  uneven_.forget_meeting();
+  if (const auto step = std::exchange(plain_, nullptr); step->has_parted()) {
+    step->wait_for_parting(link_);
+    step_.stands = false;
+    engine_.give_up();
   } else {
-    finish_step();
+    engine_.finish();
   }
   engine_.discard();
 }
@@ -158,7 +170,7 @@ void LoopDriver::begin_scope() {
   settle();
   scope_.open = true;
   scope_.called_off = false;
-  scope_.step = s_.attempt.step;
+  scope_.step = attempt_.step();
 }
 
 void LoopDriver::end_scope_ok() {
@@ -173,39 +185,38 @@ void LoopDriver::end_scope_failed(FailureKind kind, const std::string& text) {
   if (std::exchange(scope_.called_off, false)) {
     return;
   }
-  for (const auto& other : reducers_beside({}, s_.link.group.get())) {
-    if (other->step_.parting) {
+  for (const auto& other : reducers_beside({}, link_.group.get())) {
+    if (other->plain_ && other->plain_->has_parted()) {
       other->publish_failure(kind, text);  // its step died in this scope, without a message
-    } else if (other.get() != this && other->forward_.open && scope_.step != s_.attempt.step) {
+    } else if (other.get() != this && other->forwards_.is_open() &&
+               scope_.step != attempt_.step()) {
       other->abort_step(kind, text);  // behind this one's backward
     }
   }
   if (scope_.step ==
-      s_.attempt.step) {  // no collective of this step has ended: the other ranks wait for it
+      attempt_.step()) {  // no collective of this step has ended: the other ranks wait for it
     announce_failure(kind, text, 0);
   } else if (step_.stands) {
-    step_.unannounced = {s_.link.rank, 0, s_.attempt.step, kind, text};
+    step_.unannounced = {link_.rank, 0, attempt_.step(), kind, text};
   }
 }
 
 void LoopDriver::announce_failure(FailureKind kind, const std::string& text, int64_t patience_ms) {
-  if (s_.link.alone) {
+  if (link_.alone) {
     return;
   }
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
   if (patience_ms > 0) {
-    s_.link.hook_deadline = deadline;
+    link_.end_hooks_at(deadline);
   }
   if (step_.aborted) {
     publish_failure(kind, text);
   } else {
     abort_step(kind, text);
   }
-  s_.link.hook_deadline.reset();
+  link_.end_hooks_at(std::nullopt);
   const auto done = [&] {
-    return (!step_.parting || step_.parting->work->isCompleted()) &&
-           std::all_of(s_.layout.buckets.begin(), s_.layout.buckets.end(),
-                       [](const auto& b) { return !b.work || b.work->isCompleted(); });
+    return (!plain_ || plain_->knows_parting()) && engine_.launcher().has_ended();
   };
   while (!done() && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -214,15 +225,15 @@ void LoopDriver::announce_failure(FailureKind kind, const std::string& text, int
 
 void LoopDriver::announce_unwinding() noexcept {
   announce([&] {
-    if (!s_.link.broken && (owes() || (s_.attempt.plain && step_.stands))) {
+    if (!link_.is_broken() && (owes() || (attempt_.is_of_loop() && step_.stands))) {
       announce_failure(Status::error, kUnwinding, kUnwindingPatience);
     }
   });
 }
 
 bool LoopDriver::owes() const {
-  return taken_.empty() && (step_.aborted || forward_.open || lost_backward() ||
-                            (s_.attempt.mode == Mode::plain && s_.attempt.launching));
+  return taken_.empty() && (step_.aborted || forwards_.is_open() || forwards_.lost_backward() ||
+                            attempt_.is_plain_step());
 }
 
 }  // namespace brimful

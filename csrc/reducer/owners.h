@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -14,23 +15,25 @@ class ProcessGroup;
 
 namespace brimful {
 class LoopDriver;
+class PlainStep;
 
 /// What the reducers of a group share on this rank.
 struct GroupTraffic {
   std::atomic<bool> several =
       false;  ///< there were others, on some rank, when the last one was made
   std::atomic<int64_t> numbers = 0;     ///< given so far where the group has no store to count them
-  std::atomic<int64_t> begun = 0;       ///< plain backwards
   std::atomic<int64_t> turns = 0;       ///< agreed on, equal on all ranks
   std::atomic<double> agreeing_ms = 0;  ///< for the other ranks to agree
   /// Whether a rank is known to be dead; null where that is not watched. Set before the group is used.
   std::function<bool(int rank)> is_dead;
   std::string configuration;  ///< of the members that all of this is about
+  std::mutex mutex;
+  std::weak_ptr<PlainStep> running;  ///< of the plain backward that runs
 
   /// Begins anew where the members are others: one that has joined has counted nothing.
   void follow(const std::string& now) {
     if (!configuration.empty() && configuration != now) {
-      begun = turns = 0;
+      turns = 0;
       agreeing_ms = 0;
       is_dead = nullptr;
     }

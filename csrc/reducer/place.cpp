@@ -1,8 +1,12 @@
-// How a gradient gets into its bucket: moved into the flat buffer, or, if it is large, left where it lies.
+// How a gradient gets into its bucket, moved into the flat buffer, or, if it is large, left where it lies; and how the sum
+// becomes the gradient.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include "reducer/engine.h"
+#include <algorithm>
+
+#include "reducer/gradient_view.h"
+#include "reducer/place.h"
 
 namespace brimful {
 namespace {
@@ -25,70 +29,89 @@ bool is_sole_owner(const at::Tensor& gradient, const at::Tensor& arrived) {
 }
 }  // namespace
 
-void Engine::place(int64_t parameter, const at::Tensor& arrived) {
+void Placement::begin_backward() {
+  seen_.resize(layout_.parameters.size(), -1);
+  used_.resize(layout_.parameters.size(), 0);
+  ++generation_;
+  for (auto& bucket : layout_.buckets) {
+    bucket.pending = static_cast<int64_t>(bucket.parameters.size());
+    bucket.stream.reset();
+  }
+}
+
+bool Placement::place_next(int64_t parameter, const at::Tensor& arrived) {
+  seen_[parameter] = generation_;
+  place(parameter, arrived);
+  return --layout_.buckets[layout_.slots[parameter].bucket].pending == 0;
+}
+
+double Placement::scale_into(const Bucket& bucket, int64_t index) const {
+  return bucket.wire || hooks_.takes(layout_, index) ? 1.0 : scales_.gradients;
+}
+
+void Placement::place(int64_t parameter, const at::Tensor& arrived) {
   const at::NoGradGuard no_grad;
-  auto& gradient = s_.layout.parameters[parameter].mutable_grad();
-  const auto& slot = s_.layout.slots[parameter];
-  auto& bucket = s_.layout.buckets[slot.bucket];
+  auto& gradient = layout_.parameters[parameter].mutable_grad();
+  const auto& slot = layout_.slots[parameter];
+  auto& bucket = layout_.buckets[slot.bucket];
   if (gradient.defined() && gradient.requires_grad()) {
-    driver_->watch_gradient(gradient);  // a loss of it reaches the parameters too
+    watch_(gradient);  // a loss of it reaches the parameters too
   }
   if (bucket.direct) {
     place_direct(parameter, arrived);
     return;
   }
   if (!gradient.defined()) {
-    s_.attempt.used[parameter] = 0;
+    used_[parameter] = 0;
     if (slot.view.defined()) {
-      s_.layout.views[parameter].let_go();
+      layout_.views[parameter].let_go();
       set_zero(slot.view);
     } else {
       bucket.own.reset();
     }
     return;
   }
-  s_.layout.require_unchanged(parameter, gradient);
-  s_.attempt.used[parameter] = 1;
-  const double scale =
-      bucket.wire || s_.hooks.takes(s_.layout, slot.bucket) ? 1.0 : s_.attempt.scales.gradients;
+  layout_.require_unchanged(parameter, gradient);
+  used_[parameter] = 1;
+  const double scale = scale_into(bucket, slot.bucket);
   if (!slot.view.defined()) {
-    if (s_.attempt.launching || s_.attempt.completing) {
-      bucket.own = sparse_scaled(gradient, s_.attempt.scales.sparse);
+    if (attempt_.is_last_backward()) {
+      bucket.own = sparse_scaled(gradient, scales_.sparse);
     }
   } else if (!is_alias(gradient, slot.view)) {
-    s_.layout.views[parameter].let_go();
+    layout_.views[parameter].let_go();
     copy_scaled(slot.view, gradient, scale);
     if (!gradient.requires_grad()) {
-      gradient = s_.layout.views[parameter].over(slot.view);
-    } else if (s_.attempt.launching || s_.attempt.completing) {
-      s_.attempt.with_history.push_back(parameter);
+      gradient = layout_.views[parameter].over(slot.view);
+    } else if (attempt_.is_last_backward()) {
+      with_history_.push_back(parameter);
     }
   } else if (scale != 1) {
     slot.view.mul_(scale);
   }
 }
 
-void Engine::place_direct(int64_t parameter, const at::Tensor& arrived) {
-  const auto& owner = s_.layout.parameters[parameter];
+void Placement::place_direct(int64_t parameter, const at::Tensor& arrived) {
+  const auto& owner = layout_.parameters[parameter];
   auto& gradient = owner.mutable_grad();
-  const auto index = s_.layout.slots[parameter].bucket;
-  auto& bucket = s_.layout.buckets[index];
+  const auto index = layout_.slots[parameter].bucket;
+  auto& bucket = layout_.buckets[index];
   if (!gradient.defined()) {
-    s_.attempt.used[parameter] = 0;
+    used_[parameter] = 0;
     return;
   }
-  s_.layout.require_unchanged(parameter, gradient);
-  s_.attempt.used[parameter] = 1;
+  layout_.require_unchanged(parameter, gradient);
+  used_[parameter] = 1;
   const bool as_it_is =
       gradient.layout() == at::kStrided && gradient.strides() == owner.strides() &&
       gradient.scalar_type() == owner.scalar_type() && gradient.device() == owner.device() &&
       !gradient.is_conj() && !gradient.is_neg() && is_sole_owner(gradient, arrived);
+  const double scale = scale_into(bucket, index);
   const bool has_history = gradient.requires_grad();
-  if (has_history && (s_.attempt.launching || s_.attempt.completing)) {
+  if (has_history && attempt_.is_last_backward()) {
     bucket.own = at::empty_like(owner.detach());
-    const bool as_gradient = bucket.wire || s_.hooks.takes(s_.layout, index);
-    copy_scaled(bucket.own, gradient, as_gradient ? 1.0 : s_.attempt.scales.gradients);
-    s_.attempt.with_history.push_back(parameter);
+    copy_scaled(bucket.own, gradient, scale);
+    with_history_.push_back(parameter);
   }
   if (has_history) {
     return;
@@ -99,17 +122,17 @@ void Engine::place_direct(int64_t parameter, const at::Tensor& arrived) {
     fresh.copy_(gradient);
     gradient = std::move(fresh);
   }
-  if (!bucket.wire && !s_.hooks.takes(s_.layout, index) && s_.attempt.scales.gradients != 1) {
-    gradient.mul_(s_.attempt.scales.gradients);
+  if (scale != 1) {
+    gradient.mul_(scale);
   }
-  if (s_.attempt.launching) {
+  if (attempt_.launches()) {
     bucket.own = gradient;
   }
 }
 
-void Engine::add_again(int64_t parameter, const at::Tensor& gradient) {
-  const auto& slot = s_.layout.slots[parameter];
-  auto& bucket = s_.layout.buckets[slot.bucket];
+void Placement::add_again(int64_t parameter, const at::Tensor& gradient) {
+  const auto& slot = layout_.slots[parameter];
+  auto& bucket = layout_.buckets[slot.bucket];
   if (!gradient.defined()) {
     return;
   }
@@ -118,10 +141,9 @@ void Engine::add_again(int64_t parameter, const at::Tensor& gradient) {
     place(parameter, gradient);
     return;
   }
-  auto& sum = s_.layout.parameters[parameter].mutable_grad();
+  auto& sum = layout_.parameters[parameter].mutable_grad();
   const auto& placed = bucket.direct ? bucket.own : slot.view;
-  const double scale =
-      bucket.wire || s_.hooks.takes(s_.layout, slot.bucket) ? 1.0 : s_.attempt.scales.gradients;
+  const double scale = scale_into(bucket, slot.bucket);
   if (!placed.defined()) {
     place(parameter, gradient);
   } else if (is_alias(sum, placed)) {
@@ -132,19 +154,82 @@ void Engine::add_again(int64_t parameter, const at::Tensor& gradient) {
     copy_scaled(placed, sum, scale);  // it keeps its graph
   } else {
     placed.add_(gradient, scale);  // autograd has made a new sum beside what was placed
-    sum = bucket.direct ? placed : s_.layout.views[parameter].over(placed);
+    sum = bucket.direct ? placed : layout_.views[parameter].over(placed);
   }
 }
 
-void Engine::fill(int64_t index) {
-  for (const auto parameter : s_.layout.buckets[index].parameters) {
-    if (s_.attempt.seen[parameter] != s_.attempt.generation) {
+bool Placement::fill(int64_t index) {
+  const auto& bucket = layout_.buckets[index];
+  for (const auto parameter : bucket.parameters) {
+    if (!has_come(parameter)) {
       place(parameter, {});
     }
   }
-  if (s_.layout.buckets[index].pending > 0) {
-    s_.watch.ready(index);
+  return bucket.pending > 0;
+}
+
+void Placement::take_sums(double scale, double carry, bool keep_unused) {
+  for (auto& bucket : layout_.buckets) {
+    if (bucket.sparse()) {
+      continue;
+    }
+    const auto row = layout_.row_of(bucket);
+    if (bucket.wire) {
+      bucket.wire->decode(row, scale, carry);
+      continue;
+    }
+    if (bucket.hook_result.defined() && !bucket.hook_result.is_alias_of(row)) {
+      row.copy_(bucket.hook_result.reshape({-1}));
+    }
+    const double factor = bucket.hook_result.defined() ? scale * scales_.hook : scale;
+    if (factor != 1) {
+      row.mul_(factor);
+    }
   }
+  for (size_t i = 0; i < layout_.parameters.size(); ++i) {
+    take_sum(i, scale, keep_unused);
+  }
+  for (const auto i : with_history_) {
+    const auto& slot = layout_.slots[i];
+    auto& gradient = layout_.parameters[i].mutable_grad();
+    gradient = with_history_of(slot.view.defined() ? slot.view : layout_.buckets[slot.bucket].own,
+                               gradient);
+  }
+}
+
+void Placement::take_sum(size_t parameter, double scale, bool keep_unused) {
+  const auto& slot = layout_.slots[parameter];
+  const auto& bucket = layout_.buckets[slot.bucket];
+  if (!bucket.sparse() && used_[parameter] != 0) {
+    return;  // its gradient has been the view, or what was sent, since place()
+  }
+  auto& gradient = layout_.parameters[parameter].mutable_grad();
+  if (keep_unused && layout_.tail->users(static_cast<int64_t>(parameter)) == 0) {
+    gradient.reset();
+  } else if (!bucket.sparse()) {
+    gradient = bucket.direct ? bucket.own : layout_.views[parameter].over(slot.view);
+  } else {
+    gradient = bucket.own;
+    if (scale != 1) {
+      gradient._values().mul_(scale);
+    }
+  }
+}
+
+void Placement::discard() {
+  for (const auto& parameter : layout_.parameters) {
+    parameter.mutable_grad().reset();
+  }
+  forget();
+}
+
+void Placement::forget() {
+  with_history_.clear();
+  for (auto& bucket : layout_.buckets) {
+    bucket.own.reset();
+    bucket.hook_result.reset();
+  }
+  std::fill(used_.begin(), used_.end(), uint8_t{0});
 }
 
 }  // namespace brimful

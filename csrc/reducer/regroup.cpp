@@ -75,13 +75,13 @@ void move_gradients(const std::vector<at::Tensor>& parameters) {
   }
 }
 
-void require_between_steps(EngineState& s) {
-  const std::lock_guard<std::mutex> lock(s.attempt.mutex);
+void require_between_steps(Engine& engine) {
+  const auto lock = engine.attempt().lock();
   TORCH_CHECK_VALUE(
-      s.attempt.mode == Mode::idle,
+      engine.attempt().is_idle(),
       "a reducer was regrouped within a step (in a step: true); regroup it between steps");
   TORCH_CHECK_VALUE(
-      !s.hooks.is_set(),
+      !engine.hooks().is_set(),
       "a reducer with a communication hook cannot regroup, since the hook may hold the "
       "old group (communication hook: set); wrap the module again, or pass wire_dtype "
       "in place of the hook");
@@ -108,23 +108,24 @@ void require_between_steps(EngineState& s) {
 
 Regrouped Reducer::regroup(const Group& group, const RegroupOptions& given) {
   TORCH_CHECK_VALUE(group, "no process group to go on with (group: null)");
-  auto& s = s_->engine.state();
-  require_between_steps(s);
-  if (s.link.world_size > 1) {
-    s.link.abort();
+  require_between_steps(s_->engine);
+  auto& link = s_->engine.link();
+  if (link.world_size > 1) {
+    link.abort();
   }
   const memory::UnlimitedEverywhere unlimited;  // all ranks do it, or none
-  const auto device = s.link.device;
+  const auto device = link.device;
+  const auto& parameters = this->parameters();
   auto options = s_->options;
   options.synchronise_at_start = false;
   Regrouped result;
   std::shared_ptr<State> next;
   disown(&s_->loop);  // it has nothing to settle with the new group
   try {
-    const auto own_plan = s.attempt.step >= kLearnedAfter ? plan() : options.plan;
-    const auto all = exchange_standings(group, device,
-                                        {given.progress, given.whole ? 1 : 0, s.attempt.step,
-                                         static_cast<int64_t>(own_plan.size())});
+    const auto own_plan = this->step() >= kLearnedAfter ? plan() : options.plan;
+    const auto all = exchange_standings(
+        group, device,
+        {given.progress, given.whole ? 1 : 0, this->step(), static_cast<int64_t>(own_plan.size())});
     int64_t step = 0;
     for (const auto& standing : all) {
       result.progress.push_back(standing.progress);
@@ -134,17 +135,17 @@ Regrouped Reducer::regroup(const Group& group, const RegroupOptions& given) {
     result.source = source_of(all);
     const int planner = std::max(result.source, 0);
     options.plan = share_text(group, device, own_plan, planner, all[planner].plan_bytes);
-    next = State::make(s.layout.parameters, s_->buffers, group, options);
-    next->engine.state().attempt.step = step;
+    next = State::make(parameters, s_->buffers, group, options);
+    next->engine.attempt().go_on_at(step);
     if (given.synchronise && result.source >= 0) {
-      broadcast_from(result.source, group, s.layout.parameters);
+      broadcast_from(result.source, group, parameters);
       broadcast_from(result.source, group, options.frozen);
       broadcast_from(result.source, group, s_->buffers);
     }
-    move_gradients(s.layout.parameters);
+    move_gradients(parameters);
   } catch (...) {
     State::own_parameters(s_);
-    throw_failed(group, s.attempt.step);
+    throw_failed(group, this->step());
   }
   next->options.plan = s_->options.plan;
   replace(std::move(next));
@@ -152,28 +153,26 @@ Regrouped Reducer::regroup(const Group& group, const RegroupOptions& given) {
 }
 
 void Reducer::replace(std::shared_ptr<State> next) {
-  auto& counters = next->engine.state().counters;
-  counters = s_->engine.state().counters;
-  ++counters.regroups;
+  next->engine.link().count_on_from(s_->engine.link());
   next->loop.go_on_from(s_->loop);
-  next->loop.reducer_ = self_;
+  next->loop.belong_to(self_);
   s_->let_go();
   s_ = std::move(next);
   State::connect(s_);
 }
 
 bool Reducer::follow_group() {
-  auto& s = s_->engine.state();
+  auto& engine = s_->engine;
   {
-    const std::lock_guard<std::mutex> lock(s.attempt.mutex);
-    if (s.attempt.mode != Mode::idle || !s_->loop.taken_.empty() || !s.link.is_reconfigured()) {
+    const auto lock = engine.attempt().lock();
+    if (!engine.attempt().is_idle() || s_->loop.is_retired() || !engine.link().is_reconfigured()) {
       return false;
     }
   }
   // All of the group together, since a process that joins makes all of its own before its first forward.
-  for (const auto& loop : reducers_beside({}, s.link.group.get())) {
-    const auto reducer = loop->reducer_.lock();
-    if (reducer && reducer->s_->engine.state().link.is_reconfigured()) {
+  for (const auto& loop : reducers_beside({}, engine.link().group.get())) {
+    const auto reducer = loop->reducer();
+    if (reducer && reducer->s_->engine.link().is_reconfigured()) {
       reducer->follow();
     }
   }
@@ -183,26 +182,27 @@ bool Reducer::follow_group() {
 }
 
 void Reducer::follow() {
-  auto& s = s_->engine.state();
-  const auto group = s.link.group;
+  auto& hooks = s_->engine.hooks();
+  const auto group = s_->engine.link().group;
+  const auto& parameters = this->parameters();
   const memory::UnlimitedEverywhere unlimited;  // all ranks do it, or none
   auto options = s_->options;
   options.synchronise_at_start = false;
   std::shared_ptr<State> next;
   disown(&s_->loop);  // it has nothing to settle with the new members
   try {
-    next = State::make(s.layout.parameters, s_->buffers, group, options);
-    if (s.hooks.is_set()) {
+    next = State::make(parameters, s_->buffers, group, options);
+    if (hooks.is_set()) {
       next->require_same_hook(s_->hook);
     }
-    move_gradients(s.layout.parameters);
+    move_gradients(parameters);
   } catch (...) {
     State::own_parameters(s_);
-    throw_failed(group, s.attempt.step);
+    throw_failed(group, this->step());
   }
   next->hook = s_->hook;
-  if (s.hooks.is_set()) {
-    next->engine.set_hook(s.hooks.take());
+  if (hooks.is_set()) {
+    next->engine.set_hook(hooks.take());
   }
   replace(std::move(next));
 }

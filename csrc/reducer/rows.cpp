@@ -2,6 +2,8 @@
 // all_gather a bucket once all ranks have accepted the step, so that a rank which drains sends nothing and needs no memory.
 // Not the group's all_reduce of sparse tensors: NCCL has none, and two of gloo's threads write one std::string without a
 // lock (ProcessGroupGloo::runLoop), which corrupts the heap when a sparse one is in flight beside another collective.
+#include "reducer/rows.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <brimful/memory/categories.h>
@@ -11,7 +13,6 @@
 #include <algorithm>
 
 #include "base/units.h"
-#include "reducer/engine.h"
 #include "reducer/group_calls.h"
 
 namespace brimful {
@@ -89,9 +90,9 @@ at::Tensor sum_of(const Gathering& gathering, const std::vector<int64_t>& rows_b
 }
 }  // namespace
 
-void Engine::exchange_rows() {
+void exchange_rows(GroupLink& link, BucketSet& layout, int64_t step) {
   std::vector<Bucket*> sparse;
-  for (auto& bucket : s_.layout.buckets) {
+  for (auto& bucket : layout.buckets) {
     if (bucket.sparse()) {
       sparse.push_back(&bucket);
     }
@@ -103,8 +104,8 @@ void Engine::exchange_rows() {
   const memory::Unlimited unlimited;  // all ranks have accepted: no way back
   std::optional<memory::UnlimitedEverywhere> also_the_groups_threads;
   std::vector<Gathering> gatherings;
-  const auto rows_of = [&](size_t i) { return s_.layout.tail->rows(static_cast<int64_t>(i)); };
-  s_.link.waiting_since = std::chrono::steady_clock::now();
+  const auto rows_of = [&](size_t i) { return layout.tail->rows(static_cast<int64_t>(i)); };
+  link.begin_wait();
   try {
     for (size_t i = 0; i < sparse.size(); ++i) {
       auto& bucket = *sparse[i];
@@ -112,40 +113,39 @@ void Engine::exchange_rows() {
       const auto most = *std::max_element(rows.begin(), rows.end());
       auto& gathering =
           gatherings.emplace_back(Gathering{Packing(bucket.sparse_zero, most), {}, {}, {}});
-      if (most == 0 || s_.link.world_size == 1) {
+      if (most == 0 || link.world_size == 1) {
         continue;
       }
       if (!also_the_groups_threads) {  // until the last all_gather has ended
         also_the_groups_threads.emplace();
       }
-      s_.link.require(bucket.device);
+      link.require(bucket.device);
       const memory::CategoryScope messages(memory::Category::communication);
       gathering.sent = gathering.packing.pack(bucket.own);
       gathering.received =
-          at::empty({s_.link.world_size, gathering.sent.numel()}, gathering.sent.options())
-              .unbind();
+          at::empty({link.world_size, gathering.sent.numel()}, gathering.sent.options()).unbind();
       std::vector<at::Tensor> inputs{gathering.sent};
       std::vector<std::vector<at::Tensor>> outputs{gathering.received};
       const WithoutPythonObjects without;
-      gathering.work = s_.link.group->allgather(outputs, inputs);
-      ++s_.counters.launches;
+      gathering.work = link.group->allgather(outputs, inputs);
+      link.count(&Reducer::Counters::launches);
     }
     for (size_t i = 0; i < sparse.size(); ++i) {
       auto& bucket = *sparse[i];
       if (gatherings[i].work) {
-        s_.link.wait_for(*gatherings[i].work, bucket.device);
+        link.wait_for(*gatherings[i].work, bucket.device);
         bucket.own = sum_of(gatherings[i], rows_of(i), bucket.sparse_zero);
       } else if (!bucket.own.defined()) {
         bucket.own = bucket.sparse_zero.clone();
       }
     }
   } catch (const std::exception&) {
-    s_.link.broken = std::current_exception();
-    auto failure = failure_of(s_.link.broken);
-    failure.rank = s_.link.rank;
-    failure.step = s_.attempt.step - 1;
-    s_.link.board->try_post(failure);
-    s_.link.throw_broken(s_.attempt.step - 1, "the rows of sparse gradients", failure.text);
+    link.fail(std::current_exception());
+    auto failure = failure_of(link.error());
+    failure.rank = link.rank;
+    failure.step = step;
+    link.board->try_post(failure);
+    link.throw_broken(step, "the rows of sparse gradients", failure.text);
   }
 }
 

@@ -20,18 +20,19 @@ brimful_sources(HEAVY
   hook_chain.cpp
   join.cpp
   launch.cpp
+  launcher.cpp
   loop_driver.cpp
   loop_failures.cpp
-  loop_turns.cpp
   owners.cpp
   place.cpp
+  plain_step.cpp
   plan_tuner.cpp
   planner.cpp
   reducer.cpp
   regroup.cpp
   rows.cpp
+  shared_step.cpp
   stopwatch.cpp
   tail.cpp
-  turns.cpp
   updates.cpp
   wire.cpp)

@@ -28,8 +28,9 @@ void find_straggler(const std::vector<float>& ms_by_rank, StepTimes& times) {
 }
 }  // namespace
 
-void Stopwatch::begin_step() {
+void Stopwatch::begin_step(double agreeing_ms) {
   begin_ = Clock::now();
+  agreeing_before_ms_ = agreeing_ms;
   if (device_) {
     device_->begin_step();
   }
@@ -111,7 +112,7 @@ double Stopwatch::end_work(double agreeing_ms) {
   if (device_) {
     device_->end_work();
   }
-  return device_work_ms_.value_or(now_ms() - agreeing_ms);
+  return device_work_ms_.value_or(now_ms() - (agreeing_ms - agreeing_before_ms_));
 }
 
 /// On the host's axis: what the host has just waited for is the last of the device's events.
@@ -137,6 +138,7 @@ void Stopwatch::take_device_times(const DeviceClock::Times& device, double agree
 }
 
 void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank, double agreeing_ms) {
+  agreeing_ms -= agreeing_before_ms_;
   times_.step = step;
   times_.copy_ms = std::chrono::duration<double, std::milli>(copy_).count();
   times_.wait_ms = ms_since(wait_begin_) + agreeing_ms;

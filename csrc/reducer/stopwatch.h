@@ -25,7 +25,8 @@ class Stopwatch {
       device_.emplace(device, collectives_in_streams);
     }
   }
-  void begin_step();
+  /// `agreeing_ms`, here and below: for how long the group's reducers have waited so far for other ranks to agree.
+  void begin_step(double agreeing_ms);
   /// Of the backward in which buckets are launched.
   void begin_backward(size_t buckets);
   /// A gradient of the bucket came; returns the time for end_copy.
@@ -44,7 +45,6 @@ class Stopwatch {
   void waited(int64_t bucket);
   /// All have, and the current stream waits for them.
   void end_wait();
-  /// `agreeing_ms`: it waited for other ranks before its end.
   void end_step(int64_t step, const std::vector<float>& ms_by_rank, double agreeing_ms);
   double now_ms() const { return ms_since(begin_); }
   /// From the first gradient of the last backward to the end of the step, of the last step.
@@ -68,6 +68,7 @@ class Stopwatch {
   Clock::time_point backward_begin_ = begin_;
   Clock::time_point wait_begin_ = begin_;
   Clock::duration copy_{};
+  double agreeing_before_ms_ = 0;
   bool in_backward_ = false;
   double span_ms_ = 0;
   StepTimes times_;

@@ -1,4 +1,5 @@
 brimful_sources(HEAVY
+  attempts.cpp
   checks.cpp
   control_record.cpp
   copy_each.cpp

@@ -13,6 +13,7 @@
 
 #include "base/thrown_by.h"
 #include "memory/oom_observer.h"
+#include "step/attempts.h"
 #include "step/behind_error.h"
 #include "step/each_parameter.h"
 #include "step/engine_queue.h"
@@ -33,6 +34,15 @@ std::optional<c10::Device> device_of(const std::vector<std::shared_ptr<Participa
     }
   }
   return std::nullopt;
+}
+
+StepAttempts attempts_of(const std::vector<std::shared_ptr<Participant>>& participants) {
+  std::vector<ParticipantAttempt*> in_order;
+  in_order.reserve(participants.size());
+  for (const auto& participant : participants) {
+    in_order.push_back(&participant->attempt());
+  }
+  return StepAttempts(std::move(in_order));
 }
 
 /// A piece's, by its weight, beside those before it.
@@ -62,11 +72,7 @@ void StepGroup::require_one_group() const {
 
 // Anew for every attempt: a module may also be in another group, or in a plain loop in between.
 void StepGroup::set_order() {
-  for (size_t i = 0; i < participants_.size(); ++i) {
-    participants_[i]->attempt().set_order(
-        i == 0 ? nullptr : &participants_[i - 1]->attempt(),
-        i + 1 == participants_.size() ? nullptr : &participants_[i + 1]->attempt());
-  }
+  attempts_of(participants_).set_order();
 }
 
 int StepGroup::rank() const {
@@ -185,12 +191,7 @@ void StepGroup::launch(Fill fill, const Announcement& said) {
   own_ = said;
   own_.record.stop = stop_to_send();
   own_.record.regroup = regroup_requested();
-  for (const auto& participant : participants_) {
-    participant->attempt().launch_early(fill);
-  }
-  for (const auto& participant : participants_) {
-    participant->attempt().launch_last(fill, own_);
-  }
+  attempts_of(participants_).launch(fill, own_);
 }
 
 void StepGroup::complete(const Announcement& said) {
@@ -340,21 +341,11 @@ std::vector<ControlRecord> StepGroup::finish() {
     }
     return {own_.record};
   }
-  std::vector<ControlRecord> records;
   own_ = {};
   divergence_.clear();
-  for (const auto& participant : participants_) {
-    auto [theirs, divergence] = participant->attempt().finish();
-    divergence_ = divergence_.empty() ? std::move(divergence) : divergence_;
-    if (records.empty()) {
-      records = std::move(theirs);
-      continue;
-    }
-    for (size_t rank = 0; rank < records.size(); ++rank) {
-      records[rank].verdict = std::max(records[rank].verdict, theirs[rank].verdict);
-    }
-  }
-  return records;
+  auto ending = attempts_of(participants_).finish();
+  divergence_ = std::move(ending.divergence);
+  return std::move(ending.records);
 }
 
 void StepGroup::accept(double scale, bool keep_unused) {

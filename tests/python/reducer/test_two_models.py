@@ -345,3 +345,33 @@ def faults_of_two_job(rank, together):
 @pytest.mark.parametrize("together", [True, False])
 def test_a_fault_anywhere_in_a_plain_step_of_two_models_raises_on_all_ranks(ranks, together):
     assert ranks(faults_of_two_job, together, watchdog_s=60) == [40, 40]
+
+
+def failure_after_backward_job(rank):
+    """What fails after the backward of two models fails the next step of both: no sum is kept of either."""
+    nets = nets_of("other")
+    means = mean_gradients_of(nets, rank.size)
+    models = [wrap(net, bucket_cap_mb=0.0001) for net in nets]
+    batch = double_batch(rank.index)
+
+    def step(fails=False):
+        with models[1].step():
+            sum(cross_entropy(model, batch) for model in models).backward()
+            if fails:
+                raise ValueError("planted after backward")
+
+    for faulty in range(rank.size):
+        error = raised(step, rank.index == faulty)
+        assert isinstance(error, ValueError) == (rank.index == faulty), error
+        require_means(models, means)
+        error = raised(step)
+        assert isinstance(error, brimful.RankFailed) and error.rank == faulty, error
+        assert "planted after backward" in str(error), error
+        for model in models:
+            assert all(p.grad is None for p in model.parameters()), faulty
+        step()
+        require_means(models, means)
+
+
+def test_a_failure_after_the_backward_of_two_models_fails_the_next_step_of_both(ranks):
+    ranks(failure_after_backward_job, watchdog_s=60)
