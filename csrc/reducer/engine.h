@@ -40,7 +40,7 @@ class EngineDriver {
 class Engine final : public ParticipantAttempt {
  public:
   explicit Engine(const Group& group) : link_(group) {}
-  /// All ranks have agreed on the plan. `updates` compares the ranks' parameters; none: nobody does.
+  /// All ranks have agreed on the plan. `updates` compares the ranks' parameters; none: they are not compared.
   void set_up(BucketSet layout, BucketPlan plan, std::optional<Updates> updates);
   /// Adds the hooks of gradients, which hold `self` weakly.
   void attach(std::weak_ptr<Engine> self, EngineDriver& driver);
@@ -65,7 +65,7 @@ class Engine final : public ParticipantAttempt {
 
   /// Before anything of the step leaves: are all ranks in it? False: nothing may.
   bool open_step();
-  /// They have agreed that they are, or nobody asks.
+  /// They have agreed that they are, or no rank asks.
   bool has_opened() const { return opened_; }
   /// Before other collectives, between steps. `settles`: what the driver's own steps owe comes first.
   /// @throws PlanMismatch, RankFailed if the others are in a step

@@ -17,7 +17,7 @@ namespace brimful {
 /// Hooks of autograd's accumulation of gradients.
 class GradientHooks {
  public:
-  /// `make`: the hook of a parameter, called behind its gradient's accumulation.
+  /// `make`: the hook of a parameter, called after its gradient's accumulation.
   template <typename Make>
   void add(const std::vector<at::Tensor>& parameters, const Make& make) {
     for (size_t i = 0; i < parameters.size(); ++i) {

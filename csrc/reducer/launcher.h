@@ -9,7 +9,7 @@
 
 namespace brimful {
 
-/// Launches buckets in their order, behind those of the participants before, and waits for them.
+/// Launches buckets in their order, after those of the participants before, and waits for them.
 class Launcher {
  public:
   Launcher(GroupLink& link, BucketSet& layout, HookChain& hooks, Stopwatch& watch)
@@ -26,7 +26,7 @@ class Launcher {
   bool launched_early() const { return next_ >= layout_.last() && hooks_.is_done(); }
   /// It is the next bucket's turn in backward.
   bool may_launch_early() const;
-  /// Lets the participant behind this one go on.
+  /// Lets the participant after this one go on.
   void advance_after() const;
 
   /// The next bucket, as it was filled. `sends`: the ranks are in one step, else nothing leaves.

@@ -26,7 +26,7 @@ struct Turn {
 /// whatever another rank sends at the same time: a bucket of another model would be summed with this one's, or end the
 /// process (gloo). So before the first bucket of a step the ranks agree, in a small all_gather, which model it is of, and
 /// in a plain loop, before the last ones, that backward has ended; a rank whose step died says so in the place of either.
-/// A lone reducer asks nobody.
+/// A lone reducer asks no other rank.
 class SharedStep {
  public:
   /// Before a step of these reducers begins: a StepGroup's, in launch order.
