@@ -254,7 +254,8 @@ void bind_leaks(py::module_& m) {
       .def_property_readonly("kind", [](const Holder& holder) { return name_of(holder.kind); })
       .BRIMFUL_FIELDS(def_readonly, Holder, path, container, root, length, node);
   py::class_<Leak>(m, "Leak", "One cause of memory that grows from step to step.")
-      .BRIMFUL_FIELDS(def_readonly, Leak, holder, sites, steps, bytes, bytes_per_step, filling)
+      .BRIMFUL_FIELDS(def_readonly, Leak, holder, sites, steps, bytes, bytes_per_step, filling,
+                      copied)
       .def_property_readonly("advice", [](const Leak& leak) { return advice(leak); })
       .def("__str__", [](const Leak& leak) { return to_string(leak); })
       .def("__repr__", [](const Leak& leak) { return "<Leak: " + to_string(leak) + ">"; });
@@ -265,6 +266,7 @@ void bind_leaks(py::module_& m) {
            }),
            "steps"_a, "warm_up"_a)
       .def("check", &LeakFinder::check)
+      .def("rest", &LeakFinder::rest)
       .def_property_readonly("leaks", &LeakFinder::leaks);
 }
 

@@ -37,6 +37,7 @@ thread_local std::vector<uint32_t> outer_modules;
 
 std::atomic<uint32_t> backwards{0};
 std::atomic<uint32_t> steps{0};
+std::atomic<bool> any_backward{false};
 std::atomic<bool> kept_graphs{false};
 
 // An entry: | 20 bits to check the node by | 24 bits of site | 20 bits of module |. A reader sees a whole entry or none.
@@ -89,6 +90,7 @@ void enter(ThreadState& thread, Phase phase) {
     const int task = torch::autograd::get_current_graph_task_id();
     if (thread.last != Phase::backward || thread.graph_task != task) {
       backwards.fetch_add(1, std::memory_order_relaxed);
+      any_backward.store(true, std::memory_order_relaxed);
       if (task >= 0 && torch::autograd::get_current_graph_task_keep_graph()) {
         kept_graphs.store(true, std::memory_order_relaxed);
       }
@@ -190,7 +192,12 @@ void next_step() noexcept {
 void begin_steps() noexcept {
   forget_forward();
   steps.store(0, std::memory_order_relaxed);
+  any_backward.store(false, std::memory_order_relaxed);
   kept_graphs.store(false, std::memory_order_relaxed);
+}
+
+bool backward_ran() noexcept {
+  return any_backward.load(std::memory_order_relaxed);
 }
 
 bool graphs_were_kept() noexcept {

@@ -32,6 +32,8 @@ void forget_forward() noexcept;
 void next_step() noexcept;
 /// Counts from 0 again.
 void begin_steps() noexcept;
+/// Whether there was a backward since begin_steps. Seen where it takes or gives back memory.
+bool backward_ran() noexcept;
 /// Whether a backward since begin_steps has kept its graph (retain_graph=True). Seen where it takes or gives back memory.
 bool graphs_were_kept() noexcept;
 

@@ -16,6 +16,8 @@ brimful_sources(LIGHT
   gpu/reader.cpp
   gpu/visible_devices.cpp
   host/processes.cpp
+  leak/chain.cpp
+  leak/copied_growth.cpp
   leak/finder.cpp
   leak/growth.cpp
   leak/leak.cpp
@@ -38,6 +40,7 @@ brimful_sources(LIGHT
   report/summary.cpp
   report/timeline.cpp)
 brimful_sources(HEAVY
+  leak/copy_trace.cpp
   oom/index_check.cpp
   oom/kept_index.cpp
   oom/op_ring.cpp

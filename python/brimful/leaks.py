@@ -29,7 +29,8 @@ class LeakFinder:
     A step ends at ``step()``; without any, after each ``optimizer.step()``. A line leaks when each of the last
     ``steps`` steps, one after the other or at even intervals, has left tensors of it alive; the first ``warm_up`` steps
     do not count, nor does what is in a container that stops growing by itself (``deque(maxlen=...)``, a small
-    ``lru_cache``), nor a window of the last tensors. Then, once for each, the program's variables, containers and
+    ``lru_cache``), nor a window of the last tensors. What operators copy whole into something larger, five times, leaks
+    too (``leak.copied``). Then, once for each, the program's variables, containers and
     graphs are searched for what holds them (some tenths of a second), and a warning goes to the logger ``brimful``.
     What may be a cache that fills has ``leak.filling``: it goes from ``leaks`` when it is full, and is reported again
     as a leak after five times as many steps. Inside, memory is tracked (``brimful.memory.start_tracking``).
@@ -52,6 +53,7 @@ class LeakFinder:
 
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
+        self._core.rest()
         if self._started:
             memory.stop_tracking()
 

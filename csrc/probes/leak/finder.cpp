@@ -5,11 +5,14 @@
 #include <algorithm>
 #include <iterator>
 #include <map>
+#include <span>
 #include <unordered_map>
 #include <utility>
 
 #include "memory/moment.h"
 #include "memory/tracker.h"
+#include "probes/leak/chain.h"
+#include "probes/leak/copied_growth.h"
 #include "probes/leak/left_steps.h"
 
 namespace brimful::probes {
@@ -19,6 +22,8 @@ using memory::LiveBlock;
 
 /// So many times GrowthOptions::steps fill no cache that is meant to stop: longer ones are reported as leaks.
 constexpr int64_t kSure = 5;
+/// Of bytes that are sums of fractions.
+constexpr double kRounding = 1e-9;
 
 // Of each step the largest block of the site: what holds it most likely holds the others.
 std::vector<const LiveBlock*> samples_of(const Growth& growth,
@@ -72,15 +77,40 @@ bool may_be_cache(const Holder& holder) {
   }
 }
 
+/// Whether this step's operators were followed.
+bool is_known(const CopiedGrowth& copies) {
+  return std::ranges::any_of(copies.blocks,
+                             [](const CopiedBlock& block) { return block.copied_bytes > 0; });
+}
+
+/// It is what grows, and no container on the way to it.
+Holder as_value(Holder holder) {
+  if (holder.kind == HolderKind::sequence || holder.kind == HolderKind::mapping) {
+    holder.kind = HolderKind::attribute;
+    holder.container = holder.path;
+    holder.bounded = false;
+  }
+  return holder;
+}
+
 }  // namespace
 
 struct LeakFinder::Suspects {
   std::vector<LiveBlock> blocks;
   std::vector<Growth> growths;
+  std::vector<CopiedGrowth> copies;
+};
+
+struct LeakFinder::Judged {
+  std::map<std::string, Leak> by_holder;
+  std::unordered_map<const void*, uint32_t> site_of;
 };
 
 LeakFinder::LeakFinder(GrowthOptions options, Search search, Sums sums)
-    : options_(options), search_(std::move(search)), sums_(std::move(sums)) {
+    : options_(options),
+      search_(std::move(search)),
+      sums_(std::move(sums)),
+      copies_(std::make_shared<CopiedSites>()) {
   growing({}, 0, options_);
 }
 
@@ -106,16 +136,28 @@ std::vector<Leak> LeakFinder::check() {
   }
   seen_ = std::move(seen);
   std::erase_if(suspects.growths, [&](const Growth& g) { return lets_go(g, last); });
-  forget_full(suspects.growths);
-  std::erase_if(suspects.growths, [&](const Growth& g) {
-    return judged_.contains(g.site) || (filling_.contains(g.site) && !is_ripe(g));
+  const auto wants = [&](uint32_t site, int64_t growths) {
+    return !judged_.contains(site) &&
+           (!filling_.contains(site) || growths >= kSure * options_.steps);
+  };
+  suspects.copies = copies_->look(suspects.blocks, memory::current_step() - 1, options_, wants);
+  std::erase_if(suspects.copies, [&](const CopiedGrowth& copies) {
+    return std::ranges::find(suspects.growths, copies.growth.site, &Growth::site) !=
+           suspects.growths.end();
   });
-  auto found = suspects.growths.empty() ? std::vector<Leak>() : judge(suspects);
+  forget_full(suspects);
+  const auto is_done = [&](const Growth& g) {
+    return judged_.contains(g.site) || (filling_.contains(g.site) && !is_ripe(g));
+  };
+  std::erase_if(suspects.growths, is_done);
+  std::erase_if(suspects.copies,
+                [&](const CopiedGrowth& c) { return is_done(c.growth) || !is_known(c); });
+  auto found =
+      suspects.growths.empty() && suspects.copies.empty() ? std::vector<Leak>() : judge(suspects);
   if (sums_) {
     std::ranges::move(judge_sums(suspects.blocks), std::back_inserter(found));
   }
-  const bool trains = std::ranges::any_of(
-      suspects.blocks, [](const LiveBlock& b) { return b.phase == memory::Phase::backward; });
+  const bool trains = memory::backward_ran();
   for (auto& leak : found) {
     leak.evaluation = !trains;
     leak.retained = memory::graphs_were_kept();
@@ -141,13 +183,15 @@ bool LeakFinder::is_sure(const Holder& holder, const Growth& growth) const {
 }
 
 /// What may have been filling and grows no more was full.
-void LeakFinder::forget_full(const std::vector<Growth>& growths) {
+void LeakFinder::forget_full(const Suspects& suspects) {
   std::set<std::string> growing;
-  for (const auto& growth : growths) {
-    if (const auto key = filling_.find(growth.site); key != filling_.end()) {
-      growing.insert(key->second);
+  const auto grows = [&](const Growth& growth) {
+    if (const auto keys = filling_.find(growth.site); keys != filling_.end()) {
+      growing.insert(keys->second.begin(), keys->second.end());
     }
-  }
+  };
+  std::ranges::for_each(suspects.growths, grows);
+  std::ranges::for_each(suspects.copies, grows, &CopiedGrowth::growth);
   std::erase_if(leaks_, [&](const Leak& leak) {
     return leak.filling && !growing.contains(key_of(leak.holder, memory::kNoSite));
   });
@@ -197,6 +241,78 @@ std::vector<Leak> LeakFinder::judge_sums(const std::vector<LiveBlock>& blocks) {
   return found;
 }
 
+/// What of a site's growth is whose.
+void LeakFinder::add(const Growth& growth, const Holder& holder, Judged& judged, bool copied) {
+  const bool late = growth.steps >= 2 * options_.steps;
+  if (holder.kind == HolderKind::unknown && !late) {
+    return;
+  }
+  const auto key = key_of(holder, growth.site);
+  const bool sure = is_sure(holder, growth);
+  if (holder.bounded || sure || announced_.contains(key)) {
+    judged_.insert(growth.site);
+  } else {
+    filling_[growth.site].insert(key);
+  }
+  if (holder.bounded || announced_.contains(key)) {
+    return;
+  }
+  auto [entry, is_new] = judged.by_holder.try_emplace(key);
+  auto& leak = entry->second;
+  leak.holder = is_new ? holder : leak.holder;
+  leak.filling = !sure && (is_new || leak.filling);
+  leak.copied = copied && (is_new || leak.copied);
+  const auto made_at = judged.site_of.find(holder.data);
+  if (is_new && made_at != judged.site_of.end()) {
+    leak.sites.push_back(memory::to_string(memory::site(made_at->second)));
+  }
+  auto line = memory::to_string(memory::site(growth.site));
+  if (std::ranges::find(leak.sites, line) == leak.sites.end()) {
+    leak.sites.push_back(std::move(line));
+  }
+  leak.steps = std::max(leak.steps, growth.steps);
+  leak.bytes += growth.bytes;
+  leak.bytes_per_step += growth.bytes / growth.steps;
+}
+
+/// Those holders that have more than was copied into them.
+void LeakFinder::judge_copies(const CopiedGrowth& copies, std::span<const Holder> holders,
+                              Judged& judged) {
+  struct Held {
+    Holder holder;
+    double bytes = 0;
+    double copied = 0;
+  };
+  const auto key = [&](size_t i) { return key_of(holders[i], copies.growth.site); };
+  std::set<std::string> by_items;  // a container of which some are no copies has more of them
+  for (size_t i = 0; i < holders.size(); ++i) {
+    if (copies.blocks[i].copied_bytes == 0) {
+      by_items.insert(key(i));
+    }
+  }
+  std::map<std::string, Held> all;
+  for (size_t i = 0; i < holders.size(); ++i) {
+    const auto holder = by_items.contains(key(i)) ? holders[i] : as_value(holders[i]);
+    auto& held =
+        all.try_emplace(key_of(holder, copies.growth.site), Held{.holder = holder}).first->second;
+    held.bytes += static_cast<double>(copies.blocks[i].bytes);
+    held.copied += copies.blocks[i].copied_bytes;
+  }
+  std::erase_if(all, [](const auto& entry) {
+    const Held& held = entry.second;
+    return held.copied == 0 || held.bytes - held.copied <= held.bytes * kRounding;
+  });
+  double bytes = 0;
+  for (const auto& [name, held] : all) {
+    bytes += held.bytes;
+  }
+  for (const auto& [name, held] : all) {
+    auto share = copies.growth;
+    share.bytes = static_cast<int64_t>(static_cast<double>(share.bytes) * held.bytes / bytes);
+    add(share, held.holder, judged, true);
+  }
+}
+
 std::vector<Leak> LeakFinder::judge(const Suspects& suspects) {
   std::vector<const void*> data;
   std::vector<size_t> first_of;  // of each growth, among the data
@@ -206,48 +322,35 @@ std::vector<Leak> LeakFinder::judge(const Suspects& suspects) {
       data.push_back(sample->data);
     }
   }
+  first_of.push_back(data.size());
+  for (const auto& copies : suspects.copies) {
+    std::ranges::transform(copies.blocks, std::back_inserter(data), &CopiedBlock::data);
+  }
   auto holders = or_nothing(search_, data);
   holders.resize(data.size());
-  std::unordered_map<const void*, uint32_t> site_of;
+  Judged judged;
   for (const auto& block : suspects.blocks) {
-    site_of.emplace(block.data, block.site);
+    judged.site_of.emplace(block.data, block.site);
   }
-  std::map<std::string, Leak> by_holder;
   for (size_t i = 0; i < suspects.growths.size(); ++i) {
-    const auto& growth = suspects.growths[i];
-    const auto& holder =
-        holders[first_of[i]];  // the oldest: a step's own variables hold none of it
-    const bool late = growth.steps >= 2 * options_.steps;
-    if (holder.kind == HolderKind::unknown && !late) {
-      continue;
-    }
-    const auto key = key_of(holder, growth.site);
-    const bool sure = is_sure(holder, growth);
-    if (holder.bounded || sure || announced_.contains(key)) {
-      judged_.insert(growth.site);
-    } else {
-      filling_[growth.site] = key;
-    }
-    if (holder.bounded || announced_.contains(key)) {
-      continue;
-    }
-    auto [entry, is_new] = by_holder.try_emplace(key);
-    auto& leak = entry->second;
-    leak.holder = is_new ? holder : leak.holder;
-    leak.filling = !sure && (is_new || leak.filling);
-    const auto made_at = site_of.find(holder.data);
-    if (is_new && made_at != site_of.end()) {
-      leak.sites.push_back(memory::to_string(memory::site(made_at->second)));
-    }
-    auto line = memory::to_string(memory::site(growth.site));
-    if (std::ranges::find(leak.sites, line) == leak.sites.end()) {
-      leak.sites.push_back(std::move(line));
-    }
-    leak.steps = std::max(leak.steps, growth.steps);
-    leak.bytes += growth.bytes;
-    leak.bytes_per_step += growth.bytes / growth.steps;
+    // The oldest: a step's own variables hold none of it. In a chain it may be too deep to be found.
+    const std::span samples(holders.data() + first_of[i], first_of[i + 1] - first_of[i]);
+    mark_chain(samples);
+    const auto link = std::ranges::find_if(samples, &Holder::linked);
+    const auto& oldest = samples.front();
+    const bool by_link = oldest.kind == HolderKind::unknown && link != samples.end();
+    add(suspects.growths[i], by_link ? *link : oldest, judged, false);
   }
-  return settle(std::move(by_holder));
+  size_t first = first_of.back();
+  for (const auto& copies : suspects.copies) {
+    judge_copies(copies, std::span(holders).subspan(first, copies.blocks.size()), judged);
+    first += copies.blocks.size();
+  }
+  return settle(std::move(judged.by_holder));
+}
+
+void LeakFinder::rest() {
+  copies_->rest();
 }
 
 /// Each holder once as what may be filling, and once as what is sure, which takes the other's place.

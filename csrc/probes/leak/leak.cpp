@@ -14,8 +14,12 @@ bool begins_with_sum(const Holder& holder) {
   return holder.scalar && holder.node.starts_with("AddBackward");
 }
 
+bool has_graph(const Holder& holder) {
+  return holder.has_graph || !holder.node.empty();
+}
+
 std::string advice_on_container(const Holder& holder, const std::string& grows) {
-  if (holder.has_graph || !holder.node.empty()) {
+  if (has_graph(holder)) {
     return holder.scalar
                ? "keep numbers: append loss.item() to " + quoted(holder.container)
                : "keep it without its graph: put tensor.detach() into " + quoted(holder.container);
@@ -24,33 +28,59 @@ std::string advice_on_container(const Holder& holder, const std::string& grows) 
          "), empty it after use, or move what it keeps to where there is room";
 }
 
-std::string advice_on_holder(const Holder& holder) {
+/// Of what grows by no fault of a graph.
+std::string advice_on_growth(const std::string& path) {
+  return "bound what " + quoted(path) +
+         " keeps, empty it after use, or move it to where there is room";
+}
+
+std::string advice_on_chain(const Holder& holder) {
+  return "cut the chain that begins at " + quoted(holder.container) +
+         ": each link holds the one before it" + (has_graph(holder) ? ", and its graph" : "");
+}
+
+std::string advice_on_tensor(const Holder& holder, bool copied) {
+  if (!has_graph(holder)) {
+    return advice_on_growth(holder.path);
+  }
+  if (copied) {
+    return "cut the graph between steps: put " + holder.path + ".detach() into it; " +
+           advice_on_growth(holder.path);
+  }
+  if (begins_with_sum(holder)) {
+    return "use " + holder.path + " += loss.item()";
+  }
+  return holder.scalar
+             ? "keep a number: " + holder.path + " = loss.item(), or detach it"
+             : "cut the graph between steps: " + holder.path + " = " + holder.path + ".detach()";
+}
+
+std::string advice_on_holder(const Holder& holder, bool copied) {
   if (holder.is_gradient) {
     return "call backward() without create_graph=True, or use torch.autograd.grad(): these "
            "gradients "
            "have graphs that hold each other";
   }
+  if (holder.linked) {
+    return advice_on_chain(holder);
+  }
   switch (holder.kind) {
     case HolderKind::variable:
     case HolderKind::attribute:
-      if (begins_with_sum(holder)) {
-        return "use " + holder.path + " += loss.item()";
-      }
-      if (holder.scalar) {
-        return "keep a number: " + holder.path + " = loss.item(), or detach it";
-      }
-      return "cut the graph between steps: " + holder.path + " = " + holder.path + ".detach()";
+      return advice_on_tensor(holder, copied);
     case HolderKind::sequence:
       return advice_on_container(holder, "grows by its items");
     case HolderKind::mapping:
       return advice_on_container(holder, "has one more key after each step");
     case HolderKind::closure:
-      return "do not let the function keep tensors: make a new closure each step, or detach them";
+      return std::string("do not let the function keep tensors: make a new closure each step") +
+             (has_graph(holder) ? ", or detach them" : "");
     case HolderKind::lru_cache:
       return "give the cache a small maxsize, or key it by something else than tensors";
     case HolderKind::hook:
-      return "remove the hook (handle.remove()), or let it keep tensor.detach() of the last step "
-             "alone";
+      return std::string("remove the hook (handle.remove()), or let it keep ") +
+             (has_graph(holder) ? "tensor.detach() of the last step alone"
+                                : "what the last step made alone");
     case HolderKind::traceback:
       return "keep str(error) in place of the exception, whose traceback holds the frames; or call "
              "traceback.clear_frames(error.__traceback__)";
@@ -99,17 +129,17 @@ const char* name_of(HolderKind kind) {
 std::string advice(const Leak& leak) {
   const Holder& holder = leak.holder;
   // Where a gradient has a graph, a backward() has made it.
-  const bool has_graph = !holder.is_gradient && (holder.has_graph || !holder.node.empty());
+  const bool through_graph = !holder.is_gradient && has_graph(holder);
   std::string more;
-  if (leak.evaluation && has_graph) {
+  if (leak.evaluation && through_graph) {
     more = "; nothing here calls backward(): run it under torch.no_grad()";
-  } else if (leak.retained && has_graph && !holder.node.empty() && leak.bytes > 0) {
+  } else if (leak.retained && through_graph && !holder.node.empty() && leak.bytes > 0) {
     more = "; call backward() without retain_graph=True, which keeps what the graph has saved";
   } else if (holder.numpy) {
     more =
         "; a NumPy array shares its tensor's memory: keep array.copy() of the part that is needed";
   }
-  return advice_on_holder(holder) + more;
+  return advice_on_holder(holder, leak.copied) + more;
 }
 
 std::string to_string(const Leak& leak) {
@@ -120,11 +150,13 @@ std::string to_string(const Leak& leak) {
   if (!holder.root.empty()) {
     out << "; " << holder.root;
   }
-  out << ") keeps ";
-  if (holder.node.empty()) {
-    out << "the tensors of " << leak.steps << " steps alive";
+  out << ") ";
+  if (leak.copied) {
+    out << "is copied whole each time that it grows, " << leak.steps << " times by now";
+  } else if (holder.node.empty()) {
+    out << "keeps the tensors of " << leak.steps << " steps alive";
   } else {
-    out << leak.steps << " graphs alive through " << holder.node;
+    out << "keeps " << leak.steps << " graphs alive through " << holder.node;
   }
   if (leak.bytes_per_step > 0) {
     out << ", " << format_bytes(leak.bytes_per_step) << " a step";

@@ -37,10 +37,12 @@ struct Holder {
       false;  ///< the container stops growing by itself: deque(maxlen=...), lru_cache(maxsize=...)
   std::string
       node;  ///< the graph's node through which it is held; empty if it is the tensor itself
-  bool scalar = false;         ///< the tensor on the path has one element
-  bool has_graph = false;      ///< the tensor on the path has a graph behind it
-  bool is_gradient = false;    ///< the path ends in a gradient that has a graph itself
-  bool numpy = false;          ///< through a NumPy array that shares the tensor's memory
+  bool scalar = false;       ///< the tensor on the path has one element
+  bool has_graph = false;    ///< the tensor on the path has a graph behind it
+  bool is_gradient = false;  ///< the path ends in a gradient that has a graph itself
+  bool numpy = false;        ///< through a NumPy array that shares the tensor's memory
+  bool linked =
+      false;  ///< by a chain of which each link holds the one before; it begins at `container`
   const void* data = nullptr;  ///< the first byte of the storage of the path's tensor
 };
 
@@ -80,6 +82,8 @@ struct Leak {
   bool retained = false;    ///< a backward() has kept its graph: retain_graph=True
   bool filling =
       false;  ///< no graph is kept, and not for long: a cache that is not full looks the same
+  bool copied =
+      false;  ///< all of it is made anew each time that it grows (torch.cat([history, new]))
 };
 
 /// What to change in the program, in one clause: "use total += loss.item()".

@@ -135,4 +135,41 @@ TEST_CASE("A leak's text names holder, line, node and remedy", "[probes]") {
   CHECK(to_string(leak).ends_with("graphs that hold each other"));
 }
 
+TEST_CASE("Advice speaks of a graph only where there is one", "[probes]") {
+  struct Case {
+    HolderKind kind;
+    bool has_graph;
+    bool linked;
+    bool copied;
+    std::string advice;
+  };
+  const std::vector<Case> cases{
+      {HolderKind::variable, false, false, false, "bound what `a.b` keeps"},
+      {HolderKind::variable, false, false, true, "bound what `a.b` keeps"},
+      {HolderKind::attribute, true, false, false, "a.b = a.b.detach()"},
+      {HolderKind::attribute, true, false, true, "put a.b.detach() into it; bound what `a.b`"},
+      {HolderKind::attribute, false, true, false, "cut the chain that begins at `a`"},
+      {HolderKind::sequence, false, true, false, "cut the chain that begins at `a`"},
+      {HolderKind::mapping, true, true, false, "the one before it, and its graph"},
+      {HolderKind::sequence, true, false, false, "put tensor.detach() into `a`"},
+      {HolderKind::sequence, false, false, false, "bound `a` (it grows by its items)"},
+      {HolderKind::closure, false, false, false, "make a new closure each step"},
+      {HolderKind::closure, true, false, false, "or detach them"},
+      {HolderKind::hook, false, false, false, "or let it keep what the last step made alone"},
+      {HolderKind::hook, true, false, false, "let it keep tensor.detach()"},
+  };
+  for (const auto& [kind, has_graph, linked, copied, expected] : cases) {
+    CAPTURE(expected);
+    Leak leak;
+    leak.holder.kind = kind;
+    leak.holder.path = "a.b";
+    leak.holder.container = "a";
+    leak.holder.has_graph = has_graph;
+    leak.holder.linked = linked;
+    leak.copied = copied;
+    CHECK_THAT(advice(leak), Catch::Contains(expected));
+    CHECK((advice(leak).find("detach") == std::string::npos || has_graph));
+  }
+}
+
 }  // namespace test_leak

@@ -180,6 +180,46 @@ TEST_CASE("What may be a cache is reported as one that fills, until it is full o
   }
 }
 
+TEST_CASE("Links of a chain are known by the ways to them", "[probes]") {
+  struct Case {
+    std::vector<std::string> paths;  // the oldest first; none: too deep to be found
+    std::string container;
+    std::string path;
+  };
+  const std::vector<Case> cases{
+      {{"a.p.p.p.p.p.v", "a.p.p.p.p.v", "a.p.p.p.v", "a.p.p.v", "a.p.v"}, "a", "a.p.p.p.p.p.v"},
+      {{"", "", "a[1][1][1][0]", "a[1][1][0]", "a[1][0]"}, "a", "a[1][1][1][0]"},
+      {{"s['x'].n.o.n.o.n.o.n.o.n.o[0]", "s['x'].n.o.n.o.n.o.n.o[0]", "s['x'].n.o.n.o.n.o[0]",
+        "s['x'].n.o.n.o[0]", "s['x'].n.o[0]"},
+       "s['x']",
+       "s['x'].n.o.n.o.n.o.n.o.n.o[0]"},
+      {{"k[0][0][0]", "k[1][0][0]", "k[2][0][0]", "k[3][0][0]", "k[4][0][0]"}, "", "k[0][0][0]"},
+      {{"k[11]", "k[10]", "k[9]", "k[8]", "k[7]"}, "", "k[11]"},
+      {{"k[0].a", "k[1]", "k[2].a", "k[3]", "k[4].a"}, "", "k[0].a"},
+  };
+  for (const auto& [paths, container, path] : cases) {
+    CAPTURE(path);
+    const Tracking on;
+    std::vector<at::Tensor> kept;
+    LeakFinder finder({}, [paths = paths](const std::vector<const void*>& data) {
+      std::vector<Holder> holders(data.size());
+      for (size_t i = 0; i < data.size(); ++i) {
+        holders[i].kind = paths[i].empty() ? HolderKind::unknown : HolderKind::attribute;
+        holders[i].path = holders[i].container = paths[i];
+      }
+      return holders;
+    });
+    for (int i = 0; i < 9; ++i) {
+      step(kept, finder);
+    }
+    REQUIRE(finder.leaks().size() == 1);
+    const auto& holder = finder.leaks()[0].holder;
+    CHECK(holder.path == path);
+    CHECK(holder.linked == !container.empty());
+    CHECK(holder.container == (container.empty() ? path : container));
+  }
+}
+
 TEST_CASE("A sum that grows by every fifth step is a leak too", "[probes]") {
   const Tracking on;
   int64_t length = 0;
