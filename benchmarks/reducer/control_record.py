@@ -17,7 +17,7 @@ PARAMETERS = 800
 WARM_UP_STEPS = 3
 STEPS, QUICK_STEPS = 5, 1
 CONTROL_RECORD = ("brimful::Tail::", "brimful::encode(", "brimful::decode(")
-ON_GRADIENT = ("brimful::Reducer::on_gradient(",)
+ON_GRADIENT = ("brimful::Engine::on_gradient(",)
 
 
 def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]:

@@ -2,9 +2,7 @@
 #include "reducer/gather.h"
 
 #include <ATen/ATen.h>
-#include <brimful/error.h>
 #include <brimful/memory/stats.h>
-#include <brimful/step/oom.h>
 
 #include <cstring>
 #include <functional>

@@ -3,7 +3,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <brimful/log.h>
-#include <brimful/memory/stats.h>
 #include <brimful/step/stop.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
