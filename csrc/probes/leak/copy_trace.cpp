@@ -1,6 +1,7 @@
 #include "probes/leak/copy_trace.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/function_schema.h>
 #include <ATen/record_function.h>
 #include <c10/core/StorageImpl.h>
 #include <unistd.h>
