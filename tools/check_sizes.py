@@ -15,6 +15,8 @@ LIMITS = {
     "source": 400,
     "function": 60,  # lines, from the first to the closing brace; in Python without the docstring
     "class": 25,  # public methods, each name once
+    "methods": 30,  # of any access, each name once
+    "extent": 500,  # lines of a class in all files of its folder
     "state": 20,  # fields of a class, or of a struct that has methods: what has none is a record
 }
 TEXTS = r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:[^"\\\n]|\\.)*"|(?<!\w)\'(?:[^\'\\\n]|\\.)*\''
@@ -78,13 +80,17 @@ def sizes_in(lines: list[str], outer: str = "") -> Iterator[Size]:
         head = without_templates(text).split("{")[0]
         if "(" in head and "{" in text and text.endswith("}"):
             before = re.sub(r"\boperator\(\)", "operator", head).split("(")[0]
-            yield "function", outer + re.split(r"[\s*&]", before.strip())[-1], len(chunk)
+            name = re.split(r"[\s*&]", before.strip())[-1]
+            yield "function", outer + name, len(chunk)
+            if not outer and "::" in name:
+                yield "extent", name.rpartition("::")[0], len(chunk)
 
 
 def sizes_of_type(chunk: list[str], key: str, name: str) -> Iterator[Size]:
     first = next(i for i, line in enumerate(chunk) if "{" in line)
     public = key == "struct"
     methods: set[str] = set()
+    public_ones: set[str] = set()
     fields, is_state = 0, key == "class"
     for member in statements(chunk[first + 1 : -1]):
         text = " ".join(line.strip() for line in member)
@@ -95,9 +101,12 @@ def sizes_of_type(chunk: list[str], key: str, name: str) -> Iterator[Size]:
         kind, of = declared(text)
         fields += kind == "field"
         is_state |= kind == "method"
-        if kind == "method" and public and of.lstrip("~") != name.split("::")[-1]:
+        if kind == "method" and of.lstrip("~") != name.split("::")[-1]:
             methods.add(of)
-    yield "class", name, len(methods)
+            public_ones |= {of} if public else set()
+    yield "class", name, len(public_ones)
+    yield "methods", name, len(methods)
+    yield "extent", name, len(chunk)
     yield "state", name, fields if is_state else 0
     yield from sizes_in(chunk[first + 1 : -1], name + "::")
 
@@ -123,9 +132,17 @@ def python_sizes(path: Path) -> Iterator[Size]:
 
 def all_sizes(root: Path) -> Iterator[tuple[str, Size]]:
     """Of csrc/ and python/, and of the tests' headers."""
+    extents: dict[tuple[str, str], int] = {}  # a class's body, and what it has outside of that
     for path in sorted((root / "csrc").rglob("*")):
         if path.suffix in {".h", ".cpp"}:
-            yield from ((path.relative_to(root).as_posix(), size) for size in cpp_sizes(path))
+            for kind, name, size in cpp_sizes(path):
+                if kind == "extent":
+                    folder = path.parent.relative_to(root / "csrc").as_posix()
+                    where = folder.removeprefix("include/brimful/"), name
+                    extents[where] = extents.get(where, 0) + size
+                else:
+                    yield path.relative_to(root).as_posix(), (kind, name, size)
+    yield from ((f"csrc/{folder}", ("extent", name, n)) for (folder, name), n in extents.items())
     for path in sorted((root / "tests" / "cpp").rglob("*.h")):
         lines = len(path.read_text().splitlines())
         yield path.relative_to(root).as_posix(), ("header", "", lines)

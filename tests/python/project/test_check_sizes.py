@@ -99,6 +99,26 @@ def test_public_methods_are_counted_by_name(root, count, found):
     assert all("class csrc/a/a.h Box: 26 are too many" in problem for problem in problems)
 
 
+@pytest.mark.parametrize(("count", "found"), [(27, 0), (28, 1)])
+def test_methods_of_any_access_are_counted_by_name(root, count, found):
+    hidden = "\n private:\n" + members(count, "  void m{}(int n);") + "\n public:\n"
+    write(root, "csrc/a/a.h", CLASS.format(methods=hidden, fields=""))
+    problems = check_sizes.problems(root)
+    assert len(problems) == found
+    assert all("methods csrc/a/a.h Box: 31 are too many" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(("count", "found"), [(48, 0), (49, 1)])
+def test_the_lines_of_a_class_are_counted_over_all_files_of_its_folder(root, count, found):
+    write(root, "csrc/include/brimful/a/a.h", CLASS.format(methods="", fields=""))
+    for i in range(9):
+        write(root, f"csrc/a/part_{i}.cpp", FUNCTION.format(lines=lines(count if i == 0 else 46)))
+    write(root, "csrc/b/other.cpp", FUNCTION.format(lines=lines(40)))
+    problems = check_sizes.problems(root)
+    assert len(problems) == found
+    assert all("extent csrc/a Box: 501 are too many" in problem for problem in problems)
+
+
 @pytest.mark.parametrize(("count", "found"), [(19, 0), (20, 1)])
 def test_fields_are_counted_and_types_and_names_of_types_are_not(root, count, found):
     fields = members(count, "  std::map<int, std::vector<int>> f{}_{{{{1, {{}}}}}};")
