@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 import sys
 import types
 from collections.abc import Callable
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brimful import _C
+from brimful import _C, _random
 from brimful._modules import entries_of
-from brimful.sizer import BatchDim, _numpy_state, _set_numpy_state
+from brimful.sizer import BatchDim
 
 __all__ = ["map_batches"]
 
@@ -118,7 +117,7 @@ def map_batches(
         pieces=pieces,
         max_retries=max_retries,
         device=device,
-        keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
+        keepers=[_random.KEEPER],
         rank=rank,
         world_size=world_size,
         model=model,

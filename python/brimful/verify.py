@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from brimful import _C
+from brimful import _C, _random
 from brimful._modules import entries_of, named_modules, named_parameters, unwrapped
-from brimful.sizer import BatchDim, _numpy_state, _set_numpy_state
+from brimful.sizer import BatchDim
 from brimful.sizer._parts import modules_of
 from brimful.sizer._same_random import SameRandomNumbers
 
@@ -73,7 +72,7 @@ def verify_split(
             parameters=parameters,
             entries=entries_of(models),
             device=next((p.device for _, p in parameters), torch.device("cpu")),
-            keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
+            keepers=[_random.KEEPER],
             splitter=_C.Splitter(batch_dim=batch_dim, size_fn=size_fn, split_fn=split_fn),
             pieces=pieces,
             rtol=rtol,
@@ -89,14 +88,10 @@ def _telling_of_other_numbers(
 ) -> Callable[[Any], Any]:
     """Random numbers of Python and numpy cannot be given again by rows."""
 
-    def states() -> Any:
-        numpy = _numpy_state()
-        return random.getstate(), numpy and (numpy[1].tobytes(), *numpy[2:])
-
     def loss(piece: Any) -> Any:
-        before = states()
+        before = _random.marks()
         result = loss_of(piece)
-        if states() != before:
+        if _random.marks() != before:
             log.drew(False)
         return result
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import random
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from brimful import _C
+from brimful import _C, _random
 from brimful._modules import batch_norms, entries_of, unwrapped
 from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
@@ -26,10 +25,6 @@ from brimful.sizer._loss_rules import LossRules, Use
 from brimful.sizer._optimizer_room import OptimizerRoom
 from brimful.sizer._packed import counted, whole_of
 from brimful.sizer._parts import Parts
-from brimful.sizer._trim_check import (
-    _numpy_state as _numpy_state,
-    _set_numpy_state as _set_numpy_state,
-)
 
 __all__ = ["NO_DATA", "BatchSizer"]
 
@@ -322,8 +317,7 @@ class BatchSizer:
             entries=entries_of(parts.modules),
             devices=parts.devices(),
             keepers=[
-                (random.getstate, random.setstate),
-                (_numpy_state, _set_numpy_state),
+                _random.KEEPER,
                 (lambda: this()._kept(), lambda states: this()._put_back(states)),  # type: ignore[union-attr]
             ],
             standing_tensors=lambda: this()._standing_tensors(),  # type: ignore[union-attr]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brimful.sizer._trim_check import _numpy_state
+from brimful import _random
 
 _KEEPING = ("bernoulli", "exponential", "geometric")
 _ANYWHERE = (
@@ -50,12 +49,10 @@ def _constant(name: str, args: Any) -> float | None:
 
 def drawn_states(device: torch.device) -> Any:
     """Of all generators that torch, Python and NumPy have by themselves."""
-    numpy = _numpy_state()
     states = [torch.default_generator.get_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return (
         tuple(state.numpy().tobytes() for state in states),
-        random.getstate(),
-        numpy and (numpy[1].tobytes(), *numpy[2:]),
+        *_random.marks(),
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from brimful import _C
+from brimful import _C, _random
 from brimful._modules import entries_of, named_modules
 from brimful.reducer import DistributedDataParallel
 
@@ -100,13 +98,7 @@ class _State:
             and (value is None or isinstance(value, int | float | str | torch.Tensor))
         }
         self.names = set(vars(module))
-        self.random = random.getstate()
-        numpy = sys.modules.get("numpy")
-        state = numpy.random.get_state(legacy=False)["state"] if numpy is not None else {}
-        self.numpy = {
-            name: value.tobytes() if hasattr(value, "tobytes") else value
-            for name, value in state.items()
-        }
+        self.random, self.numpy = _random.marks()
         self.buffers = {
             name: (id(buffer), _version(buffer), tuple(buffer.shape), buffer.dtype, _place(buffer))
             for name, buffer in module._buffers.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +12,12 @@ from typing import Any
 
 import torch
 
-from brimful import _C
+from brimful import _C, _random
 from brimful._modules import entries_of, unwrapped
 from brimful._process_end import is_out_of_memory, text_of
 from brimful.sizer._draws_off import DrawsOff, drawn_states
 from brimful.sizer._row_counts import ITEMS, ROWS, SUM, Rule, rules_of, tensors_by_place
-from brimful.sizer._trim_check import _numpy_state, _set_numpy_state, _undisturbed
+from brimful.sizer._trim_check import _undisturbed
 
 _FEW_ROWS = (4, 2)
 _MOST_FAILURES = 3
@@ -114,8 +113,7 @@ class LossRules:
         self._splitter, self._given, self._gradients = splitter, given, gradients
         self._inputs_of = inputs_of
         self._keepers = [
-            (random.getstate, random.setstate),
-            (_numpy_state, _set_numpy_state),
+            _random.KEEPER,
             *keepers,
         ]
         self._kinds: dict[Any, Found] = {}

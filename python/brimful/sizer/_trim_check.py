@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
+from brimful import _random
 from brimful._log import text_of
 from brimful._modules import unwrapped
 from brimful._process_end import is_out_of_memory
@@ -23,11 +22,6 @@ if TYPE_CHECKING:
 _TF32_RTOL = 5e-3
 _log = logging.getLogger("brimful")
 _OFF = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)
-
-
-def _numpy_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return numpy.random.get_state() if numpy is not None else None
 
 
 def require_same_loss(rows: RowsByLength, loss_fn: Callable[[Any, Any], Any], model: Any) -> None:
@@ -92,11 +86,6 @@ def require_same_loss(rows: RowsByLength, loss_fn: Callable[[Any, Any], Any], mo
             )
 
 
-def _set_numpy_state(state: Any) -> None:
-    if state is not None:
-        sys.modules["numpy"].random.set_state(state)
-
-
 def _differ(one: float, other: float, rtol: float) -> bool:
     if math.isnan(one) or math.isnan(other):
         return math.isnan(one) != math.isnan(other)
@@ -126,7 +115,7 @@ def _undisturbed(
     modules = list(dict.fromkeys(child for model in models for child in model.modules()))
     training = [module.training for module in modules]
     devices = {p.device for model in models for p in model.parameters() if p.is_cuda}
-    numpy_state, python_state = _numpy_state(), random.getstate()
+    drawn = _random.states()
     hook = torch_module.register_module_forward_pre_hook(note)
     try:
         with torch.random.fork_rng(devices=sorted(d.index for d in devices)), torch.enable_grad():
@@ -137,6 +126,4 @@ def _undisturbed(
         hook.remove()
         for module, was in zip(modules, training, strict=True):
             module.training = was
-        random.setstate(python_state)
-        if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
+        _random.set_states(drawn)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from types import TracebackType
 from typing import Any
 
@@ -11,9 +10,8 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from brimful import _C
+from brimful import _C, _random
 from brimful._modules import entries_of
-from brimful.sizer import _numpy_state, _set_numpy_state
 
 
 class Unchanged:
@@ -39,7 +37,7 @@ class Unchanged:
         self._kept_batch = _C._KeptBatch(self._batch)
         self._kept_optimizer = self._optimizer and _OptimizerState(self._optimizer)
         self._modes = [(m, m.training) for m in self._model.modules()]
-        self._random = random.getstate(), _numpy_state(), torch.get_rng_state()
+        self._random = _random.states(), torch.get_rng_state()
         cuda = self._device.type == "cuda"
         self._cuda_random = torch.cuda.get_rng_state(self._device) if cuda else None
         # Checked by the backward of a graph from before: what is put back has not changed.
@@ -64,7 +62,7 @@ class Unchanged:
         kept = [*self._state.copies, *self._kept_batch.copies]
         kept += [gradient for _, gradient in self._gradients if gradient is not None]
         kept += self._kept_optimizer.copies() if self._kept_optimizer else []
-        return [*kept, self._random[2]]
+        return [*kept, self._random[1]]
 
     def empty_gradients(self) -> None:
         for parameter in self._parameters:
@@ -84,9 +82,8 @@ class Unchanged:
             parameter.grad = gradient
         for module, mode in self._modes:
             module.training = mode
-        python, numpy, cpu = self._random
-        random.setstate(python)
-        _set_numpy_state(numpy)
+        drawn, cpu = self._random
+        _random.set_states(drawn)
         torch.set_rng_state(cpu)
         if self._cuda_random is not None:
             torch.cuda.set_rng_state(self._cuda_random, self._device)
