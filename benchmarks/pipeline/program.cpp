@@ -216,7 +216,7 @@ int sleep(const std::string& schedule, int ranks, int per_rank, int microbatches
     for (const auto& counter : live) {
       counter->peak = 0;
     }
-    pipeline::PipelineOutcome outcome;
+    Outcome outcome;
     if (trains) {
       outcome = pipe.step(data, data, mse);
     } else {

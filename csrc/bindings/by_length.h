@@ -1,6 +1,6 @@
 #pragma once
-#include <brimful/sizer/outcome.h>
 #include <brimful/sizer/row_lengths.h>
+#include <brimful/sizer/step_input.h>
 
 #include "bindings/bindings.h"
 

@@ -22,9 +22,7 @@ namespace brimful {
 namespace {
 
 using pipeline::Pipeline;
-using pipeline::PipelineOutcome;
 using pipeline::Stage;
-using pipeline::StageNote;
 using pipeline::Value;
 
 /// Names of keywords that a stage takes; nothing: any.
@@ -89,8 +87,8 @@ class PythonPipeline {
   /// Of a step, by name, and how they are split; nothing: there are none.
   using KeywordBatch = std::optional<std::pair<py::dict, std::shared_ptr<Splitter>>>;
 
-  PipelineOutcome step(const py::object& batch, const py::object& target, const py::object& loss_fn,
-                       const KeywordBatch& keywords) {
+  Outcome step(const py::object& batch, const py::object& target, const py::object& loss_fn,
+               const KeywordBatch& keywords) {
     pipeline::PipelineWork work;
     int64_t rows = 0;
     const bool has_target = !target.is_none();
@@ -248,14 +246,6 @@ class PythonPipeline {
   std::unique_ptr<Pipeline> pipeline_;
 };
 
-std::string pipeline_outcome_repr(const PipelineOutcome& outcome) {
-  TextStream out;
-  out << "PipelineOutcome(loss=" << outcome.loss << ", weight=" << outcome.weight
-      << ", microbatches=" << outcome.microbatches << ", retries=" << outcome.retries
-      << ", total_ms=" << outcome.total_ms << ")";
-  return out.str();
-}
-
 /// A name, a schedule, or a function that makes one for a number of microbatches.
 void set_schedule(const py::object& schedule, pipeline::PipelineOptions& options) {
   if (py::isinstance<py::str>(schedule)) {
@@ -336,14 +326,6 @@ std::unique_ptr<PythonPipeline> make_pipeline(
 
 void bind_pipeline(py::module_& m) {
   take_forms();
-  py::class_<StageNote>(m, "StageNote", "A stage's part of a step.")
-      .BRIMFUL_FIELDS(def_readonly, StageNote, peak_live, forward_ms, backward_ms, wait_ms,
-                      peak_live_bytes, parameter_bytes, gradient_bytes, buffer_bytes, split_note,
-                      recomputed);
-  py::class_<PipelineOutcome>(m, "PipelineOutcome", "How a step ended; see Pipeline.step.")
-      .BRIMFUL_FIELDS(def_readonly, PipelineOutcome, loss, weight, microbatches, split, retries,
-                      total_ms, stop, regroup, peak_bytes, stages, recomputed_stages)
-      .def("__repr__", &pipeline_outcome_repr);
   py::class_<PythonPipeline>(m, "Pipeline")
       .def(py::init(&make_pipeline), py::kw_only(), py::arg("stages"), py::arg("devices"),
            py::arg("schedule"), py::arg("microbatches"), py::arg("max_retries"),
@@ -357,6 +339,7 @@ void bind_pipeline(py::module_& m) {
       .def(
           "cancel", [](PythonPipeline& self) { self.pipeline().cancel(); },
           py::call_guard<py::gil_scoped_release>())
+      .def("report", [](PythonPipeline& self) { return self.pipeline().report(); })
       .def("trace", [](PythonPipeline& self) { return self.pipeline().trace(); })
       .def("trace_svg", [](PythonPipeline& self) { return self.pipeline().trace_svg(); })
       .def("schedule",

@@ -83,9 +83,14 @@ void bind_outcome(py::module_& m) {
       .def("__eq__", [](const StepRungs& self, const StepRungs& other) { return self == other; })
       .def("__str__", [](const StepRungs& self) { return to_string(self); })
       .def("__repr__", [](const StepRungs& self) { return "StepRungs(" + to_string(self) + ")"; });
-  py::class_<Outcome>(m, "Outcome", "How a step ended; see BatchSizer.step.")
+  py::class_<StageNote>(m, "StageNote", "A stage's part of a step.")
+      .BRIMFUL_FIELDS(def_readonly, StageNote, peak_live, forward_ms, backward_ms, wait_ms,
+                      peak_live_bytes, parameter_bytes, gradient_bytes, buffer_bytes, split_note,
+                      recomputed);
+  py::class_<Outcome>(m, "Outcome", "How a step ended; see BatchSizer.step and Pipeline.step.")
       .BRIMFUL_FIELDS(def_readonly, Outcome, loss, losses, weight, pieces, split, order, rungs,
-                      retries, peak_bytes, work_ms, last, stop, regroup, attempts)
+                      retries, total_ms, peak_bytes, peaks, work_ms, last, stop, regroup, attempts,
+                      stages)
       .def("__repr__", &outcome_repr);
 }
 

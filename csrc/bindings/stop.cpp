@@ -7,8 +7,7 @@ namespace brimful {
 void bind_stop(py::module_& m) {
   m.def("request_stop", &request_stop, py::arg("signal") = 0,
         "Ask that training ends: all ranks then end it after the same step.\n\n"
-        "A loop over ``BatchSizer.batches`` ends by itself; ``Outcome.stop``, "
-        "``PipelineOutcome.stop`` and\n"
+        "A loop over ``BatchSizer.batches`` ends by itself; ``Outcome.stop`` and\n"
         "``DistributedDataParallel.stop`` are true on all ranks after that step. Costs no "
         "collective. From any thread.\n"
         "``signal``: the one that asked; 0: the program.");

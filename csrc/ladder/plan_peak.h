@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "ladder/rungs.h"
 #include "ladder/step_events.h"
 #include "memory/caching_model.h"
+#include "step/rungs.h"
 
 namespace brimful::ladder {
 

@@ -45,7 +45,7 @@ class Recomputable::Parts final : public ladder::Modules,
   bool can_offload() const override { return false; }
   void set_device(c10::Device device) override { device_ = device; }
 
-  void begin(const ladder::Rungs& rungs, std::shared_ptr<ladder::Aside> /*aside*/,
+  void begin(const Rungs& rungs, std::shared_ptr<ladder::Aside> /*aside*/,
              std::shared_ptr<ladder::StepEventRecorder> /*recorder*/) override {
     TORCH_CHECK_VALUE(
         !rungs.everything && rungs.offloaded.empty(),

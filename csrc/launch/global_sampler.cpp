@@ -1,5 +1,5 @@
 #include <brimful/launch/global_sampler.h>
-#include <brimful/sizer/outcome.h>
+#include <brimful/sizer/step_input.h>
 #include <c10/util/Exception.h>
 
 #include <deque>

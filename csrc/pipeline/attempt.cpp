@@ -16,6 +16,7 @@
 #include "pipeline/failure.h"
 #include "pipeline/pipeline_state.h"
 #include "sizer/loss_scale.h"
+#include "step/agreement.h"
 #include "step/failures.h"
 
 namespace brimful::pipeline {
@@ -305,7 +306,7 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
   if ((call.group.late_gradient() && again) || Recomputing::is_refused(result)) {
     own.kind = Status::retry;
   } else if (failure.kind == Status::out_of_memory) {
-    const bool as_it_was = again && call.garbage_helped;
+    const bool as_it_was = again && call.as_it_was;
     own.refine = again && !as_it_was && call.microbatches() < call.rows && agreed_.may_split &&
                  !options.fixed_schedule;
     const bool repeated = as_it_was || own.refine || recomputing->may_help(call, result);
@@ -324,10 +325,8 @@ PeerVerdict Pipeline::State::own_verdict(const Call& call, const StepResult& res
 void Pipeline::State::read_replicas(Call& call, StepResult& result,
                                     const std::vector<ControlRecord>& records,
                                     PeerVerdict& verdict) const {
-  if (verdict.kind == Status::ok && !ranks_with_another_ref(records).empty()) {
-    result.failure = failure_outside(std::make_exception_ptr(
-        PlanMismatch("the replicas divided their losses by different numbers, as if they had "
-                     "scalers with different scales; load a state_dict of the same step on all")));
+  if (verdict.kind == Status::ok) {
+    noting(result, [&] { require_same_mark(records, name_of(call)); });
     verdict = own_verdict(call, result);
   }
   if (const auto divergence = call.group.divergence();
@@ -353,8 +352,8 @@ void Pipeline::State::read_replicas(Call& call, StepResult& result,
 PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
   const memory::Unlimited unlimited;
   doing = "the actions are over: the ranks agree how they ended";
-  call.garbage_helped = result.failure && result.failure->kind == Status::out_of_memory &&
-                        call.garbage.helps(device_of(*result.failure));
+  call.as_it_was = result.failure && result.failure->kind == Status::out_of_memory &&
+                   call.retry.may_do_as_it_was(result.failure->text, device_of(*result.failure));
   ControlRecord record;
   record.verdict = Status::ok;
   record.ref = call.mark;
@@ -382,7 +381,7 @@ PeerVerdict Pipeline::State::close(Call& call, StepResult& result) {
   own = own_verdict(call, result);
   read_replicas(call, result, records, own);
   own.broken = replicas->is_broken();
-  return call.trains ? with_weight(agree(own), call.rows) : agree(own);
+  return call.trains ? with_weight(agree(own), name_of(call), call.rows) : agree(own);
 }
 
 PeerVerdict Pipeline::State::agree(const PeerVerdict& own) {

@@ -6,8 +6,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "sizer/retry.h"
-#include "step/garbage.h"
+#include "step/retry.h"
 
 namespace brimful::pipeline {
 
@@ -69,8 +68,7 @@ struct Call {
   uint32_t mark = 0;  ///< of what the replicas must have alike
   std::vector<int64_t> split{};  ///< of a short batch the last ones are empty
   Schedule order{};
-  GarbageRemedy garbage{};
-  bool garbage_helped = false;  ///< of the last attempt, on this rank: it may fit as it was
+  bool as_it_was = false;  ///< of the last attempt, on this rank: it may fit so
 
   int64_t microbatches() const { return retry.plan().pieces; }
   /// Microbatches that have rows.

@@ -13,6 +13,7 @@
 #include "base/format.h"
 #include "base/text_stream.h"
 #include "pipeline/schedule/action_sentence.h"
+#include "step/agreement.h"
 
 namespace brimful::pipeline {
 
@@ -50,52 +51,12 @@ bool would_1f1b_help(int stage, const Schedule& schedule) {
   return !is_alike && schedule.stages == static_cast<int>(schedule.ranks.size());
 }
 
-bool would_retries_help(const TriedStep& tried) {
-  const bool splits = tried.may_split && !tried.is_fixed && tried.splits.back().piece_rows > 1;
-  return std::ssize(tried.splits) > tried.max_retries &&
-         (splits || (tried.may_recompute && tried.max_retries == 0));
-}
-
 std::string checkpoint_advice(int stage, const std::vector<int>& recomputed) {
   const auto number = std::to_string(stage);
   return std::find(recomputed.begin(), recomputed.end(), stage) != recomputed.end()
              ? "checkpoint parts of stage " + number +
                    " within it (torch.utils.checkpoint), whose backward holds all of one microbatch"
              : "checkpoint the activations of stage " + number + " (torch.utils.checkpoint)";
-}
-
-std::vector<std::string> advice_for(int stage, const TriedStep& tried,
-                                    const std::optional<int64_t>& limit_bytes) {
-  std::vector<std::string> advice;
-  if (tried.trains) {
-    advice.push_back(checkpoint_advice(stage, tried.recomputed));
-  }
-  advice.push_back("move layers from stage " + std::to_string(stage) + " to others, or add stages");
-  if (tried.trains && would_1f1b_help(stage, tried.schedule)) {
-    advice.emplace_back("use a schedule that holds fewer microbatches, such as 1f1b");
-  }
-  if (tried.is_fixed) {
-    advice.emplace_back(
-        "give a schedule of more microbatches, the name of one, or a function that makes one for a "
-        "number of microbatches");
-  }
-  if (would_retries_help(tried)) {
-    advice.push_back("allow more retries (max_retries: " + std::to_string(tried.max_retries) + ")");
-  }
-  if (limit_bytes) {
-    advice.push_back(
-        "raise the memory limit (memory.set_limit, now: " + format_bytes(*limit_bytes) + ")");
-  }
-  advice.emplace_back("use a smaller batch, or a device with more memory");
-  return advice;
-}
-
-std::string recomputed_text(const std::vector<int>& recomputed) {
-  std::string text;
-  for (const auto stage : recomputed) {
-    text += (text.empty() ? ", recomputed stages: " : " and ") + std::to_string(stage);
-  }
-  return text;
 }
 }  // namespace
 
@@ -131,46 +92,31 @@ void rethrow(ActionFailure failure) {
   }
 }
 
-BatchTooLarge too_large(const ActionFailure& failure, TriedStep tried, c10::Device device) {
-  TooLargeFacts facts;
-  facts.rank = failure.rank;
-  facts.device = device.str();
-  facts.limit_bytes = memory::stats(device).limit_bytes;
-  facts.advice = advice_for(failure.action.stage, tried, facts.limit_bytes);
-  TextStream text;
+std::vector<std::string> advice_on(int stage, const TriedStage& tried) {
+  std::vector<std::string> advice;
+  if (tried.trains) {
+    advice.push_back(checkpoint_advice(stage, tried.recomputed));
+  }
+  advice.push_back("move layers from stage " + std::to_string(stage) + " to others, or add stages");
+  if (tried.trains && would_1f1b_help(stage, tried.schedule)) {
+    advice.emplace_back("use a schedule that holds fewer microbatches, such as 1f1b");
+  }
   if (tried.is_fixed) {
-    text << "the schedule is fixed, so no other number of microbatches was tried (microbatches: "
-         << tried.splits.back().pieces << ", rows: " << tried.rows;
-  } else {
-    text << "no number of microbatches fits (rows: " << tried.rows
-         << ", retries: " << tried.splits.size() - 1 << ", max_retries: " << tried.max_retries;
+    advice.emplace_back(
+        "give a schedule of more microbatches, the name of one, or a function that makes one for a "
+        "number of microbatches");
   }
-  text << ", device: " << facts.device;
-  text << recomputed_text(tried.recomputed);
-  if (facts.limit_bytes) {
-    text << ", limit: " << format_bytes(*facts.limit_bytes);
+  if (tried.waits_for_retries) {
+    advice.emplace_back("allow retries, in which stages are recomputed (max_retries: 0)");
   }
-  text << "): memory ran out in the " << to_string(failure) << ".\nTried: ";
-  for (size_t i = 0; i < tried.splits.size(); ++i) {
-    const auto& split = tried.splits[i];
-    text << (i == 0 ? "" : "; ") << split.pieces
-         << (split.pieces == 1 ? " microbatch of " : " microbatches of ") << split.piece_rows
-         << (split.piece_rows == 1 ? " row" : " rows")
-         << " (peak: " << format_peak(split.peak_bytes) << ")";
-  }
-  text << ".\nTry next: " << format_numbered(facts.advice)
-       << ".\nThe last error was: " << failure.text;
-  facts.tried = std::move(tried.splits);
-  return BatchTooLarge(text.str(), std::move(facts));
+  return advice;
 }
 
-PeerVerdict with_weight(PeerVerdict all, int64_t rows) {
+PeerVerdict with_weight(PeerVerdict all, const std::string& step, int64_t rows) {
   if (all.kind == Status::ok && !(all.weight > 0)) {
     all.kind = Status::error;
     all.rank = -1;
-    all.text = c10::str("the weights of the step sum to ", all.weight,
-                        ", and a mean over nothing is no loss (rows: ", rows,
-                        "); leave out batches in which nothing counts, on all ranks together");
+    all.text = nothing_counts(step, all.weight, "rows: " + std::to_string(rows));
   }
   return all;
 }

@@ -59,30 +59,31 @@ StepGroup Pipeline::State::group_of_step() const {
   return {participants, std::move(outside)};
 }
 
-void Pipeline::State::stand(const Call& call, StepResult result, const PeerVerdict& verdict,
-                            PipelineOutcome& outcome) {
+void Pipeline::State::stand(Call& call, StepResult result, const PeerVerdict& verdict,
+                            Outcome& outcome) {
   const memory::Unlimited unlimited;
   outcome.weight = verdict.weight;
   outcome.loss = verdict.loss_sum / outcome.weight;
-  outcome.microbatches = call.filled();
+  outcome.pieces = call.filled();
   outcome.split.assign(call.split.begin(), call.split.begin() + call.filled());
   outcome.retries = call.retry.retries();
+  outcome.attempts = call.retry.take_attempts();
+  outcome.rungs = last.rungs = outcome.attempts.back().rungs;
   outcome.stop = learn_stop(verdict.stop);
   outcome.regroup = verdict.regroup;
   outcome.total_ms = static_cast<double>(result.end_ns - result.begin_ns) / 1e6;
   last_total_ = outcome.weight;
-  last_result = std::move(result);
-  last_schedule = call.order;
+  last.result = std::move(result);
+  last.schedule = call.order;
   if (call.filled() < call.microbatches()) {
-    drop_empty(call, last_schedule, last_result);
+    drop_empty(call, last.schedule, last.result);
   }
   recomputing->note_stood();
-  outcome.recomputed_stages = recomputing->numbers(call.order);
-  last_notes = notes_of(*executor, last_schedule, last_result);
-  for (const auto number : outcome.recomputed_stages) {
-    last_notes.at(number).recomputed = true;
+  last.notes = notes_of(*executor, last.schedule, last.result);
+  for (const auto number : recomputing->numbers(call.order)) {
+    last.notes.at(number).recomputed = true;
   }
-  outcome.stages = last_notes;
+  outcome.stages = last.notes;
 }
 
 void Pipeline::State::capture(Call& call) {
@@ -109,6 +110,41 @@ void Pipeline::State::undo(Call& call) {
   }
 }
 
+Shortfall Pipeline::State::shortfall_of(const Call& call, const ActionFailure& failure) const {
+  const memory::Unlimited unlimited;
+  const auto device = device_of(failure);
+  auto shortfall = shortfall_on(device, [&] {
+    std::vector<at::Tensor> parameters;
+    std::vector<at::Tensor> buffers;
+    for (const auto& stage : executor->stages()) {
+      parameters.insert(parameters.end(), stage.parameters.begin(), stage.parameters.end());
+      buffers.insert(buffers.end(), stage.buffers.begin(), stage.buffers.end());
+    }
+    return standing_bytes(parameters, buffers, device);
+  });
+  shortfall.of = Shortfall::Of::stages;
+  shortfall.trains = call.trains;
+  shortfall.rank = failure.rank;
+  shortfall.world_size =
+      options.peers ? options.peers->size() : static_cast<int>(std::ssize(options.devices));
+  shortfall.rows = call.rows;
+  shortfall.max_retries = options.max_retries;
+  shortfall.may_split = agreed_.may_split;
+  shortfall.is_fixed = options.fixed_schedule.has_value();
+  shortfall.where = pipeline::to_string(failure);
+  shortfall.on_stage =
+      advice_on(failure.action.stage,
+                {.schedule = call.order,
+                 .trains = call.trains,
+                 .is_fixed = shortfall.is_fixed,
+                 .waits_for_retries = options.recompute && call.trains &&
+                                      options.max_retries == 0 && call.retry.plan().piece_rows <= 1,
+                 .recomputed = recomputing->numbers(call.order)});
+  shortfall.attempts = call.retry.attempts();
+  shortfall.last_error = failure.text;
+  return shortfall;
+}
+
 void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& verdict) {
   const bool memory = verdict.kind == Status::out_of_memory;
   if (call.refused) {
@@ -126,17 +162,7 @@ void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& v
       rethrow(std::move(*result.failure));
     }
     if (own_verdict(call, result).kind == verdict.kind) {
-      throw too_large(*result.failure,
-                      {.rows = call.rows,
-                       .splits = call.retry.tried(),
-                       .max_retries = options.max_retries,
-                       .schedule = call.order,
-                       .trains = call.trains,
-                       .is_fixed = options.fixed_schedule.has_value(),
-                       .may_split = agreed_.may_split,
-                       .may_recompute = options.recompute && call.trains,
-                       .recomputed = recomputing->numbers(call.order)},
-                      device_of(*result.failure));
+      throw too_large(shortfall_of(call, *result.failure));
     }
   }
   const auto where =
@@ -172,7 +198,7 @@ void Pipeline::State::require_usable() const {
       under_way, "); make a new one");
 }
 
-PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
+Outcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   for (const auto device : options.devices) {
     require_no_capture(device, "a step of a pipeline");
   }
@@ -183,6 +209,9 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   last_failure.reset();
   agreed_.broken = false;
   const Peaks peaks(options.devices);
+  bool stood = false;
+  const auto noted = c10::make_scope_exit(
+      [&] { recorder.end_step(stood, memory::stats(options.devices[0]).limit_bytes); });
   Call call{rows, work, group_of_step(), retry_of(true, rows)};
   KeptGradients kept;
   const auto gradients_back = c10::make_scope_exit([&] { kept.give_back(); });
@@ -203,9 +232,14 @@ PipelineOutcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   auto result = run_until_it_stands(call, verdict);
   settle(call, verdict, result);
   kept.add();
-  PipelineOutcome outcome;
+  Outcome outcome;
   stand(call, std::move(result), verdict, outcome);
-  outcome.peak_bytes = peaks.bytes();
+  outcome.peaks = peaks.bytes();
+  for (const auto& [device, bytes] : outcome.peaks) {
+    outcome.peak_bytes = std::max(outcome.peak_bytes, bytes);
+  }
+  ++steps_;
+  stood = true;
   return outcome;
 }
 
@@ -235,12 +269,18 @@ Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
   return joined(outputs);
 }
 
+Report Pipeline::State::report() const {
+  auto report = recorder.report(policies.training.piece_rows());
+  report.rungs = last.rungs;
+  return report;
+}
+
 Pipeline::Pipeline(std::vector<Stage> stages, PipelineOptions options)
     : state_(std::make_unique<State>(std::move(stages), std::move(options))) {}
 Pipeline::~Pipeline() = default;
 Pipeline::Pipeline(Pipeline&&) noexcept = default;
 
-PipelineOutcome Pipeline::step(int64_t rows, const PipelineWork& work) {
+Outcome Pipeline::step(int64_t rows, const PipelineWork& work) {
   return state_->step(rows, work);
 }
 Value Pipeline::forward(int64_t rows, const PipelineWork& work) {
@@ -273,11 +313,15 @@ int64_t Pipeline::microbatches() const {
 const std::optional<ActionFailure>& Pipeline::last_failure() const {
   return state_->last_failure;
 }
+Report Pipeline::report() const {
+  return state_->report();
+}
 std::string Pipeline::trace() const {
-  return state_->has_times() ? trace_json(state_->last_schedule, state_->last_result) : "";
+  return state_->last.has_times() ? trace_json(state_->last.schedule, state_->last.result) : "";
 }
 std::string Pipeline::trace_svg() const {
-  return state_->has_times() ? pipeline::trace_svg(state_->last_schedule, state_->last_result) : "";
+  return state_->last.has_times() ? pipeline::trace_svg(state_->last.schedule, state_->last.result)
+                                  : "";
 }
 std::string Pipeline::to_string() const {
   const auto now = progress();
@@ -285,7 +329,7 @@ std::string Pipeline::to_string() const {
     return pipeline::to_string(*state_->executor, Schedule(), {}) +
            "\n  now: " + pipeline::to_string(now);
   }
-  return pipeline::to_string(*state_->executor, state_->last_schedule, state_->last_notes);
+  return pipeline::to_string(*state_->executor, state_->last.schedule, state_->last.notes);
 }
 
 }  // namespace brimful::pipeline

@@ -8,25 +8,25 @@
 #include "pipeline/executor/executor.h"
 #include "pipeline/recomputing.h"
 #include "pipeline/replicas.h"
+#include "pipeline/report.h"
 #include "pipeline/tied_weights.h"
 #include "pipeline/transport/peers.h"
-#include "sizer/one_call.h"
-#include "sizer/retry.h"
+#include "step/one_call.h"
+#include "step/retry.h"
+#include "step/step_recorder.h"
+#include "step/too_large.h"
 
 namespace brimful::pipeline {
 
 struct Pipeline::State {
   State(std::vector<Stage> stages, PipelineOptions wanted);
 
-  PipelineOutcome step(int64_t rows, const PipelineWork& work);
+  Outcome step(int64_t rows, const PipelineWork& work);
   Value forward(int64_t rows, const PipelineWork& work);
   void regrouped(int64_t progress);
   bool is_broken() const { return agreed_.broken; }
+  Report report() const;
   Schedule schedule(int64_t microbatches, bool training) const;
-  bool has_times() const {
-    return std::any_of(last_result.times.begin(), last_result.times.end(),
-                       [](const auto& order) { return !order.empty(); });
-  }
 
   /// What fits. A forward alone holds less than a step.
   struct Policies {
@@ -49,10 +49,8 @@ struct Pipeline::State {
   std::atomic<const char*> doing{kIdle};  ///< for progress()
   std::atomic<bool> cancelled{false};     ///< by cancel()
   std::optional<ActionFailure> last_failure;
-  // Of the last step that stood, for trace() and to_string().
-  Schedule last_schedule;
-  StepResult last_result;
-  std::vector<StageNote> last_notes;
+  StepRecorder recorder;
+  LastStep last;
 
  private:
   StepGroup group_of_step() const;
@@ -99,6 +97,9 @@ struct Pipeline::State {
   /// Fewer microbatches, where this rank has the memory.
   void choose_microbatches(Call& call);
   c10::Device device_of(const ActionFailure& failure) const;
+  std::string name_of(const Call& call) const;  ///< in texts
+  AttemptNote note_of(const Call& call, const StepResult& result, const PeerVerdict& verdict,
+                      const RetryPolicy::Bytes& peaks) const;
   Ended ended_by(Call& call, const StepResult& result, const PeerVerdict& verdict);
   Ended attempt(Call& call, PeerVerdict& verdict, StepResult& standing);
   StepResult run_until_it_stands(Call& call, PeerVerdict& verdict);
@@ -115,11 +116,11 @@ struct Pipeline::State {
   // pipeline.cpp
   void capture(Call& call);
   void keep(const PipelineWork& work);
-  void stand(const Call& call, StepResult result, const PeerVerdict& verdict,
-             PipelineOutcome& outcome);
+  void stand(Call& call, StepResult result, const PeerVerdict& verdict, Outcome& outcome);
   /// Undoes the call; other ranks do not learn of it from this one.
   [[noreturn]] void give_up(Call& call, const StepResult& result);
   void require_usable() const;
+  Shortfall shortfall_of(const Call& call, const ActionFailure& failure) const;
   [[noreturn]] void raise(Call& call, StepResult& result, const PeerVerdict& verdict);
   /// Gradients, buffers and random numbers are as before the attempt.
   void undo(Call& call);
@@ -138,6 +139,7 @@ struct Pipeline::State {
 
   Agreement agreed_;
   bool has_stepped_ = false;  ///< a call has begun
+  int64_t steps_ = 0;         ///< that stood
   double last_total_ = 0;     ///< weight of the last step that stood, over all replicas
 };
 

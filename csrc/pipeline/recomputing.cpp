@@ -104,6 +104,17 @@ void Recomputing::note_stood() {
   }
 }
 
+std::vector<std::string> Recomputing::names(const Schedule& order) const {
+  const auto numbers = stage_numbers(executor_, order);
+  std::vector<std::string> found;
+  for (size_t i = 0; i < all_.size(); ++i) {
+    if (all_[i] != Recompute::no) {
+      found.push_back("stage " + number_and_name(executor_.stages()[i], numbers[i]));
+    }
+  }
+  return found;
+}
+
 std::vector<int> Recomputing::numbers(const Schedule& order) const {
   const auto numbers = stage_numbers(executor_, order);
   std::vector<int> found;

@@ -28,8 +28,9 @@ class Recomputing {
   /// Begins with those that may_help(), and returns what they are called; empty: there are none.
   std::string add(const Call& call, const StepResult& result);
   void note_stood();
-  /// Their numbers.
+  /// Their numbers, and what they are called.
   std::vector<int> numbers(const Schedule& order) const;
+  std::vector<std::string> names(const Schedule& order) const;
 
  private:
   std::vector<size_t> next(const Call& call, const StepResult& result) const;

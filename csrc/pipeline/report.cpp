@@ -122,6 +122,11 @@ std::vector<int> stage_numbers(const Executor& executor, const Schedule& schedul
   return numbers;
 }
 
+bool LastStep::has_times() const {
+  return std::any_of(result.times.begin(), result.times.end(),
+                     [](const auto& order) { return !order.empty(); });
+}
+
 std::vector<StageNote> notes_of(const Executor& executor, const Schedule& schedule,
                                 const StepResult& result) {
   std::vector<StageNote> notes(result.peak_live.size());

@@ -1,11 +1,21 @@
 #pragma once
-#include <brimful/pipeline/outcome.h>
+#include <brimful/step/outcome.h>
 #include "pipeline/executor/executor.h"
 
 #include <string>
 #include <vector>
 
 namespace brimful::pipeline {
+
+/// What is known of the last step that stood.
+struct LastStep {
+  Schedule schedule;
+  StepResult result;
+  std::vector<StageNote> notes;
+  StepRungs rungs;
+
+  bool has_times() const;
+};
 
 /// The schedule's numbers of this process's stages.
 std::vector<int> stage_numbers(const Executor& executor, const Schedule& schedule);

@@ -1,13 +1,12 @@
 // How many microbatches the attempts of a call have: begins with what fitted, and grows again when there is room.
 #include <brimful/log.h>
-#include <brimful/sizer/pieces.h>
+#include <brimful/step/pieces.h>
 
 #include <algorithm>
-#include <numeric>
 
-#include "base/format.h"
 #include "pipeline/peaks.h"
 #include "pipeline/pipeline_state.h"
+#include "step/repetition.h"
 
 namespace brimful::pipeline {
 namespace {
@@ -19,9 +18,16 @@ std::vector<int64_t> split_of(const Call& call) {
   return split;
 }
 
-int64_t total_bytes(const std::vector<std::pair<c10::Device, int64_t>>& peaks) {
-  return std::accumulate(peaks.begin(), peaks.end(), int64_t{0},
-                         [](int64_t sum, const auto& peak) { return sum + peak.second; });
+/// Of the device that ran out of memory, else of the fullest.
+int64_t peak_of(const RetryPolicy::Bytes& peaks, std::optional<c10::Device> ran_out) {
+  int64_t most = 0;
+  for (const auto& [device, bytes] : peaks) {
+    if (device == ran_out) {
+      return bytes;
+    }
+    most = std::max(most, bytes);
+  }
+  return most;
 }
 
 /// None unless all are counted: what runs out unseen would be tried in every step.
@@ -52,8 +58,8 @@ Retry Pipeline::State::retry_of(bool trains, int64_t rows) {
   auto& policy = policies.of(trains);
   const auto first = first_microbatches(trains, rows);
   const auto known = options.fixed_schedule ? first : policy.known_pieces(rows, first);
-  return {policy, rows, options.max_retries,
-          ExecutionPlan::in_pieces(rows, std::max(first, known))};
+  return {policy, rows, options.max_retries, ExecutionPlan::in_pieces(rows, std::max(first, known)),
+          trains ? &recorder : nullptr};
 }
 
 void Pipeline::State::choose_microbatches(Call& call) {
@@ -71,43 +77,66 @@ c10::Device Pipeline::State::device_of(const ActionFailure& failure) const {
   return options.devices[options.peers ? 0 : failure.rank];
 }
 
+std::string Pipeline::State::name_of(const Call& call) const {
+  return call.trains ? "step " + std::to_string(steps_) : "inference";
+}
+
 Ended Pipeline::State::ended_by(Call& call, const StepResult& result, const PeerVerdict& verdict) {
   const bool is_without = recomputing->drop_refused(call, result);
-  std::string where = " on rank " + std::to_string(verdict.rank);
+  Repetition again{.rank = verdict.rank,
+                   .what = name_of(call),
+                   .rows = call.rows,
+                   .pieces = call.microbatches(),
+                   .unit = "microbatches"};
   Ended ended{Ended::How::as_it_was};
   if (result.failure && result.failure->index >= 0) {
     last_failure = result.failure;
     last_failure->error = nullptr;
-    where = " in the " + pipeline::to_string(*result.failure);
+    again.where = pipeline::to_string(*result.failure);
   }
+  const auto& failed = call.retry.attempts().back();
   if (verdict.refine) {
     ended.how = Ended::How::ran_out;
-    ended.pieces = finer(call.rows, call.microbatches());  // alike on all ranks
+    ended.pieces = again.more = finer(call.rows, call.microbatches());  // alike on all ranks
     if (result.failure && result.failure->kind == Status::out_of_memory) {
       ended.device = device_of(*result.failure);
     }
-    log(LogLevel::warning, "memory ran out" + where + ": the step is repeated with " +
-                               std::to_string(ended.pieces) + " microbatches instead of " +
-                               std::to_string(call.microbatches()));
-  } else if (call.garbage_helped) {
-    log(LogLevel::warning,
-        "memory ran out" + where + ": " + format_bytes(call.garbage.take_freed_bytes()) +
-            " of garbage in reference cycles is freed and the step repeated as it was");
+    log_repetition(again, failed);
+  } else if (call.as_it_was) {
+    again.as_it_was = true;
+    log_repetition(again, failed);
   } else if (const auto stages = recomputing->add(call, result); !stages.empty()) {
-    log(LogLevel::warning, "memory ran out" + where +
-                               ", and microbatches are as small as they can be: the step is "
-                               "repeated with " +
-                               stages + " recomputed in backward");
+    again.reason =
+        "memory ran out, and microbatches are as small as they can be; the step is repeated with " +
+        stages + " recomputed in backward";
+    log_repetition(again, failed);
   } else if (is_without) {
     // said already
   } else if (result.drew_together) {
-    log(LogLevel::info,
-        "the step is repeated as it was: its stages draw random numbers, and take turns from now");
+    log(LogLevel::info, again.what +
+                            " is repeated as it was: its stages draw random numbers, and take "
+                            "turns from now");
   } else {
-    log(LogLevel::info, "the step is repeated as it was: it failed" + where + " of replica " +
-                            std::to_string(verdict.replica));
+    log(LogLevel::info, again.what + " is repeated for rank " + std::to_string(verdict.rank) +
+                            " of replica " + std::to_string(verdict.replica));
   }
   return ended;
+}
+
+AttemptNote Pipeline::State::note_of(const Call& call, const StepResult& result,
+                                     const PeerVerdict& verdict,
+                                     const RetryPolicy::Bytes& peaks) const {
+  const bool ran_out = result.failure && result.failure->kind == Status::out_of_memory;
+  AttemptNote note;
+  note.pieces = call.microbatches();
+  note.piece_rows = call.retry.plan().piece_rows;
+  note.peak_bytes =
+      peak_of(peaks, ran_out ? std::optional(device_of(*result.failure)) : std::nullopt);
+  if (ran_out || verdict.refine) {
+    note.ran_out = {verdict.rank};
+  }
+  note.rungs.recomputed = recomputing->names(call.order);
+  return note;
 }
 
 Ended Pipeline::State::attempt(Call& call, PeerVerdict& verdict, StepResult& standing) {
@@ -130,16 +159,18 @@ Ended Pipeline::State::attempt(Call& call, PeerVerdict& verdict, StepResult& sta
   if (result.abandoned) {
     give_up(call, result);
   }
+  call.retry.note(note_of(call, result, verdict, peaks.bytes()),
+                  result.failure && result.failure->kind == Status::out_of_memory);
   if (verdict.kind == Status::ok) {
     policies.of(call.trains).note_fit(call.retry.plan(), peaks.bytes());
     standing = std::move(result);
     return {};
   }
   undo(call);
-  call.retry.note_tried(total_bytes(peaks.bytes()));
   if (is_failure(verdict.kind)) {
     raise(call, result, verdict);
   }
+  call.retry.remedy();
   refuse_if_thrown(call, [&] {
     if (call.lost) {
       std::rethrow_exception(call.lost);

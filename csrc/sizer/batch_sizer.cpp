@@ -25,7 +25,7 @@ Outcome BatchSizer::step_of_loop(const Work& work) {
   loop.is_announced_ = false;
   const auto counted = c10::make_scope_exit([&] {
     ++loop.steps_;
-    loop.at_end_ = state_->at_end();
+    loop.at_end_ = state_->engine().agreed().at_end;
   });
   return work();
 }
@@ -48,7 +48,7 @@ void BatchSizer::announce_next(Next next, const StepInput& next_input) {
   state_->announce_next(next, next_input);
 }
 void BatchSizer::announce_failure(FailureKind kind, const std::string& text) {
-  state_->announce_failure(kind, text);
+  state_->engine().announce_failure(kind, text);
 }
 Report BatchSizer::report() const {
   return state_->report();
@@ -60,25 +60,25 @@ void BatchSizer::load_state(const std::map<std::string, double>& state) {
   state_->load_state(state);
 }
 bool BatchSizer::expects_step() const {
-  return state_->holds() && !at_end();
+  return state_->engine().agreed().holds && !at_end();
 }
 bool BatchSizer::at_end() const {  // of the loop around one that has ended: not yet
-  return loop_ != nullptr ? loop_->at_end_ : state_->at_end();
+  return loop_ != nullptr ? loop_->at_end_ : state_->engine().agreed().at_end;
 }
 int64_t BatchSizer::steps() const {
-  return state_->steps();
+  return state_->engine().steps();
 }
 int64_t BatchSizer::calls() const {
-  return state_->calls();
+  return state_->engine().calls();
 }
 Transaction& BatchSizer::transaction() {
-  return state_->transaction();
+  return state_->engine().transaction();
 }
 void BatchSizer::regrouped() {
   state_->regrouped();
 }
 int BatchSizer::world_size() const {
-  return state_->world_size();
+  return state_->engine().group().world_size();
 }
 
 void BatchSizer::report_failure(FailureKind kind, const std::string& text) {

@@ -1,7 +1,7 @@
 #include <brimful/error.h>
 #include <brimful/memory/stats.h>
-#include <brimful/sizer/pieces.h>
 #include <brimful/sizer/rule_vote.h>
+#include <brimful/step/pieces.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -13,47 +13,27 @@
 #include "base/thrown_by.h"
 #include "sizer/batch_sizer_state.h"
 #include "sizer/loss_scale.h"
-#include "sizer/one_call.h"
 #include "sizer/pair_run.h"
 #include "step/behind_error.h"
 #include "step/kept_gradients.h"
 #include "step/no_capture.h"
+#include "step/one_call.h"
 
 namespace brimful {
 namespace {
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
-
-ControlRecord with_vote(ControlRecord record, const std::shared_ptr<RuleVote>& vote) {
-  if (vote) {
-    vote->put(record);
-  }
-  return record;
-}
-
-/// `records`: none where the ranks were not asked.
-void settle(RuleVote& vote, const std::vector<ControlRecord>& records, FoundRule& rule) {
-  rule.runs += vote.runs;
-  rule.ms += vote.ms;
-  vote.settle(records);
-  if (vote.chosen >= 0) {
-    rule.name = vote.names.at(vote.chosen);
-  }
-}
 }  // namespace
 
 BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOptions options)
-    : group_(std::move(group)),
-      transaction_(std::move(transaction)),
+    : engine_(std::move(group), std::move(transaction), options.local, "sizer"),
       options_(std::move(options)),
       norms_(options_.batch_norm, options_.batch_norms),
       policy_({options_.device}, options_.piece_rows.value_or(0)),
       splitting_{1, {}, ByLength(options_.device)} {
-  group_.require_one_device();
-  agreed_.rule.pending = options_.finds_rule;
+  rule_.pending = options_.finds_rule;
   if (options_.ladder && !options_.lockstep && (options_.recompute || options_.offload)) {
     ladder_.ladder.emplace(options_.ladder, options_.device, options_.recompute, options_.offload);
   }
-  require_all_reduced();
   TORCH_CHECK_VALUE(options_.max_retries >= 0,
                     "max_retries must not be negative (max_retries: ", options_.max_retries, ")");
   TORCH_CHECK_VALUE(options_.pieces >= 1,
@@ -70,37 +50,14 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
   }
   if (options_.scaler != nullptr && options_.scaler->enabled()) {
     const auto [scale, growth_tracker] = options_.scaler->tensors(options_.device);
-    transaction_.add(keeper_of({scale, growth_tracker}));
+    engine_.transaction().add(keeper_of({scale, growth_tracker}));
   }
-}
-
-void BatchSizer::State::require_all_reduced() const {
-  TORCH_CHECK_VALUE(
-      options_.local || group_.world_size() == 1 || group_.outside().empty(),
-      "some parameters are in no reducer, and their gradients would stay on this rank "
-      "(ranks: ",
-      group_.world_size(),
-      "); wrap their module in DistributedDataParallel, or set local where each rank "
-      "trains them by itself");
 }
 
 void BatchSizer::State::regrouped() {
-  const OneCall::Entered entered(calls_under_way_, "regrouped");
-  group_.require_one_group();
-  require_all_reduced();
-  auto rule = std::move(agreed_.rule);
-  rule.pending = options_.finds_rule;
-  agreed_ = {};  // a rank that has joined knows nothing of it
-  agreed_.rule = std::move(rule);
-}
-
-void BatchSizer::State::follow_group() {
-  if (brimful::follow_group(group_)) {
-    require_all_reduced();
-    const auto announced = agreed_.next;  // of this rank alone
-    agreed_ = {};
-    agreed_.next = announced;
-  }
+  const auto entered = engine_.enter("regrouped");
+  engine_.regrouped();
+  rule_.pending = options_.finds_rule;
 }
 
 double BatchSizer::State::own_weight(const StepInput& input) const {
@@ -127,13 +84,10 @@ int64_t BatchSizer::State::wanted_pieces(const StepInput& input) const {
 }
 
 void BatchSizer::State::adopt(const std::vector<ControlRecord>& records) {
-  agreed_.total = next_total_weight(records);
-  agreed_.buffer_source = next_buffer_source(records);
-  agreed_.pieces = 1;
-  for (const auto& record : records) {
-    agreed_.pieces = std::max<int64_t>(agreed_.pieces, record.next_pieces);
+  engine_.adopt(records);
+  if (rule_.pending) {
+    engine_.expire();
   }
-  agreed_.holds = !agreed_.rule.pending;
 }
 
 ControlRecord BatchSizer::State::record_for(Next next, const StepInput& input) const {
@@ -146,28 +100,17 @@ ControlRecord BatchSizer::State::record_for(Next next, const StepInput& input) c
 }
 
 void BatchSizer::State::announce_next(Next next, const StepInput& next_input) {
-  const OneCall::Entered entered(calls_under_way_, "announce_next");
-  agreed_.next = record_for(next, next_input);
+  const auto entered = engine_.enter("announce_next");
+  engine_.announce_next(record_for(next, next_input));
 }
 
 bool BatchSizer::State::begin_loop(Next next, const StepInput& first) {
-  const OneCall::Entered entered(calls_under_way_, "begin_loop");
-  follow_group();
-  agreed_.next = record_for(next, first);
-  agreed_.at_end = false;
-  const auto records = group_.exchange(agreed_.next);
-  adopt(records);
-  agreed_.at_end = no_rank_steps(records);
-  return !agreed_.at_end;
-}
-
-void BatchSizer::State::announce_failure(FailureKind kind, const std::string& text) {
-  if (!agreed_.holds) {
-    group_.exchange({});  // the others begin their step with one
+  const auto entered = engine_.enter("begin_loop");
+  const bool any = engine_.begin_loop([&] { return record_for(next, first); });
+  if (rule_.pending) {
+    engine_.expire();
   }
-  agreed_.holds = false;
-  group_.run_failed(kind, text, {}, pairs_.expected);
-  group_.discard();
+  return any;
 }
 
 void BatchSizer::State::check_input(const StepInput& input) {
@@ -196,13 +139,13 @@ void BatchSizer::State::check_input(const StepInput& input) {
   }
   check_limit();
   if (!input.accumulate) {
-    group_.require_empty_gradients();
+    engine_.group().require_empty_gradients();
   }
 }
 
 void BatchSizer::State::check_limit() {
   const auto limit = memory::stats(options_.device).limit_bytes;
-  const auto kept = group_.kept().bytes();
+  const auto kept = engine_.group().kept().bytes();
   if (limit == checked_.limit && kept <= checked_.kept_bytes) {
     return;
   }
@@ -222,35 +165,26 @@ void BatchSizer::State::check_limit() {
 }
 
 void BatchSizer::State::capture(const StepInput& input, const PieceWork& work) {
-  transaction_.capture();
-  if (input.rows && work.tensors && !in_lockstep()) {  // where nothing is repeated
-    batch_.begin(work.tensors(0, *input.rows));
-  }
+  const bool repeats = input.rows && work.tensors && !in_lockstep();
+  engine_.capture(repeats ? work.tensors(0, *input.rows) : std::vector<NamedTensor>());
 }
 
-/// Returns what is wrong with the input; the other ranks wait in their step, so that it fails there.
-std::exception_ptr BatchSizer::State::prepare(const StepInput& input, const PieceWork& work) {
-  try {
-    if (input.accumulate) {
-      group_.keep_gradients();  // first: a step that fails may empty the buckets
-    }
-    check_input(input);
-    capture(input, work);
-    if (checked_.limit && options_.optimizer_bytes) {
-      require_room_for_optimizer(input);
-    }
-  } catch (...) {
-    return std::current_exception();
+void BatchSizer::State::settle_rule(RuleVote& vote, const std::vector<ControlRecord>& said) {
+  rule_.runs += vote.runs;
+  rule_.ms += vote.ms;
+  vote.settle(said);
+  if (vote.chosen >= 0) {
+    rule_.name = vote.names.at(vote.chosen);
   }
-  return nullptr;
 }
 
 void BatchSizer::State::require_agreed_pieces(const StepInput& input) const {
-  TORCH_CHECK_VALUE(
-      !in_lockstep() || !input.split || static_cast<int64_t>(input.split->size()) == agreed_.pieces,
-      "in lockstep a split has as many pieces as the ranks agreed on (pieces of "
-      "split: ",
-      input.split ? input.split->size() : 0, ", agreed: ", agreed_.pieces, ")");
+  TORCH_CHECK_VALUE(!in_lockstep() || !input.split ||
+                        static_cast<int64_t>(input.split->size()) == engine_.agreed().pieces,
+                    "in lockstep a split has as many pieces as the ranks agreed on (pieces of "
+                    "split: ",
+                    input.split ? input.split->size() : 0, ", agreed: ", engine_.agreed().pieces,
+                    ")");
 }
 
 Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
@@ -258,7 +192,8 @@ Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
 }
 
 Outcome BatchSizer::State::step_pairs(const StepInput& input, const PairWork& work) {
-  PairRun pairs(work, {group_, transaction_, batch_, options_.device, options_.scaler,
+  PairRun pairs(work, {engine_.group(), engine_.transaction(), engine_.batch(), options_.device,
+                       options_.scaler,
                        /*checks=*/!pairs_.checked});
   auto checked = input;
   checked.accumulate = work.options.accumulate;
@@ -276,75 +211,11 @@ Outcome BatchSizer::State::step_pairs(const StepInput& input, const PairWork& wo
   return outcome;
 }
 
-Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work, PairRun* pairs) {
-  require_no_capture(options_.device, "a step");
-  const OneCall::Entered entered(calls_under_way_, "step");
-  ++calls_;
-  follow_group();
-  pairs_.expected = pairs != nullptr;
-  const auto gradients_back = c10::make_scope_exit([&] { group_.kept().give_back(); });
-  const auto lets_go = c10::make_scope_exit([&] { batch_.end(); });
-  auto bad_input = prepare(input, work);
-  std::vector<ControlRecord> records;
-  if (!agreed_.holds) {
-    records = group_.exchange(
-        bad_input ? ControlRecord{}
-                  : with_vote(record_for(input.rows ? Next::yes : Next::no, input), input.vote));
-    agreed_.rule.pending = agreed_.rule.pending && pairs == nullptr && !is_voted(records);
-    adopt(records);
-  }
-  if (!bad_input && input.vote) {
-    bad_input = thrown_by([&] { settle(*input.vote, records, agreed_.rule); });
-  }
-  agreed_.holds = false;
-  try {
-    if (!bad_input) {
-      require_agreed_pieces(input);
-    }
-  } catch (...) {
-    bad_input = std::current_exception();
-  }
-  if (agreed_.next.next == Next::unknown) {
-    agreed_.next.next_pieces =
-        record_for(Next::unknown, input).next_pieces;  // as if the next batch were like this one
-  }
-  if (bad_input) {
-    const auto failure = failure_of(bad_input);
-    agreed_.at_end = no_rank_steps(
-        group_.run_failed(failure.kind, failure.text, agreed_.next, pairs != nullptr));
-    agreed_.next = {};
-    std::rethrow_exception(bad_input);
-  }
-  agreed_.owed = false;
-  try {
-    auto outcome = run(input, work, pairs);
-    agreed_.next = {};
-    ++steps_;
-    return outcome;
-  } catch (...) {
-    bad_input = std::current_exception();
-  }
-  fail(bad_input);
-}
-
-void BatchSizer::State::fail(const std::exception_ptr& error) {
-  recorder_.end_step(false, checked_.limit);
-  behind_error([&] {
-    if (std::exchange(agreed_.owed, false)) {
-      group_.run_failed(Status::error, to_string(error), agreed_.next, pairs_.expected);
-    }
-  });
-  agreed_.next = {};
-  behind_error([&] { group_.discard(); });
-  behind_error([&] { transaction_.restore(); });
-  std::rethrow_exception(error);
-}
-
 std::map<std::string, double> BatchSizer::State::state() const {
   std::map<std::string, double> state{
-      {"steps", static_cast<double>(steps_)},
+      {"steps", static_cast<double>(engine_.steps())},
       {"piece_rows", static_cast<double>(policy_.piece_rows())},
-      {"last_total", agreed_.last_total},
+      {"last_total", engine_.agreed().last_total},
   };
   if (policy_.piece_rows() == 0 && found_.pieces > 1) {  // for a resumed job without forecasts
     state["piece_rows"] = static_cast<double>(split_rows(found_.rows, found_.pieces).front());
@@ -357,7 +228,7 @@ std::map<std::string, double> BatchSizer::State::state() const {
 }
 
 void BatchSizer::State::load_state(const std::map<std::string, double>& state) {
-  const OneCall::Entered entered(calls_under_way_, "load_state");
+  const auto entered = engine_.enter("load_state");
   const auto get = [&](const char* name) {
     const auto found = state.find(name);
     TORCH_CHECK_VALUE(found != state.end(), "the sizer's state lacks an entry (name: ", name,
@@ -378,16 +249,15 @@ void BatchSizer::State::load_state(const std::map<std::string, double>& state) {
   policy_.set_piece_rows(static_cast<int64_t>(piece_rows));
   splitting_.by_length.policy.set_piece_rows(
       tokens == state.end() ? 0 : static_cast<int64_t>(tokens->second));
-  agreed_.last_total = last_total;
-  steps_ = static_cast<int64_t>(steps);
+  engine_.resume(static_cast<int64_t>(steps), last_total);
 }
 
 Report BatchSizer::State::report() const {
-  auto report = recorder_.report(policy_.piece_rows());
+  auto report = engine_.recorder().report(policy_.piece_rows());
   report.rungs = ladder_.logged;
-  report.loss_rule = agreed_.rule.name;
-  report.trial_runs = agreed_.rule.runs;
-  report.trial_ms = agreed_.rule.ms;
+  report.loss_rule = rule_.name;
+  report.trial_runs = rule_.runs;
+  report.trial_ms = rule_.ms;
   return report;
 }
 

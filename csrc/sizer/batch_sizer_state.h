@@ -8,13 +8,11 @@
 #include <vector>
 
 #include "ladder/ladder.h"
-#include "sizer/agreed.h"
 #include "sizer/by_length.h"
 #include "sizer/forecasts.h"
 #include "sizer/found_pieces.h"
-#include "sizer/one_call.h"
-#include "sizer/retry.h"
-#include "sizer/step_recorder.h"
+#include "step/retry.h"
+#include "step/step_engine.h"
 
 namespace brimful {
 class Climb;
@@ -32,17 +30,12 @@ class BatchSizer::State {
   bool predicts() const;
   bool begin_loop(Next next, const StepInput& first);
   void announce_next(Next next, const StepInput& next_input);
-  void announce_failure(FailureKind kind, const std::string& text);
   Report report() const;
   void regrouped();
   std::map<std::string, double> state() const;
   void load_state(const std::map<std::string, double>& state);
-  bool holds() const { return agreed_.holds; }
-  bool at_end() const { return agreed_.at_end; }
-  int64_t steps() const { return steps_; }
-  int64_t calls() const { return calls_; }
-  Transaction& transaction() { return transaction_; }
-  int world_size() const { return group_.world_size(); }
+  StepEngine& engine() { return engine_; }
+  const StepEngine& engine() const { return engine_; }
 
  private:
   /// What the limit was compared with.
@@ -60,26 +53,29 @@ class BatchSizer::State {
     ByLength by_length;
   };
   struct Pairs {
-    bool expected = false;  ///< the last step was one over pairs, and so is the next
-    bool checked = false;   ///< a step has checked what is given to it
+    bool checked = false;  ///< a step has checked what is given to it
   };
-  class Running;
+  /// How the loss is composed, of a sizer that finds it out.
+  struct FoundRule {
+    bool pending = false;  ///< the next step begins with an exchange, in which the ranks settle it
+    std::string name;
+    int64_t runs = 0;  ///< forwards and backwards that finding it out took
+    double ms = 0;
+  };
+  class SizerStep;
   Outcome step(const StepInput& input, const PieceWork& work, PairRun* pairs);
   ControlRecord record_for(Next next, const StepInput& input) const;
-  void follow_group();
-  void require_all_reduced() const;
   double own_weight(const StepInput& input) const;
   int64_t wanted_pieces(const StepInput& input) const;
+  /// The next step begins without an exchange, unless it is to settle something.
   void adopt(const std::vector<ControlRecord>& records);
+  void settle_rule(RuleVote& vote, const std::vector<ControlRecord>& said);
   void check_input(const StepInput& input);
   void capture(const StepInput& input, const PieceWork& work);
   void check_limit();
   /// All ranks run the same number of pieces; alone there is no rank to keep step with.
-  bool in_lockstep() const { return options_.lockstep && group_.world_size() > 1; }
-  std::exception_ptr prepare(const StepInput& input, const PieceWork& work);
+  bool in_lockstep() const { return options_.lockstep && engine_.group().world_size() > 1; }
   void require_agreed_pieces(const StepInput& input) const;
-  [[noreturn]] void fail(const std::exception_ptr& error);
-  Outcome run(const StepInput& input, const PieceWork& work, PairRun* pairs);
   /// `rehearsed`: null where no forecast is made.
   std::optional<Plan> choose_pieces(const StepInput& input, const PieceWork* rehearsed,
                                     Outcome& outcome);
@@ -95,27 +91,32 @@ class BatchSizer::State {
   RetryPolicy& policy_of(const StepInput& input) {
     return input.by_length ? splitting_.by_length.policy : policy_;
   }
+  /// By the caller, or a forecast; null: by neither.
+  static const std::vector<int64_t>* given_split(const StepInput& input,
+                                                 const std::optional<Plan>& plan);
   static int64_t units_of(const StepInput& input);
   static ExecutionPlan plan_as_run(const StepInput& input, const std::vector<int64_t>& split,
-                                   ladder::Rungs rungs = {});
+                                   Rungs rungs = {});
   ExecutionPlan first_plan(const StepInput& input, int64_t pieces,
                            const std::vector<int64_t>* given);
   std::vector<int64_t> split_of(int64_t rows, int64_t pieces);
   /// Whether a step with these pieces cannot be split further.
   bool is_finest(const StepInput& input, int64_t pieces) const;
-  void log_rungs(const Outcome& outcome, const Climb& climb);  ///< where they are others now
+  /// Where they are others now.
+  void log_rungs(const Outcome& outcome, const AttemptNote& last, const Climb& climb);
   /// `scale`: of the sums.
   void stand(const AttemptResult& result, double scale, Outcome& outcome);
-  Ended settle_attempt(const AttemptResult& result, const StepInput& input, Outcome& outcome,
-                       int64_t peak_bytes, const PairRun* pairs);
+  /// `note`: of that attempt.
+  Ended settle_attempt(const AttemptResult& result, const StepInput& input, AttemptNote& note,
+                       const Retry& retry, const PairRun* pairs);
   [[noreturn]] void throw_failure(const AttemptResult& result, const StepInput& input,
-                                  const Outcome& outcome, const PairRun* pairs);
+                                  const Retry& retry, const PairRun* pairs);
   [[noreturn]] void throw_too_large(const AttemptResult& result, const StepInput& input,
-                                    const Outcome& outcome, bool of_pairs);
+                                    const Retry& retry, bool of_pairs);
   Shortfall shortfall_of(const StepInput& input) const;
   void require_room_for_optimizer(const StepInput& input) const;
-  void require_weight(const std::vector<ControlRecord>& records) const;
-  void require_same_mark(const std::vector<ControlRecord>& records);
+  /// Every rank has the same records: all raise, and go on with an exchange.
+  void require_alike(const std::vector<ControlRecord>& records);
   void log_shortage(const Ended& ended, const Outcome& outcome, const StepInput& input,
                     const Retry& retry);
   void note_peak(const StepInput& input, const Outcome& outcome);
@@ -125,24 +126,17 @@ class BatchSizer::State {
   void note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan,
                       const RowKind& kind);
 
-  StepGroup group_;
-  Transaction transaction_;
-  KeptBatch batch_;
+  StepEngine engine_;
   BatchSizerOptions options_;
   BatchNorms norms_;
-  OneCall calls_under_way_;
-  int64_t steps_ = 0;
-  int64_t calls_ = 0;
-  Agreed agreed_;
+  FoundRule rule_;
   RetryPolicy policy_;
   Splitting splitting_;
-  std::optional<int64_t> released_step_;  ///< the last one with a cache_released
   bool own_weights_ = false;  ///< the loss function gives weights that are not known beforehand
   Checked checked_;
   Forecasts forecasts_;
   FoundPieces found_;  ///< by the last forecast, or before this job was resumed
   double margin_ = 0;  ///< share of the peak that predictions were found to be short of
-  StepRecorder recorder_;
   OnLadder ladder_;
   Pairs pairs_;
 };

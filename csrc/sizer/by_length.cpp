@@ -2,7 +2,7 @@
 #include "sizer/by_length.h"
 
 #include <brimful/memory/stats.h>
-#include <brimful/sizer/pieces.h>
+#include <brimful/step/pieces.h>
 
 #include <algorithm>
 
@@ -26,8 +26,7 @@ int64_t BatchSizer::State::units_of(const StepInput& input) {
 }
 
 ExecutionPlan BatchSizer::State::plan_as_run(const StepInput& input,
-                                             const std::vector<int64_t>& split,
-                                             ladder::Rungs rungs) {
+                                             const std::vector<int64_t>& split, Rungs rungs) {
   const auto most =
       input.by_length ? most_tokens_of(*input.by_length, split) : largest_piece(split);
   return {std::ssize(split), most, std::move(rungs)};
@@ -100,7 +99,7 @@ std::optional<Plan> BatchSizer::State::plan_by_length(const StepInput& input) {
   const ForecastRoom room(options_.device, margin_);
   const auto fits = known.fits.most_rows(forecasts_, rows, room, margin_);
   Plan plan;
-  plan.kept_bytes = group_.kept().bytes();
+  plan.kept_bytes = engine_.group().kept().bytes();
   plan.used_bytes = room.used_bytes();
   plan.limit_bytes = room.capacity_bytes();
   plan.workspaces_unknown = room.workspaces_unknown();

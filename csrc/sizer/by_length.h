@@ -14,7 +14,7 @@
 #include "sizer/forecasts.h"
 #include "sizer/length_plan.h"
 #include "sizer/piece_times.h"
-#include "sizer/retry_policy.h"
+#include "step/retry_policy.h"
 
 namespace brimful {
 

@@ -8,7 +8,6 @@
 namespace brimful {
 namespace {
 constexpr int64_t kMostClimbs = 8;  // in one step, beside the retries that split
-constexpr size_t kMostNamed = 4;
 
 ladder::Ladder::Kind name_of(const RowKind& kind) {
   auto name = kind.form;
@@ -18,28 +17,7 @@ ladder::Ladder::Kind name_of(const RowKind& kind) {
   return name;
 }
 
-std::string listed(const std::vector<std::string>& names, const char* what) {
-  auto text = std::to_string(names.size()) + (names.size() == 1 ? " module " : " modules ") + what;
-  for (size_t i = 0; i < names.size() && i < kMostNamed; ++i) {
-    text += (i == 0 ? " (" : ", ") + (names[i].empty() ? std::string("the model") : names[i]);
-  }
-  return text + (names.size() > kMostNamed ? ", ...)" : ")");
-}
 }  // namespace
-
-std::string to_string(const StepRungs& rungs) {
-  if (rungs.everything) {
-    return "all that it saves for backward offloaded";
-  }
-  std::string text;
-  if (!rungs.recomputed.empty()) {
-    text = listed(rungs.recomputed, "recomputed");
-  }
-  if (!rungs.offloaded.empty()) {
-    text += (text.empty() ? "" : ", ") + listed(rungs.offloaded, "offloaded");
-  }
-  return text.empty() ? "nothing recomputed or offloaded" : text;
-}
 
 Climb::Climb(std::optional<ladder::Ladder>& ladder, const StepInput& input, const PieceWork& work,
              AskRoom room)
@@ -59,7 +37,7 @@ const ladder::Ladder::Kind& Climb::kind() const {
   return *kind_;
 }
 
-ladder::Rungs Climb::first(bool finest) {
+Rungs Climb::first(bool finest) {
   if (!ladder_ || !input_.rows) {
     return {};
   }
@@ -67,10 +45,10 @@ ladder::Rungs Climb::first(bool finest) {
     return {ladder_->numbers_of(input_.rungs->recomputed),
             ladder_->numbers_of(input_.rungs->offloaded), input_.rungs->everything};
   }
-  return finest && ladder_->knows_any() ? ladder_->first(kind(), room_()) : ladder::Rungs{};
+  return finest && ladder_->knows_any() ? ladder_->first(kind(), room_()) : Rungs{};
 }
 
-void Climb::begin_attempt(const ladder::Rungs& rungs, bool finest, bool may_repeat) {
+void Climb::begin_attempt(const Rungs& rungs, bool finest, bool may_repeat) {
   rungs_ = rungs;
   finest_ = finest;
   may_repeat_ = may_repeat;
@@ -144,7 +122,7 @@ void Climb::follow(Ended& ended, const ExecutionPlan& failed) {
                                      : std::optional(ladder_->first(kind(), room_()));
   ended_ = !next;
   ended.next = failed;
-  ended.next->rungs = next || rejected_.empty() ? next.value_or(rungs_) : ladder::Rungs{};
+  ended.next->rungs = next || rejected_.empty() ? next.value_or(rungs_) : Rungs{};
   ended.next_text =
       (rejected_.empty() ? std::string("memory ran out, and a piece cannot be smaller")
                          : rejected_) +
@@ -154,7 +132,7 @@ void Climb::follow(Ended& ended, const ExecutionPlan& failed) {
   }
 }
 
-StepRungs Climb::named(const ladder::Rungs& rungs) const {
+StepRungs Climb::named(const Rungs& rungs) const {
   if (!ladder_) {
     return {};
   }

@@ -1,6 +1,6 @@
 #pragma once
 #include <brimful/export.h>
-#include <brimful/sizer/outcome.h>
+#include <brimful/sizer/step_input.h>
 #include <brimful/step/step.h>
 
 #include <functional>
@@ -9,7 +9,7 @@
 #include <string>
 
 #include "ladder/ladder.h"
-#include "sizer/retry.h"
+#include "step/retry.h"
 
 namespace brimful {
 
@@ -22,10 +22,10 @@ class Climb {
         AskRoom room);
 
   /// Of the first attempt. `finest`: its pieces cannot be split further.
-  ladder::Rungs first(bool finest);
+  Rungs first(bool finest);
 
   /// `may_repeat`: the step has retries.
-  void begin_attempt(const ladder::Rungs& rungs, bool finest, bool may_repeat);
+  void begin_attempt(const Rungs& rungs, bool finest, bool may_repeat);
   /// Another way to run the same pieces may be left.
   bool may_go_on() const;
   /// A piece's forward runs on the rungs while it lives.
@@ -57,14 +57,14 @@ class Climb {
 
  private:
   const ladder::Ladder::Kind& kind() const;
-  StepRungs named(const ladder::Rungs& rungs) const;
+  StepRungs named(const Rungs& rungs) const;
 
   std::optional<ladder::Ladder>& ladder_;
   const StepInput& input_;
   const PieceWork& work_;
   AskRoom room_;
   mutable std::optional<ladder::Ladder::Kind> kind_;
-  ladder::Rungs rungs_;
+  Rungs rungs_;
   bool finest_ = false;
   bool may_repeat_ = false;
   bool ended_ = false;  ///< no way is left
@@ -72,8 +72,5 @@ class Climb {
   std::string rejected_;
   std::unique_ptr<ladder::Ladder::Attempt> attempt_;
 };
-
-/// "modules layers.0, layers.1 recomputed (2)".
-BRIMFUL_API std::string to_string(const StepRungs& rungs);
 
 }  // namespace brimful

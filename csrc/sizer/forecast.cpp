@@ -1,7 +1,7 @@
 // The pieces of a step from a forecast of its memory: a few rows are run forward and backward for their allocations alone.
 #include <brimful/memory/stats.h>
-#include <brimful/sizer/pieces.h>
 #include <brimful/step/oom.h>
+#include <brimful/step/pieces.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 
 #include "sizer/batch_sizer_state.h"
 #include "sizer/forecast_room.h"
-#include "sizer/one_call.h"
 #include "sizer/rehearse.h"
 #include "sizer/step_trace.h"
 #include "step/kept_gradients.h"
+#include "step/one_call.h"
 
 namespace brimful {
 namespace {
@@ -95,17 +95,17 @@ bool BatchSizer::State::predicts() const {
 }
 
 Rehearsal BatchSizer::State::rehearse(int64_t rows, const PieceWork& work) {
-  Rehearser rehearser(group_, batch_, work, options_, margin_);
+  Rehearser rehearser(engine_.group(), engine_.batch(), work, options_, margin_);
   try {
     rehearser.run(rows);
   } catch (...) {
     if (!is_out_of_memory(std::current_exception())) {
-      transaction_.restore();
+      engine_.transaction().restore();
       throw;
     }
     rehearser.note_shortage();
   }
-  transaction_.restore();
+  engine_.transaction().restore();
   return std::move(rehearser).traced();
 }
 
@@ -120,7 +120,7 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
     return std::nullopt;
   }
   Plan plan;
-  plan.kept_bytes = group_.kept().bytes();
+  plan.kept_bytes = engine_.group().kept().bytes();
   const auto known = forecasts_.find(input.kind);
   const auto kind = fingerprint(input.kind);
   const ForecastRoom before(options_.device, margin_);
@@ -168,14 +168,14 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
 }
 
 std::optional<Plan> BatchSizer::State::plan(const StepInput& input, const PieceWork& work) {
-  const OneCall::Entered entered(calls_under_way_, "plan");
-  const auto gradients_back = c10::make_scope_exit([&] { group_.kept().give_back(); });
+  const auto entered = engine_.enter("plan");
+  const auto gradients_back = c10::make_scope_exit([&] { engine_.group().kept().give_back(); });
   if (input.accumulate) {
-    group_.keep_gradients();
+    engine_.group().keep_gradients();
   }
   check_input(input);
   TORCH_CHECK_VALUE(input.rows, "there is nothing to plan without a batch (rows: none)");
-  const auto lets_go = c10::make_scope_exit([&] { batch_.end(); });
+  const auto lets_go = c10::make_scope_exit([&] { engine_.batch().end(); });
   capture(input, work);
   auto plan = plan_of(input, work, true);
   if (plan) {

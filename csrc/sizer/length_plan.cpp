@@ -1,6 +1,6 @@
 #include "sizer/length_plan.h"
 
-#include <brimful/sizer/pieces.h>
+#include <brimful/step/pieces.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>

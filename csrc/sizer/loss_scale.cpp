@@ -9,9 +9,6 @@
 #include <utility>
 
 namespace brimful {
-namespace {
-constexpr uint32_t kAccumulates = 1;
-}
 
 ValueOnHost::ValueOnHost(const at::Tensor& value) {
   const memory::Unlimited unlimited;
@@ -60,14 +57,6 @@ decltype(PieceWork::backward) scaled_backward(decltype(PieceWork::backward) back
   return [backward = std::move(backward), scaler](const at::Tensor& loss, const at::Tensor& seed) {
     backward(loss, scaler->scale(seed));
   };
-}
-
-uint32_t mark_of(double ref, double loss_scale, bool accumulate) {
-  return fingerprint(ref / loss_scale) ^ (accumulate ? kAccumulates : 0);
-}
-
-bool differ_in_accumulate(uint32_t mark, uint32_t other) {
-  return (mark ^ other) == kAccumulates;
 }
 
 }  // namespace brimful

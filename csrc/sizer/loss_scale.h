@@ -28,10 +28,4 @@ Transaction::Keeper keeper_of(std::vector<at::Tensor> scaler_tensors);
 decltype(PieceWork::backward) scaled_backward(decltype(PieceWork::backward) backward,
                                               GradScaler* scaler);
 
-/// What the ranks of a step must have alike, for ControlRecord::ref: the number that seeds were divided by, and whether
-/// the gradient is added to earlier ones.
-uint32_t mark_of(double ref, double loss_scale, bool accumulate);
-/// True if the two would be the same but for `accumulate`.
-bool differ_in_accumulate(uint32_t mark, uint32_t other);
-
 }  // namespace brimful

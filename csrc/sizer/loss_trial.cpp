@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <brimful/sizer/pieces.h>
+#include <brimful/step/pieces.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,11 +1,10 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <brimful/error.h>
-#include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/sizer/map_batches.h>
-#include <brimful/sizer/pieces.h>
 #include <brimful/step/oom.h>
+#include <brimful/step/pieces.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -14,11 +13,9 @@
 #include <string>
 #include <utility>
 
-#include "base/text_stream.h"
-#include "sizer/retry.h"
-#include "sizer/too_large.h"
-#include "step/garbage.h"
-#include "step/remedy.h"
+#include "step/repetition.h"
+#include "step/retry.h"
+#include "step/too_large.h"
 
 namespace brimful::detail {
 namespace {
@@ -154,7 +151,9 @@ class Mapping {
     before_.restore();
     batch_.restore();
     retry.set_plan(as_run);
-    retry.note_tried(peak_bytes_);
+    retry.note(
+        {.pieces = as_run.pieces, .piece_rows = as_run.piece_rows, .peak_bytes = peak_bytes_},
+        true);
     return make_finer(retry, *shortage);
   }
 
@@ -238,45 +237,38 @@ class Mapping {
     }
   }
 
-  Ended make_finer(const Retry& retry, const std::string& shortage) {
+  Ended make_finer(Retry& retry, const std::string& shortage) {
     const auto count = retry.plan().piece_rows;
-    const bool release = !released_ && release_helps(shortage, options_.device);
-    const bool collected = !release && garbage_.helps(options_.device);
+    const bool as_it_was = retry.may_do_as_it_was(shortage, options_.device);
     // A row that fitted in an earlier call: a call that remembered nothing would have come to it with retries left.
     const bool again = count == 1 && std::exchange(remembered_, false);
-    if (!retry.may_repeat() || (count == 1 && !release && !collected && !again)) {
-      throw_too_large(retry.tried(), shortage);
+    if (!retry.may_repeat() || (count == 1 && !as_it_was && !again)) {
+      throw_too_large(retry, shortage);
     }
-    if (release) {
-      memory::release_cached(options_.device);
-      released_ = true;
-    }
-    const bool as_it_was = release || collected;
-    const auto next = as_it_was ? count : retry.next(options_.device).piece_rows;
-    TextStream line;
-    line << "map_batches ran out of memory with " << count << " rows of " << rows_
-         << " and goes on with " << next
-         << (release     ? ", torch's cache released"
-             : collected ? ", garbage in reference cycles collected"
-                         : "");
-    log(LogLevel::warning, line.str());
+    retry.remedy();
+    log_repetition({.rank = options_.rank,
+                    .what = "map_batches",
+                    .rows = rows_,
+                    .as_it_was = as_it_was,
+                    .pieces = pieces_for(rows_, count),
+                    .more = retry.next(options_.device).pieces},
+                   retry.attempts().back());
     return {as_it_was ? Ended::How::as_it_was : Ended::How::ran_out, options_.device};
   }
 
-  [[noreturn]] void throw_too_large(const std::vector<TriedSplit>& tried,
-                                    const std::string& shortage) const {
+  [[noreturn]] void throw_too_large(const Retry& retry, const std::string& shortage) const {
     const memory::Unlimited unlimited;
     auto shortfall = shortfall_on(options_.device, options_.standing_bytes);
     shortfall.of = Shortfall::Of::mapping;
+    shortfall.trains = false;
     shortfall.rank = options_.rank;
     shortfall.world_size = options_.world_size;
     shortfall.rows = rows_;
     shortfall.rows_done = done_;
     shortfall.max_retries = options_.max_retries;
-    shortfall.tried = tried;
-    shortfall.fragmented = release_helps(shortage, options_.device);
+    shortfall.attempts = retry.attempts();
     shortfall.last_error = shortage;
-    throw too_large(shortfall);
+    throw too_large(std::move(shortfall));
   }
 
   int64_t rows_;
@@ -289,8 +281,6 @@ class Mapping {
   int64_t peak_bytes_ = 0;   ///< of the last attempt
   bool remembered_ = false;  ///< it began with an earlier call's size, smaller than its own
   int64_t done_ = 0;
-  bool released_ = false;
-  GarbageRemedy garbage_;
   std::vector<at::Tensor> whole_;
 };
 

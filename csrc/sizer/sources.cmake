@@ -1,5 +1,4 @@
 brimful_sources(HEAVY
-  agreement.cpp
   align_traces.cpp
   attempts.cpp
   autocast.cpp
@@ -31,20 +30,14 @@ brimful_sources(HEAVY
   pair_loss.cpp
   pair_run.cpp
   peak_model.cpp
-  piece_history.cpp
   piece_times.cpp
-  pieces.cpp
   rehearse.cpp
-  report.cpp
-  retry.cpp
-  retry_policy.cpp
   row_evidence.cpp
   row_kind.cpp
   rule_evidence.cpp
   rule_vote.cpp
+  sizer_step.cpp
   small_steps.cpp
   split.cpp
-  step_recorder.cpp
   step_trace.cpp
-  too_large.cpp
   verify_split.cpp)

@@ -1,8 +1,8 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <brimful/sizer/pieces.h>
 #include <brimful/sizer/verify_split.h>
 #include <brimful/step/oom.h>
+#include <brimful/step/pieces.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 brimful_sources(HEAVY
+  agreement.cpp
   attempts.cpp
   checks.cpp
   control_record.cpp
@@ -14,7 +15,18 @@ brimful_sources(HEAVY
   meet.cpp
   no_capture.cpp
   oom.cpp
+  outcome.cpp
+  piece_history.cpp
+  pieces.cpp
   remedy.cpp
+  repetition.cpp
+  report.cpp
+  retry.cpp
+  retry_policy.cpp
+  standing_bytes.cpp
   step.cpp
+  step_engine.cpp
+  step_recorder.cpp
   stop.cpp
+  too_large.cpp
   transaction.cpp)

@@ -53,7 +53,7 @@ void train() {
     optimizer.zero_grad();
     if (step == 0 || step + 1 == kSteps) {
       std::printf("step %d: loss %.3f, %d microbatches\n", step, outcome.loss,
-                  static_cast<int>(outcome.microbatches));
+                  static_cast<int>(outcome.pieces));
     }
   }
   std::printf("%s\n", pipe.to_string().c_str());

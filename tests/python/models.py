@@ -206,3 +206,8 @@ def require_equal_replicas(*modules):
     dist.all_gather_object(everybody, mine)
     for other in everybody:
         assert all(same_bits(a, b) for a, b in zip(mine, other, strict=True))
+
+
+def recomputed_stages(outcome):
+    """The numbers of the stages that ran their forward again."""
+    return [number for number, stage in enumerate(outcome.stages) if stage.recomputed]

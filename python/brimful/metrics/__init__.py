@@ -35,10 +35,10 @@ from brimful.metrics._exporters import (
 )
 from brimful.metrics._figures import (
     HELP,
-    PipelineCounts,
     Sample,
     Seen,
     finite,
+    of_pipeline,
     of_reducer,
     of_sizer,
 )
@@ -118,10 +118,9 @@ class Metrics:
             raise ValueError(f"a name has letters, digits, ., _ and - (name: {name!r})")
         if ddp is None and sizer is not None:
             ddp = _only_wrapped(sizer)
-        self._sizer = _weak(sizer)
+        self._stepper = _weak(sizer if sizer is not None else pipeline)
         self._ddp = _weak(ddp)
-        self._pipeline = _weak(pipeline)
-        self._counts = PipelineCounts() if pipeline is not None else None
+        self._of_steps = of_sizer if sizer is not None else of_pipeline
         self._exporters = list(to)
         self._interval_s = interval_s
         self._values = values
@@ -146,14 +145,13 @@ class Metrics:
     def _observe(self, sizer: Any, *others: Any) -> None:
         """Be called after each step: by the first that there is, so that a step counts once."""
         observed = next(found for found in (sizer, *others) if found is not None)
-        observer = _Observer(self, None if sizer is None else sizer._core)
+        stepper = self._stepper()
+        observer = _Observer(self, None if stepper is None else stepper._core)
         self._observed, self._observer = weakref.ref(observed), weakref.ref(observer)
         observed._observers = (*observed._observers, observer)
 
     def _after_step(self, outcome: Any = None) -> None:
         self._outcome = outcome
-        if self._counts is not None:
-            self._counts.note(outcome)
         now = time.monotonic()
         if now < self._due:
             return
@@ -188,16 +186,16 @@ class Metrics:
                 )
             )
 
-    def _note_end(self, core: _C.BatchSizer) -> None:
-        """The sizer goes, and its steps since the last sample count too. In the middle of anything: take no locks."""
+    def _note_end(self, core: _C.BatchSizer | _C.Pipeline) -> None:
+        """What steps goes, and its steps since the last sample count too. In the middle of anything: take no locks."""
         if not self._closed and os.getpid() == self._pid:
             with self._never_raising("a sample"):
-                self._last = {**self._last, **self._figures(self._of_sizer(core))}
+                self._last = {**self._last, **self._figures(self._of_core(core))}
 
     def _all_figures(self) -> dict[str, float]:
-        sizer = self._sizer()
-        core = None if sizer is None else sizer._core
-        return self._figures(self._of_ddp(), self._of_pipeline(), self._of_sizer(core), self._own())
+        stepper = self._stepper()
+        core = None if stepper is None else stepper._core
+        return self._figures(self._of_ddp(), self._of_core(core), self._own())
 
     def _figures(self, *parts: Iterator[tuple[str, float | None]]) -> dict[str, float]:
         """Each part by itself: one that fails leaves the others."""
@@ -223,13 +221,11 @@ class Metrics:
         if ddp is not None and ddp._reducer is not None:
             yield from of_reducer(ddp._reducer)  # what the others say of steps counts
 
-    def _of_pipeline(self) -> Iterator[tuple[str, float | None]]:
-        if self._counts is not None:
-            yield from self._counts.figures(self._outcome)
-
-    def _of_sizer(self, core: _C.BatchSizer | None) -> Iterator[tuple[str, float | None]]:
+    def _of_core(
+        self, core: _C.BatchSizer | _C.Pipeline | None
+    ) -> Iterator[tuple[str, float | None]]:
         if core is not None:
-            yield from of_sizer(core, self._outcome, self._rank)
+            yield from self._of_steps(core.report(), self._outcome, self._rank)
 
     def _own(self) -> Iterator[tuple[str, float | None]]:
         if self._lost:
@@ -302,7 +298,7 @@ class Metrics:
 class _Observer:
     """Called after each step. It goes with what it observes, whose counts are final then."""
 
-    def __init__(self, metrics: Metrics, core: _C.BatchSizer | None) -> None:
+    def __init__(self, metrics: Metrics, core: _C.BatchSizer | _C.Pipeline | None) -> None:
         self._metrics, self._core = metrics, core
 
     def __call__(self, outcome: Any = None) -> None:

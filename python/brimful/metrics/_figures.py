@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from brimful import _C
 
@@ -79,9 +78,8 @@ class Seen:
         return new_seconds / new_steps if new_steps > 0 else None
 
 
-def of_sizer(core: _C.BatchSizer, outcome: Any, rank: int) -> Iterator[tuple[str, float | None]]:
-    """Of a ``BatchSizer``'s core, and of the outcome of its last step, where there is one."""
-    report = core.report()
+def _of_steps(report: _C.Report, outcome: _C.Outcome | None) -> Iterator[tuple[str, float | None]]:
+    """Of whatever makes steps, and of the outcome of its last one, where there is one."""
     yield "steps_total", report.steps
     yield "failed_steps_total", report.failed
     yield "retries_total", report.retries
@@ -94,6 +92,18 @@ def of_sizer(core: _C.BatchSizer, outcome: Any, rank: int) -> Iterator[tuple[str
     yield "fill_ratio", report.last_fill
     if report.history:
         yield "piece_rows", report.history[-1].piece_rows
+    if outcome is not None:
+        yield "loss", outcome.loss
+        yield "pieces", outcome.pieces
+        yield "peak_bytes", outcome.peak_bytes if outcome.peaks else None
+        yield "stop", outcome.stop
+
+
+def of_sizer(
+    report: _C.Report, outcome: _C.Outcome | None, rank: int
+) -> Iterator[tuple[str, float | None]]:
+    """Of a ``BatchSizer``."""
+    yield from _of_steps(report, outcome)
     if outcome is None:
         return
     work_ms = outcome.work_ms
@@ -105,13 +115,20 @@ def of_sizer(core: _C.BatchSizer, outcome: Any, rank: int) -> Iterator[tuple[str
     own = 0 if len(work_ms) == 1 else rank  # alone, whatever its rank in the job
     if own < len(work_ms):
         yield "work_seconds", work_ms[own] / 1e3
-    rungs = outcome.rungs
-    yield "loss", outcome.loss
-    yield "pieces", outcome.pieces
-    yield "recomputed_modules", len(rungs.recomputed)
-    yield "offloaded_modules", len(rungs.offloaded)
-    yield "peak_bytes", outcome.peak_bytes
-    yield "stop", outcome.stop
+    yield "recomputed_modules", len(outcome.rungs.recomputed)
+    yield "offloaded_modules", len(outcome.rungs.offloaded)
+
+
+def of_pipeline(
+    report: _C.Report, outcome: _C.Outcome | None, _rank: int
+) -> Iterator[tuple[str, float | None]]:
+    """Of a ``Pipeline``."""
+    yield from _of_steps(report, outcome)
+    if outcome is None:
+        return
+    yield "microbatches", outcome.pieces
+    yield "recomputed_stages", len(outcome.rungs.recomputed)
+    yield "stage_wait_seconds", max((s.wait_ms / 1e3 for s in outcome.stages), default=None)
 
 
 def of_reducer(reducer: _C.Reducer) -> Iterator[tuple[str, float | None]]:
@@ -132,32 +149,6 @@ def of_reducer(reducer: _C.Reducer) -> Iterator[tuple[str, float | None]]:
         if last.straggler >= 0:
             yield "straggler_rank", last.straggler
             yield "straggler_seconds", last.straggler_ms / 1e3
-
-
-class PipelineCounts:
-    """A pipeline keeps no counts of its own."""
-
-    def __init__(self) -> None:
-        self.steps = self.retries = 0
-        self.seconds = 0.0
-
-    def note(self, outcome: _C.PipelineOutcome) -> None:
-        self.steps += 1
-        self.retries += outcome.retries
-        self.seconds += outcome.total_ms / 1e3
-
-    def figures(self, outcome: _C.PipelineOutcome | None) -> Iterator[tuple[str, float | None]]:
-        yield "steps_total", self.steps
-        yield "retries_total", self.retries
-        yield "stepping_seconds_total", self.seconds
-        if outcome is None:
-            return
-        yield "loss", outcome.loss
-        yield "microbatches", outcome.microbatches
-        yield "peak_bytes", max((bytes for _, bytes in outcome.peak_bytes), default=None)
-        yield "recomputed_stages", len(outcome.recomputed_stages)
-        yield "stage_wait_seconds", max((s.wait_ms / 1e3 for s in outcome.stages), default=None)
-        yield "stop", outcome.stop
 
 
 def finite(value: float | None) -> float | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from brimful import _C
+from brimful import _C, _random
 from brimful.pipeline import _arguments, _stages
 from brimful.pipeline._stage_names import StageNames
-from brimful.sizer import BatchDim, _numpy_state, _scaler_tensors, _set_numpy_state
+from brimful.sizer import BatchDim, _scaler_tensors
 
 __all__ = ["Pipeline", "pop", "split_sequential", "stash"]
 
@@ -69,9 +68,7 @@ def split_sequential(
 
 def _drawn_elsewhere() -> int:
     """A number that is another one once Python's or numpy's random numbers have been drawn from."""
-    state = _numpy_state()
-    numpy = None if state is None else (state[0], state[1].tobytes(), *state[2:])
-    return hash((random.getstate(), numpy))
+    return hash(_random.marks())
 
 
 def _splitter(batch_dim: BatchDim, size_fn: Any, split_fn: Any) -> _C.Splitter:
@@ -128,8 +125,8 @@ class Pipeline:
     stage of that device which holds most, then all of them, and later steps keep it. ``ladder="split"`` and
     ``max_retries=0`` end with ``BatchTooLarge`` instead. ``recompute="all"``, or a list of stages' numbers, has it from
     the first step on. A stage that computes something else when it runs again, changes its input in place, or draws
-    from Python's or numpy's random numbers is left alone, and the log names it. ``PipelineOutcome.recomputed_stages``
-    has their numbers.
+    from Python's or numpy's random numbers is left alone, and the log names it. ``StageNote.recomputed`` says which
+    did.
     ``batch_norm`` says what to do about BatchNorm, which normalises every microbatch by itself, as in
     ``BatchSizer``; ``"rescale"`` moves running statistics once a step, as the whole batch does. ``batch_dim``, or
     ``size_fn`` and ``split_fn``, say how batch and target are cut, and ``scaler`` scales the loss's gradient, as there.
@@ -158,7 +155,7 @@ class Pipeline:
     """
 
     #: Called after each step.
-    _observers: tuple[Callable[[_C.PipelineOutcome], object], ...] = ()
+    _observers: tuple[Callable[[_C.Outcome], object], ...] = ()
 
     #: Beside those of wrapped stages.
     _reducers: tuple[_C.Reducer, ...] = ()
@@ -211,7 +208,7 @@ class Pipeline:
             trace=bool(trace),
             batch_norm=_arguments.text("batch_norm", batch_norm),
             scaler=_scaler_tensors(scaler, chosen[-1]),
-            keepers=[(random.getstate, random.setstate), (_numpy_state, _set_numpy_state)],
+            keepers=[_random.KEEPER],
             before_action=None,
             patience_s=1.0,
             splitter=_splitter(batch_dim, size_fn, split_fn),
@@ -239,7 +236,7 @@ class Pipeline:
         dims = {name: self._kwargs_dim.get(name, 0) for name in kwargs}
         return kwargs, _C.Splitter(batch_dim=dims)
 
-    def step(self, batch: Any, /, target: Any = None, **kwargs: Any) -> _C.PipelineOutcome:
+    def step(self, batch: Any, /, target: Any = None, **kwargs: Any) -> _C.Outcome:
         """Add the gradients of one step to those of the stages' parameters.
 
         ``target`` may be ``None``. ``kwargs`` are for the stages that name them. What a stage raises is raised here,
@@ -316,6 +313,13 @@ class Pipeline:
         Ctrl-C.
         """
         self._core.cancel()
+
+    def report(self) -> _C.Report:
+        """What its steps have been on this process, as ``BatchSizer.report``: pieces are microbatches.
+
+        Memory is that of its fullest device, the limit that of its first one. Calls of ``forward`` do not count.
+        """
+        return self._core.report()
 
     def trace(self) -> str:
         """The last step as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing: measured beside planned.

@@ -10,6 +10,7 @@
 
 namespace test_plan_peak {
 
+using namespace brimful;
 using namespace brimful::ladder;
 
 namespace {

@@ -42,7 +42,7 @@ TEST_CASE("A step through two stages has the gradients of the whole model", "[pi
   const auto outcome = pipe.step(x, y, mse);
   CHECK(all_close(model.gradients(), expected));
   CHECK(outcome.loss == Approx(whole.item<double>()).epsilon(1e-12));
-  CHECK(outcome.microbatches == 4);
+  CHECK(outcome.pieces == 4);
   CHECK(outcome.split == std::vector<int64_t>{2, 2, 2, 2});
   CHECK(outcome.stages.at(0).peak_live == 2);
   CHECK(outcome.stages.at(1).peak_live == 1);

@@ -3,7 +3,7 @@
 #include <brimful/memory/fault.h>
 #include <brimful/memory/stats.h>
 #include <brimful/pipeline/schedules.h>
-#include <brimful/sizer/pieces.h>
+#include <brimful/step/pieces.h>
 #include "support/catch.h"
 #include "support/quiet_log.h"
 #include "support/stages.h"
@@ -274,11 +274,11 @@ TEST_CASE("Memory that runs out in any action repeats the step with twice the mi
         trained.planted.arm(rank, index);
         const auto outcome = trained.pipe->step(trained.x.clone(), trained.y, mse);
         REQUIRE(outcome.retries == 1);
-        REQUIRE(outcome.microbatches == 10);
+        REQUIRE(outcome.pieces == 10);
         REQUIRE(trained.buffer[0].item<double>() == 10);
         REQUIRE(all_close(trained.model.gradients(), trained.expected));
         trained.model.zero_grad();
-        REQUIRE(trained.pipe->step(trained.x, trained.y, mse).microbatches == 6);  // of two rows
+        REQUIRE(trained.pipe->step(trained.x, trained.y, mse).pieces == 6);  // of two rows
       }
     }
   }
@@ -379,7 +379,7 @@ TEST_CASE("A refused allocation in any stage repeats the step", "[pipeline][faul
   const auto outcome = pipe.step(x, y, mse);
   memory::set_limit(cpu, std::nullopt);
   CHECK(outcome.retries > 0);
-  CHECK(outcome.microbatches == int64_t{2} << outcome.retries);
+  CHECK(outcome.pieces == int64_t{2} << outcome.retries);
   for (size_t i = 0; i < gradients.size(); ++i) {
     CHECK(at::allclose(all.begin()[i].grad(), gradients[i], 1e-12, 1e-14));
   }
@@ -413,8 +413,8 @@ TEST_CASE(
         }
       };
       const auto outcome = trained.pipe->step(trained.x.clone(), trained.y, mse);
-      REQUIRE(outcome.recomputed_stages == std::vector<int>{0, 1});
-      REQUIRE(trained.buffer[0].item<double>() == static_cast<double>(outcome.microbatches));
+      REQUIRE(recomputed_stages(outcome) == std::vector<int>{0, 1});
+      REQUIRE(trained.buffer[0].item<double>() == static_cast<double>(outcome.pieces));
       REQUIRE(all_close(trained.model.gradients(), trained.expected));
     }
     CHECK(refused > 20);

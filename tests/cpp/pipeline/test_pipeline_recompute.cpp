@@ -25,7 +25,6 @@ using namespace brimful;
 using namespace brimful::test;
 using pipeline::Pipeline;
 using pipeline::PipelineOptions;
-using pipeline::PipelineOutcome;
 using pipeline::Stage;
 namespace nn = torch::nn;
 
@@ -47,7 +46,7 @@ nn::Sequential block() {
 }
 
 struct Ended {
-  PipelineOutcome outcome;
+  Outcome outcome;
   std::vector<at::Tensor> left;  ///< gradients, buffers, and the generator's state
   int64_t peak = 0;
 };
@@ -82,7 +81,7 @@ Ended step(const std::string& schedule, std::optional<int64_t> limit,
     throw;
   }
   memory::set_limit(kCpu, std::nullopt);
-  ended.peak = ended.outcome.peak_bytes.at(0).second - used;
+  ended.peak = ended.outcome.peak_bytes - used;
   for (const auto& part : parts) {
     for (const auto& parameter : part->parameters()) {
       ended.left.push_back(parameter.grad());
@@ -111,14 +110,14 @@ TEST_CASE("A row that does not fit is run with stages recomputed, to the same bi
   const auto plain = step(schedule, std::nullopt);
   const auto all =
       step(schedule, std::nullopt, [](auto& options) { options.recompute_all = true; });
-  CHECK(plain.outcome.recomputed_stages.empty());
-  CHECK(all.outcome.recomputed_stages.size() == all.outcome.stages.size());
+  CHECK(recomputed_stages(plain.outcome).empty());
+  CHECK(recomputed_stages(all.outcome).size() == all.outcome.stages.size());
   CHECK(same(all.left, plain.left));
   REQUIRE(all.peak < plain.peak);
   const auto limit = (all.peak + plain.peak) / 2;
   const auto climbed = step(schedule, limit);
-  CHECK(!climbed.outcome.recomputed_stages.empty());
-  CHECK(climbed.outcome.microbatches == kRows);
+  CHECK(!recomputed_stages(climbed.outcome).empty());
+  CHECK(climbed.outcome.pieces == kRows);
   CHECK(same(climbed.left, plain.left));
   CHECK_THROWS_AS(step(schedule, limit, [](auto& options) { options.recompute = false; }),
                   BatchTooLarge);
@@ -129,7 +128,7 @@ TEST_CASE("A row that does not fit is run with stages recomputed, to the same bi
 TEST_CASE("Stages that are to be recomputed are known by their numbers", "[pipeline][recompute]") {
   memory::install();
   const auto some = step("gpipe", std::nullopt, [](auto& options) { options.recomputed = {1}; });
-  CHECK(some.outcome.recomputed_stages == std::vector<int>{1});
+  CHECK(recomputed_stages(some.outcome) == std::vector<int>{1});
   CHECK(!some.outcome.stages[0].recomputed);
   CHECK(some.outcome.stages[1].recomputed);
   CHECK_THROWS_WITH(step("gpipe", std::nullopt, [](auto& options) { options.recomputed = {2}; }),
@@ -161,7 +160,7 @@ TEST_CASE("What a recomputed stage stashes and pops itself is in its second grap
     Pipeline pipe(std::move(stages), std::move(options));
     const auto outcome =
         pipe.step(filled({6, 4}, 3, at::kDouble), filled({6, 4}, 4, at::kDouble), mse);
-    CHECK(outcome.recomputed_stages.size() == (recomputed ? 2 : 0));
+    CHECK(recomputed_stages(outcome).size() == (recomputed ? 2 : 0));
     return model.gradients();
   };
   CHECK(same(gradients(true), gradients(false)));

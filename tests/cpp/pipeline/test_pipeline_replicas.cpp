@@ -351,7 +351,7 @@ TEST_CASE("Memory that runs out in any action of any rank repeats the step on al
           const auto outcome = own.step();
           const bool finer = seat.replica == failing / kRanks;
           checks.expect(outcome.retries == 1, name + ": repeated");
-          checks.expect(outcome.microbatches == wanted.microbatches * (finer ? 2 : 1),
+          checks.expect(outcome.pieces == wanted.microbatches * (finer ? 2 : 1),
                         name + ": microbatches");
           checks.expect(own.as_expected(), name + ": gradients");
         } catch (const std::exception& error) {
@@ -376,7 +376,7 @@ TEST_CASE("Only the replica that ran out of memory takes more microbatches",
     own.fail_left = number == 2 ? 1 : 0;
     const auto outcome = own.step();
     checks.expect(outcome.retries == 1, "all repeat the step");
-    checks.expect(outcome.microbatches == (own.replica == 1 ? 7 : 4), "microbatches");
+    checks.expect(outcome.pieces == (own.replica == 1 ? 7 : 4), "microbatches");
     checks.expect(own.as_expected(), "gradients");
     own.model.zero_grad();
     own.step();  // whose microbatches depend on the rows now

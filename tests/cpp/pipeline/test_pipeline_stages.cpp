@@ -187,14 +187,15 @@ TEST_CASE("A fixed schedule that runs out of memory is not repeated, and says so
     CHECK(error.facts().tried.size() == 1);
   }
   CHECK_THAT(text, Catch::Contains("the schedule is fixed, so no other number of microbatches was "
-                                   "tried (microbatches: 3"));
+                                   "tried, on rank 1 of 2"));
+  CHECK_THAT(text, Catch::Contains("Tried: 3 microbatches of "));
   CHECK_THROWS_AS(pipe.forward(data.x), BatchTooLarge);
   full = false;
-  CHECK(pipe.step(data.x, data.y, mse).microbatches == 3);
+  CHECK(pipe.step(data.x, data.y, mse).pieces == 3);
   CHECK(pipe.forward(data.x).tensors[0].size(0) == kRows);
   const auto two = data.x.narrow(0, 0, 2);
   CHECK(pipe.forward(two).tensors[0].size(0) == 2);
-  CHECK(pipe.step(two, data.y.narrow(0, 0, 2), mse).microbatches == 2);
+  CHECK(pipe.step(two, data.y.narrow(0, 0, 2), mse).pieces == 2);
   options.microbatches = 4;
   CHECK_THROWS_WITH(Pipeline(model.stages(), options), Catch::Contains("wanted: 2, 2, 4"));
 }

@@ -15,8 +15,8 @@
 #include <brimful/sizer/grad_scaler.h>
 #include <brimful/sizer/map_batches.h>
 #include <brimful/sizer/optimizer_bytes.h>
-#include <brimful/sizer/standing_bytes.h>
 #include <brimful/sizer/verify_split.h>
+#include <brimful/step/standing_bytes.h>
 
 #include <cmath>
 #include <functional>

@@ -84,4 +84,15 @@ inline bool all_close_in(const std::vector<int>& layers, const std::vector<at::T
   });
 }
 
+/// The numbers of the stages that ran their forward again.
+inline std::vector<int> recomputed_stages(const Outcome& outcome) {
+  std::vector<int> numbers;
+  for (size_t i = 0; i < outcome.stages.size(); ++i) {
+    if (outcome.stages[i].recomputed) {
+      numbers.push_back(static_cast<int>(i));
+    }
+  }
+  return numbers;
+}
+
 }  // namespace brimful::test

@@ -108,7 +108,7 @@ def test_a_short_last_batch_has_fewer_microbatches(schedule, per_rank, rows):
             outcome = pipe.step(*batch)
             assert outcome.loss == pytest.approx(loss, rel=1e-12)
             assert relative_difference(gradients_of(model), gradients) < 1e-12
-            assert outcome.microbatches == len(outcome.split) == len(cut) == min(len(batch[0]), 4)
+            assert outcome.pieces == len(outcome.split) == len(cut) == min(len(batch[0]), 4)
             assert sorted(cut) == sorted(outcome.split)
             model.zero_grad()
             with torch.no_grad():
@@ -538,7 +538,7 @@ def test_a_shortage_anywhere_repeats_the_step_with_more_microbatches(backward):
             stages[index].at, stages[index].backward = microbatch, backward
             stages[index].error = torch.OutOfMemoryError("planted")
             outcome = pipe.step(x, y)
-            assert (outcome.microbatches, outcome.retries) == (6, 1)
+            assert (outcome.pieces, outcome.retries) == (6, 1)
             assert relative_difference(gradients_of(model), gradients) < 1e-12
 
 
@@ -552,7 +552,7 @@ def test_a_limit_of_memory_is_met_by_more_microbatches():
     gradients = gradients_of(model)
     model.zero_grad()
     before = used()
-    peak = dict(pipe.step(x, x).peak_bytes)[torch.device("cpu")]
+    peak = pipe.step(x, x).peak_bytes
     model.zero_grad()
     brimful.memory.set_limit("cpu", before + (peak - before) // 2)
     outcome = pipe.step(x, x)
@@ -571,11 +571,43 @@ def test_a_limit_of_memory_is_met_by_more_microbatches():
     assert caught.value.tried and caught.value.device == "cpu"
     assert "raise the memory limit (memory.set_limit, now: " in text
     assert "such as 1f1b" not in text  # it is the schedule
-    assert "more retries" not in text  # down to one row
+    assert "max_retries, or" not in text  # down to one row
     with pytest.raises(brimful.BatchTooLarge) as caught:
         pipe.forward(x)
     assert "checkpoint" not in str(caught.value)  # nothing is held for backward
+    assert "freeze" in text and "freeze" not in str(caught.value)
     brimful.memory.set_limit("cpu", None)
+
+
+def test_a_pipeline_reports_its_attempts_and_steps_as_a_sizer_does(caplog):
+    model = net()
+    x, y = data()
+    stages = [Planted(stage) for stage in split_sequential(model, [2, 2])]
+    pipe = Pipeline(stages, microbatches=2, loss_fn=F.mse_loss)
+    pipe.step(x, y)
+    stages[0].calls, stages[0].at, stages[0].error = 0, 0, torch.OutOfMemoryError("planted")
+    with caplog.at_level("WARNING", "brimful"):
+        outcome = pipe.step(x, y)
+    assert [(tried.pieces, tried.piece_rows, tried.ran_out) for tried in outcome.attempts] == [
+        (2, 6, [0]),
+        (4, 3, []),
+    ]
+    assert "rank 0 ran out of memory in step 1, in the forward of microbatch 0" in caplog.text
+    assert "a batch of 11 is repeated in 4 microbatches instead of 2" in caplog.text
+    assert outcome.peak_bytes == max(peak for _, peak in outcome.peaks) > 0
+    stages[0].calls, stages[0].at, stages[0].error = 0, 0, ValueError("planted")
+    with pytest.raises(ValueError, match="planted"):
+        pipe.step(x, y)
+    pipe.forward(x)  # which is no step
+    report = pipe.report()
+    assert (report.steps, report.failed, report.retries, report.ooms) == (2, 1, 1, 1)
+    assert [(note.pieces, note.stood) for note in report.history] == [
+        (2, True),
+        (4, True),
+        (4, False),
+    ]
+    assert report.piece_rows == 3 and 0 < report.lost_ms < report.total_ms
+    assert "rows of a piece that fits: 3" in str(report)
 
 
 def test_microbatches_grow_again_when_there_is_room_and_not_before():
@@ -585,17 +617,17 @@ def test_microbatches_grow_again_when_there_is_room_and_not_before():
     pipe = Pipeline(split_sequential(model, [2, 2]), microbatches=2, loss_fn=F.mse_loss)
     pipe.step(x, x)
     before = used()
-    peak = dict(pipe.step(x, x).peak_bytes)[torch.device("cpu")]
+    peak = pipe.step(x, x).peak_bytes
     brimful.memory.set_limit("cpu", before + (peak - before) // 2)
     shrunk = pipe.step(x, x)
-    assert shrunk.retries > 0 and shrunk.microbatches > 2
+    assert shrunk.retries > 0 and shrunk.pieces > 2
     later = [pipe.step(x, x) for _ in range(8)]
     assert sum(outcome.retries for outcome in later) <= 1  # the peak depends on how threads meet
-    assert all(outcome.microbatches >= shrunk.microbatches for outcome in later)
+    assert all(outcome.pieces >= shrunk.pieces for outcome in later)
     brimful.memory.set_limit("cpu", before + 4 * (peak - before))
     model.zero_grad()
     outcome = pipe.step(x, x)
-    assert (outcome.microbatches, outcome.retries) == (2, 0)
+    assert (outcome.pieces, outcome.retries) == (2, 0)
     gradients = gradients_of(model)
     model.zero_grad()
     F.mse_loss(model(x), x).backward()
@@ -608,7 +640,7 @@ def test_inference_forgets_no_more_than_a_shortage_of_its_own():
     stages = [Planted(stage) for stage in split_sequential(model, [2, 2])]
     pipe = Pipeline(stages, microbatches=2, loss_fn=F.mse_loss)
     stages[0].at, stages[0].error = 0, torch.OutOfMemoryError("planted")
-    assert pipe.step(x, y).microbatches == 4
+    assert pipe.step(x, y).pieces == 4
     stages[0].calls, stages[0].at = 0, None
     pipe.forward(x)
     assert stages[0].calls == 2  # without graphs there is more room
@@ -633,17 +665,19 @@ def test_a_fixed_schedule_is_not_repeated_with_more_microbatches():
         with pytest.raises(brimful.BatchTooLarge, match="the schedule is fixed") as caught:
             fixed.step(x, y)
         assert [tried[0] for tried in caught.value.tried] == [3] * attempts
-    assert "(microbatches: 3, rows: 11" in str(caught.value)
+    assert "Tried: 3 microbatches of 4 rows" in str(caught.value)
     pipe = Pipeline(
         stages, schedule="gpipe", loss_fn=loss_fn, microbatches=2, ladder="split", max_retries=1
     )
     with pytest.raises(brimful.BatchTooLarge, match="such as 1f1b") as caught:
         pipe.step(x, y)
-    assert "allow more retries (max_retries: 1)" in str(caught.value)
+    assert "raise max_retries, or begin with more microbatches (microbatches=8)" in str(
+        caught.value
+    )
     assert "memory limit" not in str(caught.value)
     full[0] = False
     model.zero_grad()
-    assert fixed.step(x, y).microbatches == 3
+    assert fixed.step(x, y).pieces == 3
     assert relative_difference(gradients_of(model), gradients) < 1e-12
     with pytest.raises(ValueError, match="max_retries"):
         Pipeline(stages, schedule=brimful.Schedule("1f1b", 2, 3), max_retries=-1)

@@ -77,7 +77,7 @@ def one_step(stages, pipe, x, y):
     outcome = pipe.step(x, y)
     gradients = gradients_of(stages)
     stages.zero_grad()
-    count, tries = outcome.microbatches, outcome.retries + 1
+    count, tries = outcome.pieces, outcome.retries + 1
     layers = len(stages[0].layers)
     for stage in stages:  # of the attempt that stands
         assert stage.calls == count * tries
@@ -245,7 +245,7 @@ def test_a_repeated_step_draws_for_its_own_microbatches():
 
         pipe = Pipeline(list(stages), microbatches=2 if fails else 4, loss_fn=short)
         seed(9)
-        assert pipe.step(x, y).microbatches == 4
+        assert pipe.step(x, y).pieces == 4
         found.append(gradients_of(stages))
     assert relative_difference(*found) == 0
 

@@ -115,7 +115,7 @@ def test_a_repeated_step_cuts_the_keywords_anew():
         return F.mse_loss(output, target)
 
     outcome = Pipeline(list(model), microbatches=3, loss_fn=loss_fn).step(x, y, mask=mask)
-    assert (outcome.retries, outcome.microbatches) == (1, 6)
+    assert (outcome.retries, outcome.pieces) == (1, 6)
     assert relative_difference(gradients_of(model), gradients) < 1e-12
 
 
@@ -137,7 +137,7 @@ def test_bad_keywords_are_refused_before_anything_runs():
     pipe = Pipeline([torch.relu, model[1]], microbatches=3, loss_fn=F.mse_loss)
     with pytest.raises(TypeError, match="taken: none"):
         pipe.step(x, y, mask=masks())
-    assert pipe.step(x, y).microbatches == 3
+    assert pipe.step(x, y).pieces == 3
 
 
 def test_keywords_of_a_script_module_are_those_of_its_schema():

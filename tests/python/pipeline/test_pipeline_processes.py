@@ -138,7 +138,7 @@ def fail(here):
     stages[rank].calls, stages[rank].at = 0, 1 if rank == 0 else None
     stages[rank].error = torch.OutOfMemoryError("planted")
     outcome = pipe.step(x, y)
-    assert (outcome.retries, outcome.microbatches) == (1, 8)
+    assert (outcome.retries, outcome.pieces) == (1, 8)
     assert close(model, gradients, rank)
     return True
 
@@ -158,19 +158,19 @@ def grow(here):
     pipe = pipeline_of(brimful.split_sequential(model, [2, 2]), rank)
     pipe.step(x, x)
     before = brimful.memory.stats("cpu").used_bytes
-    peak = dict(pipe.step(x, x).peak_bytes)[torch.device("cpu")]
+    peak = pipe.step(x, x).peak_bytes
     if rank == 1:
         brimful.memory.set_limit("cpu", before + (peak - before) // 2)
     shrunk = pipe.step(x, x)
-    assert shrunk.retries > 0 and shrunk.microbatches > 4
+    assert shrunk.retries > 0 and shrunk.pieces > 4
     later = [pipe.step(x, x) for _ in range(8)]
     assert [outcome.retries for outcome in later] == [0] * 8
-    assert [outcome.microbatches for outcome in later] == [shrunk.microbatches] * 8
+    assert [outcome.pieces for outcome in later] == [shrunk.pieces] * 8
     if rank == 1:
         brimful.memory.set_limit("cpu", before + 4 * (peak - before))
     model.zero_grad()
     outcome = pipe.step(x, x)
-    assert (outcome.microbatches, outcome.retries) == (4, 0)
+    assert (outcome.pieces, outcome.retries) == (4, 0)
     assert close(model, gradients, rank)
     brimful.memory.set_limit("cpu", None)
     return True
@@ -230,7 +230,7 @@ def fail_everywhere(here, schedule):
             began = time.monotonic()
             outcome = pipe.step(x, y)
             slowest = max(slowest, time.monotonic() - began)
-            assert (outcome.retries, outcome.microbatches) == (1, 8), action
+            assert (outcome.retries, outcome.pieces) == (1, 8), action
             assert close(model, gradients, rank), action
             model.zero_grad()
     return slowest
@@ -271,7 +271,7 @@ def short(here, schedule):
         gradients = gradients_of(model)
         model.zero_grad()
         outcome = pipe.step(x[:rows], y[:rows])
-        assert outcome.microbatches == min(rows, 4)
+        assert outcome.pieces == min(rows, 4)
         assert outcome.loss == pytest.approx(loss.item(), rel=1e-12)
         assert close(model, gradients, rank)
         model.zero_grad()

@@ -169,5 +169,5 @@ def test_a_plan_for_receives_in_another_order_is_drawn():
     assert not order.check() and order.check(channels="by_message")
     pipe = Pipeline(split_sequential(layers(2), [1, 1]), schedule=order, loss_fn=F.mse_loss)
     x = torch.randn(8, 32)
-    assert pipe.step(x, x).microbatches == 2
+    assert pipe.step(x, x).pieces == 2
     assert "late" in pipe.trace_svg() and "1F0" in pipe.trace()

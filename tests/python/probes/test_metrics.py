@@ -720,7 +720,10 @@ def test_a_pipelines_steps_are_looked_at():
         for _ in range(2):
             outcome = pipeline.step(*classes(8))
     values = kept.samples[-1].values
-    assert values["steps_total"] == 2 and values["microbatches"] == 2
+    assert values["steps_total"] == 2 and values["microbatches"] == values["pieces"] == 2
+    assert values["failed_steps_total"] == values["ooms_total"] == values["lost_seconds_total"] == 0
+    assert values["stepping_seconds_total"] >= outcome.total_ms / 1e3 > 0
+    assert set(values) <= set(HELP)
     assert values["loss"] == pytest.approx(outcome.loss)
     assert values["stage_wait_seconds"] >= 0
 

@@ -220,3 +220,43 @@ def test_a_library_s_handle_that_finds_no_memory_gets_torch_s_cache():
         return model(piece).square().mean()
 
     assert tries(sizer.step(batch, loss)) == [(1, True), (1, False)]
+
+
+def test_a_pipeline_repeats_the_same_microbatches_too():
+    model = net()
+    x, y = classes(ROWS)
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    words = [FRAGMENTED, FRAGMENTED]
+
+    def loss_fn(output, target):
+        if words:
+            raise torch.OutOfMemoryError(words.pop(0))
+        return torch.nn.functional.cross_entropy(output, target)
+
+    pipe = brimful.Pipeline([model], microbatches=2, loss_fn=loss_fn)
+    words.pop()
+    assert tries(pipe.step(x, y)) == [(2, True), (2, False)]
+    for name, gradient in gradients_of(model).items():
+        torch.testing.assert_close(gradient, expected[name])
+    words += [FRAGMENTED]  # too soon
+    assert tries(pipe.step(x, y)) == [(2, True), (4, False)]
+    words += [FULL]
+    assert tries(pipe.step(x, y)) == [(4, False), (8, False)]
+    report = pipe.report()
+    assert (report.cache_releases, report.retries, report.ooms) == (2, 3, 3)
+
+
+def test_inference_repeats_the_same_rows_too():
+    words, sizes = [FRAGMENTED], []
+
+    def forward(piece):
+        sizes.append(len(piece))
+        if words:
+            raise torch.OutOfMemoryError(words.pop(0))
+        return piece * 2
+
+    x = torch.arange(8.0).reshape(8, 1)
+    assert torch.equal(brimful.map_batches(forward, x), x * 2)
+    assert sizes == [8, 8]

@@ -136,5 +136,5 @@ def test_a_pipeline_collects_too(no_collector, room):
     for _ in range(4):
         outcomes.append(pipe.step(x, target))
         model.zero_grad()
-    assert {outcome.microbatches for outcome in outcomes} == {1}
+    assert {outcome.pieces for outcome in outcomes} == {1}
     assert sum(outcome.retries for outcome in outcomes) > 0

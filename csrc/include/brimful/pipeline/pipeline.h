@@ -1,13 +1,15 @@
 #pragma once
 #include <brimful/export.h>
+#include <brimful/pipeline/interrupted.h>
 #include <brimful/pipeline/keywords.h>
 #include <brimful/pipeline/last_failure.h>
-#include <brimful/pipeline/outcome.h>
 #include <brimful/pipeline/pipeline_options.h>
 #include <brimful/pipeline/stage.h>
 #include <brimful/pipeline/step_progress.h>
 #include <brimful/sizer/split.h>
 #include <brimful/step/kept_batch.h>
+#include <brimful/step/outcome.h>
+#include <brimful/step/report.h>
 #include <brimful/step/step.h>
 #include <c10/core/Device.h>
 
@@ -72,15 +74,15 @@ class BRIMFUL_API Pipeline {
   /// than microbatches, such as the last one of an epoch, has a row in each of as many as it can fill. Parameters,
   /// gradients, buffers and RNG are then as before the call.
   /// Waits for the devices once, for the loss.
-  PipelineOutcome step(int64_t rows, const PipelineWork& work);
+  Outcome step(int64_t rows, const PipelineWork& work);
   /// The same for what slice_rows() can split and value_of() can make a Value of. `loss_fn(output, target)` gets the last
   /// stage's output (a tensor, a vector of tensors, or the Value) and returns the mean loss, or a PieceLoss.
   /// `keywords`, a map by name of what can be split too, are for stages that ask for them (keywords.h). Where rows are not
   /// the first dimension, pass Along{tensor, dim}, and Shared{tensor} for what all microbatches get whole, alone or in
   /// vectors, pairs and tuples, and by name in variants: stages and `loss_fn` get the tensors.
   template <typename Batch, typename Target, typename LossFn, typename Named = NoKeywords>
-  PipelineOutcome step(const Batch& batch, const Target& target, const LossFn& loss_fn,
-                       const Named& keywords = {});
+  Outcome step(const Batch& batch, const Target& target, const LossFn& loss_fn,
+               const Named& keywords = {});
 
   /// The last stage's outputs, in the order of the rows; microbatches stream through the stages. Without gradients; empty
   /// on processes that do not have that stage; modules are as they are, in training or not. Retries as step().
@@ -105,6 +107,8 @@ class BRIMFUL_API Pipeline {
   const std::vector<c10::Device>& devices() const;
   int64_t microbatches() const;                              ///< that the next step begins with
   const std::optional<ActionFailure>& last_failure() const;  ///< of the last call that raised
+  /// What its steps have been on this process, with the memory of its fullest device; calls of forward() do not count.
+  Report report() const;
   /// The last step for Perfetto or chrome://tracing, as JSON: each rank's actions as they were, and as the schedule has
   /// them with the mean times of each stage's actions. Empty before the first step, and without `trace`.
   std::string trace() const;

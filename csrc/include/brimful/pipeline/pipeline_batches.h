@@ -124,8 +124,8 @@ PipelineWork work_of(const Batch& batch, const Named& keywords, int64_t rows) {
 }  // namespace detail
 
 template <typename Batch, typename Target, typename LossFn, typename Named>
-PipelineOutcome Pipeline::step(const Batch& batch, const Target& target, const LossFn& loss_fn,
-                               const Named& keywords) {
+Outcome Pipeline::step(const Batch& batch, const Target& target, const LossFn& loss_fn,
+                       const Named& keywords) {
   const auto rows = rows_of(batch);
   auto work = detail::work_of(batch, keywords, rows);
   detail::add_tensors(target, work.reused);

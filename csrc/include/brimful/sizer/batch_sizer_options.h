@@ -1,6 +1,6 @@
 #pragma once
 #include <brimful/sizer/batch_norm.h>
-#include <brimful/sizer/standing_bytes.h>
+#include <brimful/step/standing_bytes.h>
 #include <c10/core/Device.h>
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct BatchSizerOptions {
   /// allocator; outside lockstep). A StepInput made by hand needs a `kind` for that where batches differ in more than
   /// their rows.
   bool predict = false;
-  /// Pieces of few sizes (split_into_few_sizes() of <brimful/sizer/pieces.h>): for a compiled model, which compiles for
+  /// Pieces of few sizes (split_into_few_sizes() of <brimful/step/pieces.h>): for a compiled model, which compiles for
   /// each that it meets.
   bool equal_pieces = false;
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< whose peak and limit count

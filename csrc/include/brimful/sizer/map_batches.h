@@ -2,8 +2,8 @@
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
 #include <brimful/sizer/split.h>
-#include <brimful/sizer/standing_bytes.h>
 #include <brimful/step/kept_batch.h>
+#include <brimful/step/standing_bytes.h>
 #include <brimful/step/transaction.h>
 #include <c10/core/Device.h>
 

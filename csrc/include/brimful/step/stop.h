@@ -7,7 +7,7 @@ namespace brimful {
 
 /// Training is to end in good order: all ranks end it after the same step, whichever of them was asked. The request rides in the
 /// control record of each step, so that it costs no collective. What a program sees of it is Outcome::stop (and the end of
-/// a sizer's loop over batches), PipelineOutcome::stop and PlainLoop::stop, which are alike on all ranks.
+/// a sizer's loop over batches) and PlainLoop::stop, which are alike on all ranks.
 /// From any thread, and from handlers of signals. `signal`: the one that asked; 0: the program.
 BRIMFUL_API void request_stop(int signal = 0) noexcept;
 /// This process was asked, or has learnt of another rank's request by a step.

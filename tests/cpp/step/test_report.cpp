@@ -1,4 +1,4 @@
-#include "sizer/step_recorder.h"
+#include "step/step_recorder.h"
 #include "support/catch.h"
 
 #include <chrono>

@@ -1,10 +1,11 @@
 #pragma once
 #include <brimful/export.h>
 #include <c10/core/Device.h>
-#include "ladder/rungs.h"
-#include "sizer/piece_history.h"
+#include "step/piece_history.h"
+#include "step/rungs.h"
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -14,7 +15,7 @@ namespace brimful {
 struct ExecutionPlan {
   int64_t pieces = 1;
   int64_t piece_rows = 0;  ///< of the largest piece
-  ladder::Rungs rungs = {};
+  Rungs rungs = {};
 
   /// Pieces as even as can be.
   static ExecutionPlan in_pieces(int64_t rows, int64_t pieces);
@@ -40,6 +41,10 @@ class BRIMFUL_API RetryPolicy {
   void end_unit() { ++units_; }
   PieceHistory::Room room(c10::Device device) const;
 
+  /// Giving torch's cache back waits for the device, which finer pieces do not: not in every unit.
+  bool may_release() const;
+  void note_release() { released_in_ = units_; }
+
   /// As many as worked last time; `pieces` where memory has not run out.
   int64_t known_pieces(int64_t rows, int64_t pieces) const;
   ExecutionPlan first(int64_t rows, int64_t pieces) const;
@@ -62,6 +67,7 @@ class BRIMFUL_API RetryPolicy {
 
   int64_t piece_rows_;
   int64_t units_ = 0;
+  std::optional<int64_t> released_in_;  ///< the last unit that gave the cache back
   std::vector<Seen> seen_;
 };
 

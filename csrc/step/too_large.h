@@ -1,7 +1,8 @@
 #pragma once
 #include <brimful/error.h>
 #include <brimful/export.h>
-#include <brimful/sizer/standing_bytes.h>
+#include <brimful/step/outcome.h>
+#include <brimful/step/standing_bytes.h>
 #include <c10/core/Device.h>
 
 #include <cstdint>
@@ -21,6 +22,7 @@ struct Shortfall {
     lockstep,   ///< no rank may split further by itself
     optimizer,  ///< its step, after any split; nothing was tried
     mapping,    ///< inference, in pieces
+    stages,     ///< of a pipeline, whose pieces are microbatches
     pairs       ///< the loss over all pairs, which no split makes smaller
   };
   Of of = Of::split;
@@ -29,10 +31,12 @@ struct Shortfall {
   c10::Device device = c10::Device(c10::DeviceType::CPU);
   int64_t rows = 0;
   int64_t max_retries = 0;
-  bool may_split = true;           ///< batch_norm: refuse allows none
-  std::vector<TriedSplit> tried;   ///< the last one is that which failed the step
-  std::vector<std::string> rungs;  ///< of each of these, as text; empty where there were none
-  bool recomputed_alone = false;   ///< the last of these recomputed modules and offloaded nothing
+  bool trains = true;     ///< else there are no gradients, and no optimizer
+  bool may_split = true;  ///< batch_norm: refuse allows none
+  bool is_fixed = false;  ///< the schedule of a pipeline, with its number of microbatches
+  std::string where;      ///< of a pipeline, the action that ran out of memory
+  std::vector<std::string> on_stage;      ///< what to do about its stage
+  std::vector<AttemptNote> attempts;      ///< the last one is that which failed the step
   std::optional<StandingBytes> standing;  ///< nothing: not known
   int64_t used_bytes = 0;                 ///< with the work's tensors gone, gradients still there
   int64_t optimizer_bytes = 0;            ///< beyond those: gradients to come and the optimizer
@@ -41,7 +45,7 @@ struct Shortfall {
   memory::HeldByOthers others;
   bool state_may_leave = false;  ///< the optimizer's state could lie elsewhere, and is not asked to
   bool autocast = false;         ///< on around the step
-  bool fragmented = false;       ///< the last refusal was for want of one piece
+  bool fragmented = false;  ///< the last refusal was for want of one piece; too_large() finds it
   bool ladder_off = false;  ///< single rows could be recomputed and offloaded, and are not asked to
   bool climbed = false;     ///< single rows were recomputed and offloaded as far as they can be
   std::string last_error;
@@ -54,6 +58,6 @@ BRIMFUL_API std::vector<std::string> advice_for(const Shortfall& shortfall);
 BRIMFUL_API TooLargeFacts facts_of(const Shortfall& shortfall);
 BRIMFUL_API std::string to_string(const Shortfall& shortfall, const TooLargeFacts& facts);
 /// The error of both.
-BatchTooLarge too_large(const Shortfall& shortfall);
+BatchTooLarge too_large(Shortfall shortfall);
 
 }  // namespace brimful

@@ -1,6 +1,6 @@
 #pragma once
 #include <brimful/export.h>
-#include <brimful/sizer/report.h>
+#include <brimful/step/report.h>
 
 #include <array>
 #include <chrono>
@@ -22,6 +22,8 @@ class BRIMFUL_API StepRecorder {
   /// Does nothing where no attempt began since the last call.
   void end_step(bool stood, std::optional<int64_t> limit_bytes,
                 Clock::time_point now = Clock::now());
+  /// Since the attempt under way began.
+  double attempt_ms(Clock::time_point now = Clock::now()) const;
   Report report(int64_t piece_rows) const;
 
  private:

@@ -1,7 +1,7 @@
 #include "support/catch.h"
 
-#include <brimful/sizer/pieces.h>
-#include "sizer/piece_history.h"
+#include <brimful/step/pieces.h>
+#include "step/piece_history.h"
 
 #include <algorithm>
 #include <optional>

@@ -1,4 +1,4 @@
-#include "sizer/too_large.h"
+#include "step/too_large.h"
 
 #include <ATen/autocast_mode.h>
 #include <brimful/memory/stats.h>
@@ -8,6 +8,7 @@
 
 #include "base/format.h"
 #include "base/text_stream.h"
+#include "step/remedy.h"
 
 namespace brimful {
 namespace {
@@ -15,13 +16,13 @@ int64_t at_least_0(int64_t bytes) {
   return std::max<int64_t>(0, bytes);
 }
 
-const TriedSplit& last(const Shortfall& shortfall) {
-  static const TriedSplit nothing;
-  return shortfall.tried.empty() ? nothing : shortfall.tried.back();
+const AttemptNote& last(const Shortfall& shortfall) {
+  static const AttemptNote nothing;
+  return shortfall.attempts.empty() ? nothing : shortfall.attempts.back();
 }
 
-std::string rungs_of(const Shortfall& shortfall, size_t tried) {
-  return tried < shortfall.rungs.size() ? shortfall.rungs[tried] : std::string();
+bool recomputes_alone(const StepRungs& rungs) {
+  return !rungs.recomputed.empty() && rungs.offloaded.empty() && !rungs.everything;
 }
 
 bool is_of(const Shortfall& shortfall, Shortfall::Of of) {
@@ -30,7 +31,7 @@ bool is_of(const Shortfall& shortfall, Shortfall::Of of) {
 
 bool could_split(const Shortfall& shortfall) {
   return !is_of(shortfall, Shortfall::Of::optimizer) && !is_of(shortfall, Shortfall::Of::pairs) &&
-         last(shortfall).pieces < shortfall.rows;
+         !shortfall.is_fixed && last(shortfall).pieces < shortfall.rows;
 }
 
 /// What did not fit beside what is in use: the work of the last try, or the optimizer's.
@@ -41,7 +42,12 @@ int64_t work_bytes(const Shortfall& shortfall) {
 }
 
 std::string counted(int64_t count, const std::string& what) {
-  return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
+  const char* plural = what == "microbatch" ? "es" : "s";
+  return std::to_string(count) + " " + what + (count == 1 ? "" : plural);
+}
+
+const char* unit_of(const Shortfall& shortfall) {
+  return is_of(shortfall, Shortfall::Of::stages) ? "microbatch" : "piece";
 }
 
 template <typename Pairs>
@@ -71,10 +77,12 @@ void advise_on_splits(const Shortfall& shortfall, std::vector<std::string>& advi
     return;
   }
   const auto finer = std::to_string(std::min(shortfall.rows, 2 * last(shortfall).pieces));
+  const auto more = is_of(shortfall, Shortfall::Of::stages)
+                        ? "begin with more microbatches (microbatches=" + finer + ")"
+                        : "begin with more pieces (pieces=" + finer + ")";
   advice.push_back(is_of(shortfall, Shortfall::Of::lockstep)
-                       ? "begin with more pieces (pieces=" + finer +
-                             "): ranks in lockstep cannot split further by themselves"
-                       : "raise max_retries, or begin with more pieces (pieces=" + finer + ")");
+                       ? more + ": ranks in lockstep cannot split further by themselves"
+                       : "raise max_retries, or " + more);
 }
 
 void advise_on_capacity(const Shortfall& shortfall, std::vector<std::string>& advice) {
@@ -107,13 +115,15 @@ void advise_on_work(const Shortfall& shortfall, std::vector<std::string>& advice
     return;
   }
   const bool mapping = is_of(shortfall, Shortfall::Of::mapping);
-  if (shortfall.climbed) {
+  if (is_of(shortfall, Shortfall::Of::stages)) {
+    // said of the stage
+  } else if (shortfall.climbed) {
     advice.push_back(
         "split the model over several devices (Pipeline), or split its largest operators (while "
         "one runs: " +
         format_bytes(bytes) +
         "): what is held between forward and backward is recomputed or offloaded already");
-  } else if (shortfall.recomputed_alone) {
+  } else if (recomputes_alone(last(shortfall).rungs)) {
     advice.push_back(
         shortfall.device.is_cpu()
             ? "let the ladder offload: set BRIMFUL_SCRATCH_DIR to a directory on a disk with free "
@@ -138,7 +148,7 @@ void advise_on_work(const Shortfall& shortfall, std::vector<std::string>& advice
 }
 
 void advise_on_standing(const Shortfall& shortfall, std::vector<std::string>& advice) {
-  if (!shortfall.standing || is_of(shortfall, Shortfall::Of::mapping)) {
+  if (!shortfall.standing || !shortfall.trains) {
     return;
   }
   const auto& standing = *shortfall.standing;
@@ -148,7 +158,7 @@ void advise_on_standing(const Shortfall& shortfall, std::vector<std::string>& ad
         "freeze parameters that need no training (gradients: " + format_bytes(standing.trainable) +
         ", optimizer state: " + (standing.optimizer_state ? format_bytes(state) : "not known") +
         ")");
-    if (shortfall.world_size > 1) {
+    if (shortfall.world_size > 1 && !is_of(shortfall, Shortfall::Of::stages)) {
       advice.push_back("shard the model over the " + std::to_string(shortfall.world_size) +
                        " ranks (FSDP)");
     }
@@ -180,6 +190,10 @@ const char* headline(const Shortfall& shortfall) {
       return "the optimizer's step would run out of memory, whatever the split,";
     case Shortfall::Of::pairs:
       return "the loss over all pairs does not fit, whatever the split,";
+    case Shortfall::Of::stages:
+      return shortfall.is_fixed
+                 ? "the schedule is fixed, so no other number of microbatches was tried,"
+                 : "no number of microbatches fits";
     case Shortfall::Of::mapping:
       return could_split(shortfall) ? "no piece that was tried fits"
                                     : "a piece of one row does not fit";
@@ -192,6 +206,7 @@ const char* headline(const Shortfall& shortfall) {
 std::vector<std::string> advice_for(const Shortfall& shortfall) {
   std::vector<std::string> advice;
   advise_on_splits(shortfall, advice);
+  advice.insert(advice.end(), shortfall.on_stage.begin(), shortfall.on_stage.end());
   advise_on_capacity(shortfall, advice);
   advise_on_state(shortfall, advice);
   if (is_of(shortfall, Shortfall::Of::optimizer)) {
@@ -221,7 +236,9 @@ TooLargeFacts facts_of(const Shortfall& shortfall) {
   TooLargeFacts facts;
   facts.rank = shortfall.rank;
   facts.device = shortfall.device.str();
-  facts.tried = shortfall.tried;
+  for (const auto& attempt : shortfall.attempts) {
+    facts.tried.push_back({attempt.pieces, attempt.piece_rows, attempt.peak_bytes});
+  }
   facts.limit_bytes = shortfall.limit_bytes;
   facts.advice = advice_for(shortfall);
   int64_t known = 0;
@@ -265,12 +282,15 @@ std::string to_string(const Shortfall& shortfall, const TooLargeFacts& facts) {
          << ", max_retries: " << shortfall.max_retries
          << (shortfall.may_split ? "" : ", batch_norm: refuse, which allows no split");
   }
-  text << ")";
-  for (size_t i = 0; i < facts.tried.size(); ++i) {
-    const auto& tried = facts.tried[i];
-    text << (i == 0 ? ".\nTried: " : "; ") << counted(tried.pieces, "piece") << " of "
-         << counted(tried.piece_rows, "row") << (rungs_of(shortfall, i).empty() ? "" : ", ")
-         << rungs_of(shortfall, i) << " (peak: " << format_peak(tried.peak_bytes) << ")";
+  text << ")" << (shortfall.where.empty() ? "" : ": memory ran out in the ") << shortfall.where;
+  for (size_t i = 0; i < shortfall.attempts.size(); ++i) {
+    const auto& tried = shortfall.attempts[i];
+    text << (i == 0 ? ".\nTried: " : "; ") << counted(tried.pieces, unit_of(shortfall)) << " of "
+         << counted(tried.piece_rows, "row");
+    if (!tried.rungs.empty()) {
+      text << ", " << to_string(tried.rungs);
+    }
+    text << " (peak: " << format_peak(tried.peak_bytes) << ")";
   }
   text << (of_optimizer ? ".\nThe peak would be: " : ".\nThe last peak: ") << listed(facts.bytes);
   if (facts.limit_bytes) {
@@ -303,7 +323,9 @@ Shortfall shortfall_on(c10::Device device, const std::function<StandingBytes()>&
   return shortfall;
 }
 
-BatchTooLarge too_large(const Shortfall& shortfall) {
+BatchTooLarge too_large(Shortfall shortfall) {
+  const auto refusal = refusal_in(shortfall.last_error);
+  shortfall.fragmented = refusal && remedy_for(*refusal) == Remedy::release_cache;
   auto facts = facts_of(shortfall);
   const auto text = to_string(shortfall, facts);
   return BatchTooLarge(text, std::move(facts));

@@ -1,10 +1,9 @@
-#include <brimful/sizer/report.h>
+#include <brimful/step/report.h>
 
 #include <iomanip>
 
 #include "base/format.h"
 #include "base/text_stream.h"
-#include "sizer/climb.h"
 
 namespace brimful {
 namespace {

@@ -1,10 +1,13 @@
-#include "sizer/retry_policy.h"
+#include "step/retry_policy.h"
 #include <brimful/memory/stats.h>
-#include <brimful/sizer/pieces.h>
+#include <brimful/step/pieces.h>
 
 #include <algorithm>
 
 namespace brimful {
+namespace {
+constexpr int64_t kUnitsBetweenReleases = 16;
+}  // namespace
 
 ExecutionPlan ExecutionPlan::in_pieces(int64_t rows, int64_t pieces) {
   return {pieces, pieces_for(rows, pieces)};
@@ -34,6 +37,10 @@ PieceHistory::Room RetryPolicy::room(c10::Device device) const {
   const auto* seen = find(device);
   const auto capacity = seen != nullptr ? memory::capacity_bytes(device) : std::nullopt;
   return capacity ? PieceHistory::Room(*capacity - seen->used_before) : std::nullopt;
+}
+
+bool RetryPolicy::may_release() const {
+  return !released_in_ || units_ - *released_in_ >= kUnitsBetweenReleases;
 }
 
 int64_t RetryPolicy::known_pieces(int64_t rows, int64_t pieces) const {

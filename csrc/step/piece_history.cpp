@@ -1,5 +1,5 @@
-#include "sizer/piece_history.h"
-#include <brimful/sizer/pieces.h>
+#include "step/piece_history.h"
+#include <brimful/step/pieces.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include <brimful/sizer/pieces.h>
+#include <brimful/step/pieces.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-#include "sizer/step_recorder.h"
+#include "step/step_recorder.h"
 
 #include <algorithm>
 
@@ -60,6 +60,10 @@ void StepRecorder::end_step(bool stood, std::optional<int64_t> limit_bytes, Cloc
   }
   ring_[noted_ % ring_.size()] = note;
   ++noted_;
+}
+
+double StepRecorder::attempt_ms(Clock::time_point now) const {
+  return ms_between(attempt_began_, now);
 }
 
 Report StepRecorder::report(int64_t piece_rows) const {

@@ -1,7 +1,7 @@
 #include <c10/util/Exception.h>
 #include "support/catch.h"
 
-#include <brimful/sizer/pieces.h>
+#include <brimful/step/pieces.h>
 
 #include <algorithm>
 #include <numeric>

@@ -1,5 +1,5 @@
 // The message of BatchTooLarge: every fact is in it, and only advice that can help.
-#include "sizer/too_large.h"
+#include "step/too_large.h"
 #include "support/catch.h"
 
 #include <algorithm>
@@ -21,7 +21,14 @@ Shortfall example() {
   shortfall.world_size = 1;
   shortfall.rows = 8;
   shortfall.max_retries = 8;
-  shortfall.tried = {{1, 8, 62 * kMiB}, {2, 4, 61 * kMiB}, {4, 2, 60 * kMiB}, {8, 1, 60 * kMiB}};
+  const auto attempt = [](int64_t pieces, int64_t mib) {
+    AttemptNote note;
+    note.pieces = pieces;
+    note.piece_rows = 8 / pieces;
+    note.peak_bytes = mib * kMiB;
+    return note;
+  };
+  shortfall.attempts = {attempt(1, 62), attempt(2, 61), attempt(4, 60), attempt(8, 60)};
   StandingBytes standing;
   standing.parameters = 6 * kMiB;
   standing.float32 = 6 * kMiB;
@@ -101,7 +108,7 @@ TEST_CASE("What is not known is left out", "[sizer][too large]") {
 TEST_CASE("An optimizer without room has the same facts, and other advice", "[sizer][too large]") {
   auto shortfall = example();
   shortfall.of = Shortfall::Of::optimizer;
-  shortfall.tried.clear();
+  shortfall.attempts.clear();
   shortfall.last_error.clear();
   shortfall.standing->gradients = 0;
   shortfall.optimizer_bytes = 50 * kMiB;
@@ -129,6 +136,7 @@ TEST_CASE("A mapping that does not fit is reported without what is for training"
           "[sizer][too large]") {
   auto shortfall = example();
   shortfall.of = Shortfall::Of::mapping;
+  shortfall.trains = false;
   shortfall.rows_done = 3;
   const auto words = to_string(shortfall, facts_of(shortfall));
   CHECK(
@@ -136,7 +144,7 @@ TEST_CASE("A mapping that does not fit is reported without what is for training"
                   "retries: 3, max_retries: 8).\nTried: 1 piece of 8 rows",
                   0) == 0);
   CHECK(kinds(shortfall) == Kinds{"raise the", "compute in", "use a"});
-  shortfall.tried.resize(2);
+  shortfall.attempts.resize(2);
   CHECK(to_string(shortfall, facts_of(shortfall)).rfind("no piece that was tried fits on", 0) == 0);
   CHECK(kinds(shortfall) == Kinds{"raise max_retries,", "raise the", "compute in", "use a"});
 }
@@ -166,7 +174,7 @@ TEST_CASE("Only advice that applies is given", "[sizer][too large]") {
     CHECK(kinds(shortfall) == with({"free what"}, rest));
   }
   SECTION("retries that are used up, lockstep") {
-    shortfall.tried.resize(2);
+    shortfall.attempts.resize(2);
     CHECK(kinds(shortfall) == with({"raise max_retries,", "raise the"}, rest));
     CHECK(advice_for(shortfall)[0] == "raise max_retries, or begin with more pieces (pieces=4)");
     shortfall.of = Shortfall::Of::lockstep;
@@ -190,12 +198,11 @@ TEST_CASE("Only advice that applies is given", "[sizer][too large]") {
     CHECK(advice_for(shortfall)[1] ==
           "let the ladder recompute and offload what one row saves (ladder=[..., \"recompute\", "
           "\"offload\"]; activations and temporaries: 40.0 MiB)");
-    shortfall.tried.resize(2);  // rows can be split first
+    shortfall.attempts.resize(2);  // rows can be split first
     CHECK(kinds(shortfall) == with({"raise max_retries,", "raise the"}, rest));
   }
   SECTION("a ladder without a disk") {
-    shortfall.rungs = {"", "", "", "2 modules recomputed (0, 1)"};
-    shortfall.recomputed_alone = true;
+    shortfall.attempts.back().rungs.recomputed = {"0", "1"};
     CHECK(kinds(shortfall) ==
           Kinds{"raise the", "let the", "compute in", "freeze parameters", "use a"});
     CHECK(advice_for(shortfall)[1].rfind("let the ladder offload: set BRIMFUL_SCRATCH_DIR", 0) ==

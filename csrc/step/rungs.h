@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace brimful::ladder {
+namespace brimful {
 
 /// What a step does to take less memory than one row takes, by the numbers of its model's modules, ascending. No module of
 /// either lies inside another one of them.
@@ -18,4 +18,4 @@ struct Rungs {
   bool operator==(const Rungs&) const = default;
 };
 
-}  // namespace brimful::ladder
+}  // namespace brimful

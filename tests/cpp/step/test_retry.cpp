@@ -1,7 +1,7 @@
 #include "support/catch.h"
 
 #include <brimful/memory/stats.h>
-#include "sizer/retry.h"
+#include "step/retry.h"
 
 #include <optional>
 #include <vector>

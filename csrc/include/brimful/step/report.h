@@ -1,6 +1,6 @@
 #pragma once
 #include <brimful/export.h>
-#include <brimful/sizer/outcome.h>
+#include <brimful/step/outcome.h>
 
 #include <cstdint>
 #include <optional>

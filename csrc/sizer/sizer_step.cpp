@@ -1,0 +1,245 @@
+// A step of a sizer as its engine asks for it: pieces, one after the other, attempt by attempt.
+#include <brimful/memory/stats.h>
+#include <brimful/sizer/rule_vote.h>
+#include <brimful/step/pieces.h>
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+
+#include "sizer/batch_sizer_state.h"
+#include "sizer/climb.h"
+#include "sizer/loss_scale.h"
+#include "sizer/pair_run.h"
+#include "step/agreement.h"
+#include "step/no_capture.h"
+
+namespace brimful {
+
+/// A step under way, attempt by attempt.
+class BatchSizer::State::SizerStep final : public StepTask {
+ public:
+  SizerStep(State& sizer, const StepInput& input, const PieceWork& work, PairRun* pairs)
+      : s_(sizer),
+        input_(input),
+        work_(work),
+        pairs_(pairs),
+        climb_(sizer.ladder_.ladder, input, work,
+               [&sizer, &input] { return sizer.policy_of(input).room(sizer.options_.device); }),
+        clock_(sizer.options_.device) {}
+
+  bool accumulates() const override { return input_.accumulate; }
+  bool meets() const override { return pairs_ != nullptr; }
+  std::optional<int64_t> limit_bytes() const override { return s_.checked_.limit; }
+  uint16_t next_pieces() const override { return s_.record_for(Next::unknown, input_).next_pieces; }
+
+  void prepare() override {
+    s_.check_input(input_);
+    s_.capture(input_, work_);
+    if (s_.checked_.limit && s_.options_.optimizer_bytes) {
+      s_.require_room_for_optimizer(input_);
+    }
+  }
+
+  ControlRecord first_record() const override {
+    auto record = s_.record_for(input_.rows ? Next::yes : Next::no, input_);
+    if (input_.vote) {
+      input_.vote->put(record);
+    }
+    return record;
+  }
+
+  void hear(const std::vector<ControlRecord>& said) override {
+    s_.rule_.pending = s_.rule_.pending && pairs_ == nullptr && !is_voted(said);
+    said_ = said;
+  }
+
+  void begin() override {
+    if (input_.vote) {
+      s_.settle_rule(*input_.vote, said_);
+    }
+    s_.require_agreed_pieces(input_);
+  }
+
+  Outcome run() override {
+    s_.policy_of(input_).measure();
+    announce();
+    s_.engine_.owe();  // the others wait in their step
+    plan_ = s_.choose_pieces(input_, pairs_ == nullptr ? &work_ : nullptr, outcome_);
+    set_remedies();
+    auto first = s_.first_plan(input_, outcome_.pieces, given_split(input_, plan_));
+    first.rungs = climb_.first(s_.is_finest(input_, first.pieces));
+    retry_.emplace(s_.policy_of(input_), units_of(input_), s_.options_.max_retries,
+                   std::move(first), &s_.engine_.recorder());
+    retry_->run([&] { return run_once(*retry_); });
+    outcome_.retries = retry_->retries();
+    outcome_.peaks = {{s_.options_.device, outcome_.peak_bytes}};
+    s_.note_peak(input_, outcome_);
+    s_.log_rungs(outcome_, retry_->attempts().back(), climb_);
+    outcome_.attempts = retry_->take_attempts();
+    return std::move(outcome_);
+  }
+
+ private:
+  void announce() {
+    const auto& agreed = s_.engine_.agreed();
+    attempt_.lockstep = s_.in_lockstep();
+    attempt_.buffer_source = agreed.buffer_source;
+    attempt_.ref = std::isfinite(agreed.total) && agreed.total > 0 ? agreed.total
+                   : agreed.last_total > 0                         ? agreed.last_total
+                                                                   : 1;
+    auto* const scaler = s_.options_.scaler;
+    if (scaler != nullptr && scaler->enabled() && s_.engine_.group().world_size() > 1) {
+      scale_.emplace(scaler->tensors(s_.options_.device).first);
+    }
+    attempt_.mark = [this] {
+      return mark_of(attempt_.ref, scale_ ? scale_->get() : 1, input_.accumulate);
+    };
+    attempt_.record = agreed.next;
+    attempt_.record.verdict = input_.rows ? Status::ok : Status::no_data;
+  }
+
+  void set_remedies() {
+    attempt_.prologue = pairs_;
+    attempt_.same_split = [this](const std::string& shortage) {
+      if (pairs_ != nullptr &&
+          pairs_->in_loss()) {  // once more: something else may have had the room
+        attempt_.can_shrink = false;
+        return !std::exchange(loss_ran_out_, true) || retry_->garbage_helps(s_.options_.device);
+      }
+      return retry_->may_do_as_it_was(shortage, s_.options_.device);
+    };
+    attempt_.too_fine = [this](const std::string& error) {
+      const bool is = is_too_fine(error);
+      s_.splitting_.least_rows = is ? 2 : s_.splitting_.least_rows;
+      attempt_.can_shrink = attempt_.can_shrink || is;
+      return is;
+    };
+    attempt_.finish_buffers = [this] { s_.norms_.finish(); };
+    attempt_.start_over = [this] { return climb_.is_rejected(); };
+  }
+
+  PieceLoss forward(int64_t first, int64_t end) {
+    clock_.begin_piece(first, end);
+    const auto on_rungs = climb_.forward();
+    auto piece = s_.norms_.forward(next_piece_++, std::ssize(attempt_.split),
+                                   [&] { return work_.forward(first, end); });
+    s_.own_weights_ = s_.own_weights_ || piece.weight != static_cast<double>(end - first);
+    return piece;
+  }
+
+  AttemptResult run_pieces(const Retry& retry) {
+    outcome_.split = attempt_.split = s_.split_by(retry.plan(), input_, given_split(input_, plan_));
+    const bool finest = s_.is_finest(input_, std::ssize(attempt_.split));
+    climb_.begin_attempt(retry.plan().rungs, finest, s_.options_.max_retries > 0);
+    attempt_.retries_left = retry.may_repeat() || climb_.may_start_over();
+    attempt_.can_shrink = !finest || climb_.may_go_on();
+    s_.engine_.attempt_begins();
+    next_piece_ = 0;
+    clock_.begin_attempt();
+    auto backward = pairs_ != nullptr ? work_.backward  // it has scaled the loss itself
+                                      : scaled_backward(work_.backward, s_.options_.scaler);
+    const PieceWork watched{[this](int64_t first, int64_t end) { return forward(first, end); },
+                            [this, backward](const at::Tensor& loss, const at::Tensor& gradient) {
+                              backward(loss, gradient);
+                              clock_.end_piece();
+                            }};
+    if (pairs_ != nullptr) {
+      pairs_->begin_attempt(attempt_.split);
+    }
+    auto result = [&] {
+      const auto as_before = c10::make_scope_exit([&] { s_.norms_.after_step(); });
+      return s_.engine_.group().run(attempt_, watched);
+    }();
+    climb_.end_attempt(result.own == Status::ok);
+    if (result.own == Status::ok && input_.by_length && !input_.by_length->packed &&
+        outcome_.rungs.empty()) {
+      note_times();
+    }
+    return result;
+  }
+
+  void note_times() {
+    auto& known = s_.splitting_.by_length;
+    if (std::exchange(known.warm, true)) {
+      clock_.end_attempt(known.times, input_.by_length->lengths, outcome_.split);
+    }
+  }
+
+  Ended run_once(Retry& retry) {
+    const memory::PeakScope peak(s_.options_.device);
+    const auto result = run_pieces(retry);
+    const auto attempt_peak = peak.peak_bytes();
+    outcome_.rungs = climb_.named();
+    auto ended = s_.settle_attempt(
+        result, input_,
+        retry.note(note_of(result, attempt_peak), result.own == Status::out_of_memory), retry,
+        pairs_);
+    if (ended.how == Ended::How::stands) {
+      s_.stand(result, scale_of(result.records), outcome_);
+      outcome_.total_ms = s_.engine_.recorder().attempt_ms();
+      outcome_.order = input_.by_length ? input_.by_length->order : outcome_.order;
+    } else {
+      if (ended.how == Ended::How::ran_out) {
+        retry.set_plan(plan_as_run(input_, outcome_.split, retry.plan().rungs));  // some are uneven
+      }
+      s_.engine_.undo();
+      retry.remedy();
+      climb_.follow(ended, retry.plan());
+      s_.log_shortage(ended, outcome_, input_, retry);
+      s_.note_shortfall(result, plan_, input_.kind);
+    }
+    outcome_.peak_bytes = std::max(outcome_.peak_bytes, peak.peak_bytes());
+    return ended;
+  }
+
+  /// A piece of one row, which only the sizer chose, has failed by an error of torch's normalisations that two rows have not.
+  bool is_too_fine(const std::string& error) const {
+    const auto& split = attempt_.split;
+    return retry_->retries() > 0 && s_.splitting_.least_rows == 1 && !s_.in_lockstep() &&
+           !input_.split && !input_.by_length && input_.rows.value_or(0) > 1 &&
+           std::find(split.begin(), split.end(), 1) != split.end() &&
+           error.find("Expected more than 1 value per channel when training") != std::string::npos;
+  }
+
+  double scale_of(const std::vector<ControlRecord>& records) const {
+    const double total = total_weight(records);
+    return pairs_ == nullptr && total > 0 ? attempt_.ref / total : 1;
+  }
+
+  AttemptNote note_of(const AttemptResult& result, int64_t peak_bytes) const {
+    AttemptNote note;
+    note.pieces = std::ssize(outcome_.split);
+    note.piece_rows = largest_piece(outcome_.split);
+    note.peak_bytes = peak_bytes;
+    note.rungs = outcome_.rungs;
+    note.buckets_launched = result.buckets_launched;
+    note.alone = result.retry_alone;
+    return note;
+  }
+
+  State& s_;
+  const StepInput& input_;
+  const PieceWork& work_;
+  PairRun* pairs_;
+  Climb climb_;
+  Outcome outcome_;
+  StepGroup::Attempt attempt_;
+  std::optional<ValueOnHost> scale_;
+  std::optional<Plan> plan_;
+  std::optional<Retry> retry_;
+  bool loss_ran_out_ = false;
+  int64_t next_piece_ = 0;
+  PieceClock clock_;
+  std::vector<ControlRecord> said_;
+};
+
+Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work, PairRun* pairs) {
+  require_no_capture(options_.device, "a step");
+  const auto entered = engine_.enter("step");
+  SizerStep sized(*this, input, work, pairs);
+  return engine_.step(sized);
+}
+
+}  // namespace brimful

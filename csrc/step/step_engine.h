@@ -1,0 +1,111 @@
+#pragma once
+#include <brimful/step/kept_batch.h>
+#include <brimful/step/outcome.h>
+#include <brimful/step/step.h>
+#include <brimful/step/transaction.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "step/agreed.h"
+#include "step/one_call.h"
+#include "step/step_recorder.h"
+
+namespace brimful {
+
+/// One step's work, as an engine asks for it, in this order.
+class StepTask {
+ public:
+  virtual ~StepTask() = default;
+  /// Its gradients are added to those that there are.
+  virtual bool accumulates() const = 0;
+  /// The work begins with meet_ranks().
+  virtual bool meets() const = 0;
+  /// Checks what this rank was given, and captures what a repetition restores (StepEngine::capture). What it throws fails
+  /// the step on all ranks.
+  virtual void prepare() = 0;
+  /// What this rank says of the step where the ranks have not agreed on it yet.
+  virtual ControlRecord first_record() const = 0;
+  /// What the ranks said then, this one included, whose prepare() may have failed.
+  virtual void hear(const std::vector<ControlRecord>& said) = 0;
+  /// The ranks agree, and prepare() did not fail. What it throws fails the step on all ranks.
+  virtual void begin() = 0;
+  /// Pieces of the next step, if nothing was announced of it.
+  virtual uint16_t next_pieces() const = 0;
+  /// Makes attempts until one stands, with all that they owe other ranks.
+  virtual Outcome run() = 0;
+  /// For the report.
+  virtual std::optional<int64_t> limit_bytes() const = 0;
+};
+
+/// Steps of all ranks together: what they agree on, what is captured and undone, and how a step fails on all of them. What
+/// a step does is a StepTask's. One call at a time.
+class StepEngine {
+ public:
+  /// `local`: parameters outside of all participants are this rank's own. `of`: a word for what steps, in messages.
+  /// @throws c10::ValueError if they lie on several devices, or gradients would stay on this rank unasked
+  StepEngine(StepGroup group, Transaction transaction, bool local, const char* of);
+
+  // From outside, between steps.
+  OneCall::Entered enter(const char* call) { return {calls_under_way_, call}; }
+  /// @throws what the task throws, RankFailed for what another rank's throws
+  Outcome step(StepTask& task);
+  /// With an exchange. `record` is asked for when the group is known. False: no rank has a step to make.
+  bool begin_loop(const std::function<ControlRecord()>& record);
+  void announce_next(const ControlRecord& next) { agreed_.next = next; }
+  /// In the place of a step.
+  void announce_failure(FailureKind kind, const std::string& text);
+  /// The participants have other groups now.
+  void regrouped();
+
+  // For the task.
+  StepGroup& group() { return group_; }
+  const StepGroup& group() const { return group_; }
+  Transaction& transaction() { return transaction_; }
+  KeptBatch& batch() { return batch_; }
+  StepRecorder& recorder() { return recorder_; }
+  const StepRecorder& recorder() const { return recorder_; }
+  const Agreed& agreed() const { return agreed_; }
+  int64_t steps() const { return steps_; }
+  int64_t calls() const { return calls_; }
+  /// Of the step under way, in texts: "step 3".
+  std::string name() const { return "step " + std::to_string(steps_); }
+  /// `reused`: what the batch consists of, if it may be repeated.
+  void capture(const std::vector<NamedTensor>& reused);
+  /// The others wait for this rank's next attempt, until it begins.
+  void owe() { agreed_.owed = true; }
+  void attempt_begins() { agreed_.owed = false; }
+  /// Takes back all that the attempt has done; another one follows.
+  void undo();
+  /// These ended the attempt.
+  void note_end(const std::vector<ControlRecord>& records);
+  /// An attempt stands by these.
+  void adopt(const std::vector<ControlRecord>& records);
+  void note_total(double total) { agreed_.last_total = total; }
+  /// The next step begins with an exchange.
+  void expire() { agreed_.holds = false; }
+  void resume(int64_t steps, double last_total);
+
+ private:
+  void follow_group();
+  void require_all_reduced() const;
+  std::exception_ptr agree(StepTask& task, std::exception_ptr failed);
+  [[noreturn]] void fail_together(StepTask& task, const std::exception_ptr& failed);
+  [[noreturn]] void fail(StepTask& task, const std::exception_ptr& failed);
+
+  StepGroup group_;
+  Transaction transaction_;
+  KeptBatch batch_;
+  bool local_;
+  OneCall calls_under_way_;
+  int64_t steps_ = 0;
+  int64_t calls_ = 0;
+  bool meets_ = false;  ///< the last step did, and so does the next
+  Agreed agreed_;
+  StepRecorder recorder_;
+};
+
+}  // namespace brimful
