@@ -8,20 +8,16 @@
 #include <utility>
 #include <vector>
 
+#include "memory/is_counted.h"
 #include "pipeline/call.h"
 
 namespace brimful::pipeline {
-
-/// Its memory is counted.
-inline bool is_counted(c10::Device device) {
-  return device.is_cpu() || device.is_cuda();
-}
 
 /// The peak of each device whose memory is counted, while it lives.
 class Peaks {
  public:
   explicit Peaks(const std::vector<c10::Device>& devices) : devices_(distinct(devices)) {
-    std::erase_if(devices_, [](c10::Device device) { return !is_counted(device); });
+    std::erase_if(devices_, [](c10::Device device) { return !memory::is_counted(device); });
     for (const auto device : devices_) {
       scopes_.push_back(std::make_unique<memory::PeakScope>(device));
     }

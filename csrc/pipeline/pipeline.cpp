@@ -27,6 +27,12 @@ void require_rows(int64_t rows) {
   TORCH_CHECK_VALUE(rows > 0, "the batch is empty (rows: 0)");
 }
 
+/// Of the first whose memory is counted.
+std::optional<int64_t> limit_of(const std::vector<c10::Device>& devices) {
+  const auto counted = std::find_if(devices.begin(), devices.end(), memory::is_counted);
+  return counted != devices.end() ? memory::stats(*counted).limit_bytes : std::nullopt;
+}
+
 /// Without the microbatches that had no rows.
 void drop_empty(const Call& call, Schedule& order, StepResult& result) {
   const auto is_empty = [&](const Action& action) { return action.microbatch >= call.filled(); };
@@ -210,8 +216,8 @@ Outcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   agreed_.broken = false;
   const Peaks peaks(options.devices);
   bool stood = false;
-  const auto noted = c10::make_scope_exit(
-      [&] { recorder.end_step(stood, memory::stats(options.devices[0]).limit_bytes); });
+  const auto noted =
+      c10::make_scope_exit([&] { recorder.end_step(stood, limit_of(options.devices)); });
   Call call{rows, work, group_of_step(), retry_of(true, rows)};
   KeptGradients kept;
   const auto gradients_back = c10::make_scope_exit([&] { kept.give_back(); });

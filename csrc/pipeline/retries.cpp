@@ -33,7 +33,8 @@ int64_t peak_of(const RetryPolicy::Bytes& peaks, std::optional<c10::Device> ran_
 /// None unless all are counted: what runs out unseen would be tried in every step.
 std::vector<c10::Device> counted(const std::vector<c10::Device>& devices) {
   const auto each = distinct(devices);
-  return std::all_of(each.begin(), each.end(), is_counted) ? each : std::vector<c10::Device>();
+  return std::all_of(each.begin(), each.end(), memory::is_counted) ? each
+                                                                   : std::vector<c10::Device>();
 }
 
 /// `microbatches` times a power of two, `wanted` at least and `most` at most: not every number suits a schedule.

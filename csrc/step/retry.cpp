@@ -2,6 +2,7 @@
 
 #include <brimful/memory/stats.h>
 
+#include "memory/is_counted.h"
 #include "step/remedy.h"
 
 namespace brimful {
@@ -25,6 +26,9 @@ ExecutionPlan Retry::next(c10::Device device) const {
 }
 
 bool Retry::may_do_as_it_was(const std::string& shortage, c10::Device device) {
+  if (!memory::is_counted(device)) {
+    return false;
+  }
   if (release_helps(shortage, device)) {
     releases_ = device;
     if (policy_.may_release()) {

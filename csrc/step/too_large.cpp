@@ -8,6 +8,7 @@
 
 #include "base/format.h"
 #include "base/text_stream.h"
+#include "memory/is_counted.h"
 #include "step/remedy.h"
 
 namespace brimful {
@@ -310,16 +311,19 @@ std::string to_string(const Shortfall& shortfall, const TooLargeFacts& facts) {
 }
 
 Shortfall shortfall_on(c10::Device device, const std::function<StandingBytes()>& standing_bytes) {
-  const auto now = memory::stats(device);
   Shortfall shortfall;
   shortfall.device = device;
+  shortfall.autocast = at::autocast::is_autocast_enabled(device.type());
+  if (!memory::is_counted(device)) {
+    return shortfall;
+  }
+  const auto now = memory::stats(device);
   if (standing_bytes) {
     shortfall.standing = standing_bytes();
   }
   shortfall.used_bytes = now.used_bytes;
   shortfall.limit_bytes = now.limit_bytes;
   shortfall.others = memory::held_by_others(device);
-  shortfall.autocast = at::autocast::is_autocast_enabled(device.type());
   return shortfall;
 }
 

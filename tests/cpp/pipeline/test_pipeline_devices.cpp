@@ -130,6 +130,7 @@ struct Case {
   std::string schedule;
   int ranks;
   int per_rank;
+  bool recomputes = true;
 };
 
 std::shared_ptr<pipeline::Peers> peers_with_fake(const Group& group) {
@@ -173,6 +174,7 @@ struct Rank {
     options.devices = {device};
     options.schedule = wanted.schedule;
     options.microbatches = kMicrobatches;
+    options.recompute = wanted.recomputes;
     options.before_action = [this](int, int index, const pipeline::Action&) {
       if (index == 0) {
         slow::refuse_memory(std::exchange(refusals, 0));  // the first to ask is a payload
@@ -361,6 +363,31 @@ TEST_CASE("A payload that finds no memory has the step repeated", "[pipeline][la
       checks.expect(own.seen.wrong == 0, "gradients");
     });
   }
+  CHECK(checks.failures().empty());
+}
+
+TEST_CASE("A shortage on a device whose memory is not counted is said as one",
+          "[pipeline][lanes][faults]") {
+  const QuietLog quiet;
+  const Watchdog watchdog("a device that is too small", std::chrono::seconds(60));
+  install_device();
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    Rank own(group, {"1f1b", 2, 1, false});  // the device has no operator to compare with
+    if (rank == 1) {
+      own.fail_at = 0;
+      own.fail_left = 1000;
+      own.out_of_memory = true;
+    }
+    const auto text = thrown_by(own);
+    const auto* const expected =
+        rank == 1 ? "no number of microbatches fits on rank 1 of 2 (device: slow:1"
+                  : "RankFailed: the pipeline's step ran out of memory on rank 1";
+    checks.expect(text.find(expected) == 0, "rank " + std::to_string(rank) + ": " + text);
+    own.fail_left = 0;
+    checks.expect(own.steps_well(), "goes on on rank " + std::to_string(rank));
+    own.settle();
+  });
   CHECK(checks.failures().empty());
 }
 
