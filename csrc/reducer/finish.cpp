@@ -62,6 +62,7 @@ Ending Engine::finish() {
   layout_.tail->read();
   const auto& records = layout_.tail->records();
   std::vector<float> ms_by_rank;
+  ms_by_rank.reserve(records.size());
   for (const auto& record : records) {
     ms_by_rank.push_back(record.work_ms);
   }

@@ -177,9 +177,9 @@ std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunction& f
     const auto all = static_cast<double>(std::max<size_t>(storage->nbytes(), 1));
     read.fraction += elements * static_cast<double>(tensor.itemsize()) / all;
     read.elements += elements;
-  }
-  for (auto& [storage, shares] : found) {
-    call->reads[storage].shares = std::move(shares);
+    if (const auto of_source = found.find(storage); of_source != found.end()) {
+      read.shares = of_source->second;
+    }
   }
   return call;
 }
