@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "base/fnv.h"
@@ -91,12 +92,17 @@ void SharedStep::share_error(GroupLink& link) {
 }
 
 void SharedStep::part(GroupLink& link, FailureKind kind) {
-  const memory::UnlimitedEverywhere unlimited;
+  auto unlimited = std::make_shared<memory::UnlimitedEverywhere>();
   number_ = link.traffic->turns++;
   parting_number_ = link.number;
   parting_ =
       begin_exchange(link.group, link.device,
                      as_record({TurnKind::failed, link.number, static_cast<uint64_t>(kind), 1}));
+  // The group's thread allocates when it comes to it, which is after buckets that wait for other ranks.
+  if (auto future = link.device.is_cpu() ? parting_->work->getFuture() : nullptr) {
+    future->addCallback(
+        [held = std::move(unlimited)](c10::ivalue::Future&) mutable { held.reset(); });
+  }
 }
 
 void SharedStep::wait_for_parting(GroupLink& link) {

@@ -50,7 +50,7 @@ class BatchSizer::State::SizerStep final : public StepTask {
     return record;
   }
 
-  void hear(const std::vector<ControlRecord>& said) override {
+  void note_said(const std::vector<ControlRecord>& said) override {
     s_.rule_.pending = s_.rule_.pending && pairs_ == nullptr && !is_voted(said);
     said_ = said;
   }

@@ -134,7 +134,7 @@ Outcome StepEngine::step(StepTask& task) {
 std::exception_ptr StepEngine::agree(StepTask& task, std::exception_ptr failed) {
   if (!agreed_.holds) {
     const auto said = group_.exchange(failed ? ControlRecord{} : task.first_record());
-    task.hear(said);
+    task.note_said(said);
     adopt(said);
   }
   if (!failed) {

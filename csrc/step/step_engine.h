@@ -30,7 +30,7 @@ class StepTask {
   /// What this rank says of the step where the ranks have not agreed on it yet.
   virtual ControlRecord first_record() const = 0;
   /// What the ranks said then, this one included, whose prepare() may have failed.
-  virtual void hear(const std::vector<ControlRecord>& said) = 0;
+  virtual void note_said(const std::vector<ControlRecord>& said) = 0;
   /// The ranks agree, and prepare() did not fail. What it throws fails the step on all ranks.
   virtual void begin() = 0;
   /// Pieces of the next step, if nothing was announced of it.

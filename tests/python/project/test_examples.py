@@ -118,7 +118,7 @@ def test_cpp_app_ends_with_the_parameters_of_the_python_program(demo, cpp_app, t
         # Not to the bit: how a batch is split follows from the bytes in use, which are each program's own.
         torch.testing.assert_close(theirs[name], value, rtol=1e-4, atol=1e-5, msg=name)
     # Its inference classifies the same images right, in more pieces than one.
-    assert "map_batches ran out of memory with 1000 rows of 1000" in printed
+    assert "ran out of memory in map_batches: a batch of 1000 is repeated in" in printed
     pieces = re.search(r"inference: batches of 1000 images in (\d+) pieces", printed)
     assert int(pieces[1]) > 1
     right = re.search(r"test accuracy: ([\d.]+) %", printed)

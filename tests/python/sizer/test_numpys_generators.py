@@ -71,7 +71,7 @@ def test_a_repeated_unit_of_work_draws_the_same_again(work):
 
 
 @pytest.mark.usefixtures("generator")
-def test_a_model_that_draws_is_told_of():
+def test_a_model_that_draws_is_reported():
     model = Drawing(0)
     check = brimful.verify_split(model, torch.ones(4, 3), lambda m, x: F.mse_loss(m(x), x))
     assert "random" in str(check)
