@@ -4,10 +4,10 @@
 #include <brimful/sizer/batch_sizer_options.h>
 #include <brimful/sizer/pairs.h>
 #include <brimful/sizer/plan.h>
-#include <brimful/step/report.h>
 #include <brimful/sizer/split.h>
 #include <brimful/sizer/step_input.h>
 #include <brimful/step/oom.h>
+#include <brimful/step/report.h>
 #include <brimful/step/step.h>
 #include <brimful/step/transaction.h>
 
