@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,14 @@
 #include "pipeline/call.h"
 
 namespace brimful::pipeline {
+
+/// Of the device whose peak is the largest; nothing where none is counted.
+inline std::optional<std::pair<c10::Device, int64_t>> fullest(
+    const std::vector<std::pair<c10::Device, int64_t>>& peaks) {
+  const auto most = std::max_element(
+      peaks.begin(), peaks.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+  return most == peaks.end() ? std::nullopt : std::optional(*most);
+}
 
 /// The peak of each device whose memory is counted, while it lives.
 class Peaks {

@@ -8,6 +8,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/thrown_by.h"
 #include "pipeline/failure.h"
 #include "pipeline/peaks.h"
 #include "pipeline/pipeline_state.h"
@@ -27,10 +28,10 @@ void require_rows(int64_t rows) {
   TORCH_CHECK_VALUE(rows > 0, "the batch is empty (rows: 0)");
 }
 
-/// Of the first whose memory is counted.
-std::optional<int64_t> limit_of(const std::vector<c10::Device>& devices) {
-  const auto counted = std::find_if(devices.begin(), devices.end(), memory::is_counted);
-  return counted != devices.end() ? memory::stats(*counted).limit_bytes : std::nullopt;
+/// Of the device whose peak a report has.
+std::optional<int64_t> limit_of(const Peaks& peaks) {
+  const auto device = fullest(peaks.bytes());
+  return device ? memory::stats(device->first).limit_bytes : std::nullopt;
 }
 
 /// Without the microbatches that had no rows.
@@ -217,7 +218,7 @@ Outcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   const Peaks peaks(options.devices);
   bool stood = false;
   const auto noted =
-      c10::make_scope_exit([&] { recorder.end_step(stood, limit_of(options.devices)); });
+      c10::make_scope_exit([&] { thrown_by([&] { recorder.end_step(stood, limit_of(peaks)); }); });
   Call call{rows, work, group_of_step(), retry_of(true, rows)};
   KeptGradients kept;
   const auto gradients_back = c10::make_scope_exit([&] { kept.give_back(); });
@@ -241,8 +242,8 @@ Outcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   Outcome outcome;
   stand(call, std::move(result), verdict, outcome);
   outcome.peaks = peaks.bytes();
-  for (const auto& [device, bytes] : outcome.peaks) {
-    outcome.peak_bytes = std::max(outcome.peak_bytes, bytes);
+  if (const auto most = fullest(outcome.peaks)) {
+    outcome.peak_bytes = most->second;
   }
   ++steps_;
   stood = true;

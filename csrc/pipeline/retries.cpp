@@ -20,14 +20,10 @@ std::vector<int64_t> split_of(const Call& call) {
 
 /// Of the device that ran out of memory, else of the fullest.
 int64_t peak_of(const RetryPolicy::Bytes& peaks, std::optional<c10::Device> ran_out) {
-  int64_t most = 0;
-  for (const auto& [device, bytes] : peaks) {
-    if (device == ran_out) {
-      return bytes;
-    }
-    most = std::max(most, bytes);
-  }
-  return most;
+  const auto own = std::find_if(peaks.begin(), peaks.end(),
+                                [&](const auto& peak) { return peak.first == ran_out; });
+  const auto found = own != peaks.end() ? std::optional(*own) : fullest(peaks);
+  return found ? found->second : 0;
 }
 
 /// None unless all are counted: what runs out unseen would be tried in every step.

@@ -56,7 +56,6 @@ class BRIMFUL_API Retry {
   /// What was run, where that is not the plan as it was.
   void set_plan(ExecutionPlan plan) { plan_ = std::move(plan); }
   bool may_repeat() const { return failures_ < max_retries_; }
-  int64_t max_retries() const { return max_retries_; }
   /// The plan after this one if memory runs out on `device`.
   ExecutionPlan next(c10::Device device) const;
   /// Repetitions so far, of any kind.

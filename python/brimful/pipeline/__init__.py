@@ -317,7 +317,7 @@ class Pipeline:
     def report(self) -> _C.Report:
         """What its steps have been on this process, as ``BatchSizer.report``: pieces are microbatches.
 
-        Memory is that of its fullest device, the limit that of its first one. Calls of ``forward`` do not count.
+        Memory and limit are those of its fullest device. Calls of ``forward`` do not count.
         """
         return self._core.report()
 

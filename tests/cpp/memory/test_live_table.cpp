@@ -2,6 +2,7 @@
 #include <brimful/memory/live_table.h>
 #include <brimful/memory/stats.h>
 #include "support/catch.h"
+#include "support/tracking.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/CPUAllocator.h>
@@ -19,13 +20,9 @@
 namespace test_live_table {
 
 using namespace brimful::memory;
+using brimful::test::Tracking;
 
 namespace {
-
-struct Tracking {
-  Tracking() { start_tracking(); }
-  ~Tracking() { stop_tracking(); }
-};
 
 c10::DataPtr take(size_t bytes) {
   return c10::GetCPUAllocator()->allocate(bytes);

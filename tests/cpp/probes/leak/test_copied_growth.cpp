@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "support/catch.h"
+#include "support/tracking.h"
 
 namespace test_copied_growth {
 
@@ -24,13 +25,9 @@ using namespace brimful;
 using probes::Holder;
 using probes::HolderKind;
 using probes::LeakFinder;
+using test::Tracking;
 
 namespace {
-
-struct Tracking {
-  Tracking() { memory::start_tracking(); }
-  ~Tracking() { memory::stop_tracking(); }
-};
 
 /// What a program keeps between its steps, and what it does to it in one.
 struct Program {

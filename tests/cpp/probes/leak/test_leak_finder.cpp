@@ -8,6 +8,7 @@
 
 #include "memory/tracker.h"
 #include "support/catch.h"
+#include "support/tracking.h"
 
 namespace test_leak_finder {
 
@@ -15,13 +16,9 @@ using namespace brimful;
 using probes::Holder;
 using probes::HolderKind;
 using probes::LeakFinder;
+using test::Tracking;
 
 namespace {
-
-struct Tracking {
-  Tracking() { memory::start_tracking(); }
-  ~Tracking() { memory::stop_tracking(); }
-};
 
 void step(std::vector<at::Tensor>& kept, LeakFinder& finder) {
   {
