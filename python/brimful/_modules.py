@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
+from contextlib import suppress
+from typing import Any, cast
 
 import torch
 
 from brimful import _C
 from brimful.reducer import DistributedDataParallel
+
+
+def closed_over(function: Any) -> list[object]:
+    """What the function has in its closure, as far as that is set."""
+    held: list[object] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):
+            held.append(cell.cell_contents)
+    return held
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from brimful import _C, _random
-from brimful._modules import entries_of
+from brimful._modules import closed_over, entries_of
 from brimful.sizer import BatchDim
 
 __all__ = ["map_batches"]
@@ -25,10 +25,7 @@ def _identity(fn: Any) -> int:
         fn = fn.func
     owner = getattr(fn, "__self__", None)
     function = getattr(fn, "__func__", fn)
-    cells = [
-        cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_set(cell)
-    ]
-    modules = [id(value) for value in cells if isinstance(value, torch.nn.Module)]
+    modules = [id(value) for value in closed_over(function) if isinstance(value, torch.nn.Module)]
     code = getattr(function, "__code__", function)
     return (hash((id(code), id(owner), *modules)) & sys.maxsize) | 1
 
@@ -42,7 +39,7 @@ def _modules_of(fn: Any) -> list[torch.nn.Module]:
     owner = getattr(fn, "__self__", None)
     function = getattr(fn, "__func__", fn)
     if isinstance(function, types.FunctionType):
-        used += [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
+        used += closed_over(function)
         used += [function.__globals__.get(name) for name in function.__code__.co_names]
     used += [owner, fn]
     held = [value for holder in used for value in _attributes_of(holder)]
@@ -55,14 +52,6 @@ def _attributes_of(holder: Any) -> list[Any]:
     with suppress(Exception):  # a proxy that stands for nothing yet
         return list(vars(holder).values())
     return []
-
-
-def _is_set(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def map_batches(

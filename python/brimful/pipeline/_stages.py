@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from brimful import _C
-from brimful._modules import batch_norms, entries_of
+from brimful._modules import batch_norms, closed_over, entries_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
 
 #: Name, callable, parameters, what names in its modules stand for, BatchNorms and keywords.
@@ -20,10 +19,7 @@ Parts = tuple[str, Any, list[Any], _C._ModuleEntries, list[Any], list[str] | Non
 
 def _modules_of(function: Any) -> list[torch.nn.Module]:
     """Those that the function is a method of, or has in its closure."""
-    cells = [getattr(function, "__self__", None)]
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # one that is still empty
-            cells.append(cell.cell_contents)
+    cells = [getattr(function, "__self__", None), *closed_over(function)]
     if isinstance(function, functools.partial):
         cells += [function.func, *function.args, *function.keywords.values()]
     inner = [m for cell in cells if inspect.isroutine(cell) for m in _modules_of(cell)]
