@@ -3,6 +3,7 @@
 python tools/tidy.py BUILD_FOLDER [--jobs N] [LAYER ...]
 
 Sources of a layer are read as one file that includes them: of a source alone, torch's headers take most of the time.
+The same pass finds who writes each struct (tools/check_writers.py), which is judged when all sources were read.
 """
 
 import argparse
@@ -13,6 +14,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import check_writers
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAG = re.compile(r"(?:-isystem |-D|-I)\S+|-std=\S+")
@@ -55,12 +59,17 @@ def files_to_read(sources: list[Path], csrc: Path, folder: Path) -> list[Path]:
     return [file for _, file in sorted(files, reverse=True)]
 
 
-def read(file: Path, flags: list[str]) -> tuple[bool, str]:
+def read(file: Path, flags: list[str], config: str) -> tuple[bool, str]:
     """Whether clang-tidy finds nothing, and what it prints."""
     off = ["bugprone-suspicious-include"]
     off += OFF_ON_BINDINGS if file.name.startswith("bindings") else ()
     checks = ",".join(f"-{check}" for check in off)
-    options = ["--quiet", f"--config-file={ROOT / '.clang-tidy'}", f"--checks={checks}"]
+    options = [
+        "--quiet",
+        "--experimental-custom-checks",
+        f"--config={config}",
+        f"--checks={checks}",
+    ]
     done = subprocess.run(
         [CLANG_TIDY, *options, str(file), "--", *flags, "-ferror-limit=0"],
         stdout=subprocess.PIPE,
@@ -81,13 +90,19 @@ def main() -> int:
     if given.layers:
         sources = [s for s in sources if s.relative_to(given.csrc).parts[0] in given.layers]
     files = files_to_read(sources, given.csrc, given.build / "tidy")
+    config = json.dumps(check_writers.options(yaml.safe_load((ROOT / ".clang-tidy").read_text())))
     bad = 0
+    writes: set[check_writers.Write] = set()
     with ThreadPoolExecutor(given.jobs) as pool:
-        for good, text in pool.map(lambda file: read(file, flags), files):
+        for good, text in pool.map(lambda file: read(file, flags, config), files):
             bad += not good
-            print(text or ("" if good else "clang-tidy failed without a finding\n"), end="")
+            found, findings = check_writers.writes_in(text)
+            writes |= found
+            print(findings or ("" if good else "clang-tidy failed without a finding\n"), end="")
+    problems = [] if given.layers else check_writers.problems(writes, given.csrc)
+    print("".join(f"{problem}\n" for problem in problems), end="")
     print(f"clang-tidy: {len(sources)} sources, {bad} of {len(files)} groups with findings")
-    return int(bad > 0)
+    return int(bad > 0 or bool(problems))
 
 
 if __name__ == "__main__":
