@@ -243,6 +243,18 @@ void BatchNorms::change(const Held& held, int64_t piece, int64_t pieces) {
   held.module->set_momentum(momentum);
 }
 
+BatchNorms::Piece BatchNorms::begin_piece(int64_t piece, int64_t pieces) {
+  Piece begun;
+  begun.calls = before_piece(piece, pieces);
+  begun.watched = watch();
+  return begun;
+}
+
+void BatchNorms::end_piece(int64_t piece, int64_t pieces, const Piece& begun) {
+  after_piece(piece, begun.calls.get());
+  look(begun.watched, pieces);
+}
+
 std::shared_ptr<detail::NormCalls> BatchNorms::before_piece(int64_t piece, int64_t pieces) {
   if (pieces < 2 || modules_.empty()) {
     return nullptr;

@@ -1,7 +1,6 @@
-// What a user may call; batch_sizer_state.h has what is behind it.
+// What a user may call, but for a step (sizer_step.cpp); batch_sizer_state.h has what is behind it.
 #include <brimful/error.h>
 #include <brimful/log.h>
-#include <c10/util/ScopeExit.h>
 
 #include <utility>
 
@@ -15,26 +14,6 @@ BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptio
 BatchSizer::~BatchSizer() = default;
 BatchSizer::BatchSizer(BatchSizer&&) noexcept = default;
 
-template <typename Work>
-Outcome BatchSizer::step_of_loop(const Work& work) {
-  if (loop_ == nullptr) {
-    return work();
-  }
-  auto& loop = *loop_;
-  loop.announce();
-  loop.is_announced_ = false;
-  const auto counted = c10::make_scope_exit([&] {
-    ++loop.steps_;
-    loop.at_end_ = state_->engine().agreed().at_end;
-  });
-  return work();
-}
-Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
-  return step_of_loop([&] { return state_->step(input, work); });
-}
-Outcome BatchSizer::step_pairs(const StepInput& input, const PairWork& work) {
-  return step_of_loop([&] { return state_->step_pairs(input, work); });
-}
 std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& work) {
   return state_->plan(input, work);
 }

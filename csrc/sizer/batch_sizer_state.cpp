@@ -10,10 +10,8 @@
 #include <numeric>
 
 #include "base/format.h"
-#include "base/thrown_by.h"
 #include "sizer/batch_sizer_state.h"
 #include "sizer/loss_scale.h"
-#include "sizer/pair_run.h"
 #include "step/behind_error.h"
 #include "step/kept_gradients.h"
 #include "step/no_capture.h"
@@ -185,30 +183,6 @@ void BatchSizer::State::require_agreed_pieces(const StepInput& input) const {
                     "split: ",
                     input.split ? input.split->size() : 0, ", agreed: ", engine_.agreed().pieces,
                     ")");
-}
-
-Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work) {
-  return step(input, work, nullptr);
-}
-
-Outcome BatchSizer::State::step_pairs(const StepInput& input, const PairWork& work) {
-  PairRun pairs(work, {engine_.group(), engine_.transaction(), engine_.batch(), options_.device,
-                       options_.scaler,
-                       /*checks=*/!pairs_.checked});
-  auto checked = input;
-  checked.accumulate = work.options.accumulate;
-  if (in_lockstep() && !checked.error) {
-    checked.error = thrown_by([] {
-      TORCH_CHECK_VALUE(
-          false,
-          "a step over pairs cannot run a model that has collectives of its own (lockstep: true); "
-          "take its SyncBatchNorm out, or train it with step");
-    });
-  }
-  auto outcome = step(checked, pairs.pieces(), &pairs);
-  outcome.losses = pairs.losses();
-  pairs_.checked = pairs_.checked || !outcome.losses.empty();
-  return outcome;
 }
 
 std::map<std::string, double> BatchSizer::State::state() const {

@@ -24,8 +24,6 @@ class BatchSizer::State {
  public:
   State(StepGroup group, Transaction transaction, BatchSizerOptions options);
 
-  Outcome step(const StepInput& input, const PieceWork& work);
-  Outcome step_pairs(const StepInput& input, const PairWork& work);
   std::optional<Plan> plan(const StepInput& input, const PieceWork& work);
   bool predicts() const;
   bool begin_loop(Next next, const StepInput& first);
@@ -62,8 +60,8 @@ class BatchSizer::State {
     int64_t runs = 0;  ///< forwards and backwards that finding it out took
     double ms = 0;
   };
+  friend class BatchSizer;
   class SizerStep;
-  Outcome step(const StepInput& input, const PieceWork& work, PairRun* pairs);
   ControlRecord record_for(Next next, const StepInput& input) const;
   double own_weight(const StepInput& input) const;
   int64_t wanted_pieces(const StepInput& input) const;

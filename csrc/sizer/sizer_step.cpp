@@ -8,6 +8,7 @@
 #include <cmath>
 #include <iterator>
 
+#include "base/thrown_by.h"
 #include "sizer/batch_sizer_state.h"
 #include "sizer/climb.h"
 #include "sizer/loss_scale.h"
@@ -18,13 +19,16 @@
 namespace brimful {
 
 /// A step under way, attempt by attempt.
-class BatchSizer::State::SizerStep final : public StepTask {
+class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
  public:
   SizerStep(State& sizer, const StepInput& input, const PieceWork& work, PairRun* pairs)
       : s_(sizer),
+        entered_(enter(sizer)),
         input_(input),
         work_(work),
         pairs_(pairs),
+        backward_(pairs != nullptr ? work.backward  // it has scaled the loss itself
+                                   : scaled_backward(work.backward, sizer.options_.scaler)),
         climb_(sizer.ladder_.ladder, input, work,
                [&sizer, &input] { return sizer.policy_of(input).room(sizer.options_.device); }),
         clock_(sizer.options_.device) {}
@@ -67,18 +71,71 @@ class BatchSizer::State::SizerStep final : public StepTask {
     announce();
     s_.engine_.owe();  // the others wait in their step
     plan_ = s_.choose_pieces(input_, pairs_ == nullptr ? &work_ : nullptr, outcome_);
-    set_remedies();
     auto first = s_.first_plan(input_, outcome_.pieces, given_split(input_, plan_));
     first.rungs = climb_.first(s_.is_finest(input_, first.pieces));
-    retry_.emplace(s_.policy_of(input_), units_of(input_), s_.options_.max_retries,
-                   std::move(first), &s_.engine_.recorder());
-    retry_->run([&] { return run_once(*retry_); });
-    outcome_.retries = retry_->retries();
+    auto& retry = retry_.emplace(s_.policy_of(input_), units_of(input_), s_.options_.max_retries,
+                                 std::move(first), &s_.engine_.recorder());
+    for (bool stands = false; !stands;) {
+      retry.begin_attempt();
+      const memory::PeakScope peak(s_.options_.device);
+      begin_attempt(retry);
+      AttemptResult result;
+      {
+        const auto as_before = c10::make_scope_exit([&] { s_.norms_.after_step(); });
+        result = s_.engine_.group().run(attempt_, *this);
+      }
+      stands = retry.end_attempt(settle(result, retry, peak));
+    }
+    outcome_.retries = retry.retries();
     outcome_.peaks = {{s_.options_.device, outcome_.peak_bytes}};
     s_.note_peak(input_, outcome_);
-    s_.log_rungs(outcome_, retry_->attempts().back(), climb_);
-    outcome_.attempts = retry_->take_attempts();
+    s_.log_rungs(outcome_, retry.attempts().back(), climb_);
+    outcome_.attempts = retry.take_attempts();
     return std::move(outcome_);
+  }
+
+  PieceLoss forward(int64_t begin, int64_t end) override {
+    clock_.begin_piece(begin, end);
+    const auto on_rungs = climb_.forward();
+    const auto begun = s_.norms_.begin_piece(next_piece_, std::ssize(attempt_.split));
+    auto piece = work_.forward(begin, end);
+    s_.norms_.end_piece(next_piece_++, std::ssize(attempt_.split), begun);
+    s_.own_weights_ = s_.own_weights_ || piece.weight != static_cast<double>(end - begin);
+    return piece;
+  }
+
+  void backward(const at::Tensor& loss, const at::Tensor& seed) override {
+    backward_(loss, seed);
+    clock_.end_piece();
+  }
+
+  void finish_buffers() override { s_.norms_.finish(); }
+  bool starts_over() override { return climb_.is_rejected(); }
+
+  uint32_t mark() override {
+    return mark_of(attempt_.ref, scale_ ? scale_->get() : 1, input_.accumulate);
+  }
+
+  bool may_do_as_it_was(const std::string& shortage) override {
+    if (pairs_ != nullptr &&
+        pairs_->in_loss()) {  // once more: something else may have had the room
+      attempt_.can_shrink = false;
+      return !std::exchange(loss_ran_out_, true) || retry_->garbage_helps(s_.options_.device);
+    }
+    return retry_->may_do_as_it_was(shortage, s_.options_.device);
+  }
+
+  /// A piece of one row, which only the sizer chose, has failed by an error of torch's normalisations that two rows have not.
+  bool is_too_fine(const std::string& error) override {
+    const auto& split = attempt_.split;
+    const bool is =
+        retry_->retries() > 0 && s_.splitting_.least_rows == 1 && !s_.in_lockstep() &&
+        !input_.split && !input_.by_length && input_.rows.value_or(0) > 1 &&
+        std::find(split.begin(), split.end(), 1) != split.end() &&
+        error.find("Expected more than 1 value per channel when training") != std::string::npos;
+    s_.splitting_.least_rows = is ? 2 : s_.splitting_.least_rows;
+    attempt_.can_shrink = attempt_.can_shrink || is;
+    return is;
   }
 
  private:
@@ -93,43 +150,12 @@ class BatchSizer::State::SizerStep final : public StepTask {
     if (scaler != nullptr && scaler->enabled() && s_.engine_.group().world_size() > 1) {
       scale_.emplace(scaler->tensors(s_.options_.device).first);
     }
-    attempt_.mark = [this] {
-      return mark_of(attempt_.ref, scale_ ? scale_->get() : 1, input_.accumulate);
-    };
+    attempt_.prologue = pairs_;
     attempt_.record = agreed.next;
     attempt_.record.verdict = input_.rows ? Status::ok : Status::no_data;
   }
 
-  void set_remedies() {
-    attempt_.prologue = pairs_;
-    attempt_.same_split = [this](const std::string& shortage) {
-      if (pairs_ != nullptr &&
-          pairs_->in_loss()) {  // once more: something else may have had the room
-        attempt_.can_shrink = false;
-        return !std::exchange(loss_ran_out_, true) || retry_->garbage_helps(s_.options_.device);
-      }
-      return retry_->may_do_as_it_was(shortage, s_.options_.device);
-    };
-    attempt_.too_fine = [this](const std::string& error) {
-      const bool is = is_too_fine(error);
-      s_.splitting_.least_rows = is ? 2 : s_.splitting_.least_rows;
-      attempt_.can_shrink = attempt_.can_shrink || is;
-      return is;
-    };
-    attempt_.finish_buffers = [this] { s_.norms_.finish(); };
-    attempt_.start_over = [this] { return climb_.is_rejected(); };
-  }
-
-  PieceLoss forward(int64_t first, int64_t end) {
-    clock_.begin_piece(first, end);
-    const auto on_rungs = climb_.forward();
-    auto piece = s_.norms_.forward(next_piece_++, std::ssize(attempt_.split),
-                                   [&] { return work_.forward(first, end); });
-    s_.own_weights_ = s_.own_weights_ || piece.weight != static_cast<double>(end - first);
-    return piece;
-  }
-
-  AttemptResult run_pieces(const Retry& retry) {
+  void begin_attempt(const Retry& retry) {
     outcome_.split = attempt_.split = s_.split_by(retry.plan(), input_, given_split(input_, plan_));
     const bool finest = s_.is_finest(input_, std::ssize(attempt_.split));
     climb_.begin_attempt(retry.plan().rungs, finest, s_.options_.max_retries > 0);
@@ -138,26 +164,9 @@ class BatchSizer::State::SizerStep final : public StepTask {
     s_.engine_.attempt_begins();
     next_piece_ = 0;
     clock_.begin_attempt();
-    auto backward = pairs_ != nullptr ? work_.backward  // it has scaled the loss itself
-                                      : scaled_backward(work_.backward, s_.options_.scaler);
-    const PieceWork watched{[this](int64_t first, int64_t end) { return forward(first, end); },
-                            [this, backward](const at::Tensor& loss, const at::Tensor& gradient) {
-                              backward(loss, gradient);
-                              clock_.end_piece();
-                            }};
     if (pairs_ != nullptr) {
       pairs_->begin_attempt(attempt_.split);
     }
-    auto result = [&] {
-      const auto as_before = c10::make_scope_exit([&] { s_.norms_.after_step(); });
-      return s_.engine_.group().run(attempt_, watched);
-    }();
-    climb_.end_attempt(result.own == Status::ok);
-    if (result.own == Status::ok && input_.by_length && !input_.by_length->packed &&
-        outcome_.rungs.empty()) {
-      note_times();
-    }
-    return result;
   }
 
   void note_times() {
@@ -167,9 +176,12 @@ class BatchSizer::State::SizerStep final : public StepTask {
     }
   }
 
-  Ended run_once(Retry& retry) {
-    const memory::PeakScope peak(s_.options_.device);
-    const auto result = run_pieces(retry);
+  Ended settle(const AttemptResult& result, Retry& retry, const memory::PeakScope& peak) {
+    climb_.end_attempt(result.own == Status::ok);
+    if (result.own == Status::ok && input_.by_length && !input_.by_length->packed &&
+        outcome_.rungs.empty()) {
+      note_times();
+    }
     const auto attempt_peak = peak.peak_bytes();
     outcome_.rungs = climb_.named();
     auto ended = s_.settle_attempt(
@@ -194,15 +206,6 @@ class BatchSizer::State::SizerStep final : public StepTask {
     return ended;
   }
 
-  /// A piece of one row, which only the sizer chose, has failed by an error of torch's normalisations that two rows have not.
-  bool is_too_fine(const std::string& error) const {
-    const auto& split = attempt_.split;
-    return retry_->retries() > 0 && s_.splitting_.least_rows == 1 && !s_.in_lockstep() &&
-           !input_.split && !input_.by_length && input_.rows.value_or(0) > 1 &&
-           std::find(split.begin(), split.end(), 1) != split.end() &&
-           error.find("Expected more than 1 value per channel when training") != std::string::npos;
-  }
-
   double scale_of(const std::vector<ControlRecord>& records) const {
     const double total = total_weight(records);
     return pairs_ == nullptr && total > 0 ? attempt_.ref / total : 1;
@@ -219,10 +222,17 @@ class BatchSizer::State::SizerStep final : public StepTask {
     return note;
   }
 
+  static OneCall::Entered enter(State& sizer) {
+    require_no_capture(sizer.options_.device, "a step");
+    return sizer.engine_.enter("step");
+  }
+
   State& s_;
+  OneCall::Entered entered_;
   const StepInput& input_;
   const PieceWork& work_;
   PairRun* pairs_;
+  decltype(PieceWork::backward) backward_;
   Climb climb_;
   Outcome outcome_;
   StepGroup::Attempt attempt_;
@@ -235,11 +245,57 @@ class BatchSizer::State::SizerStep final : public StepTask {
   std::vector<ControlRecord> said_;
 };
 
-Outcome BatchSizer::State::step(const StepInput& input, const PieceWork& work, PairRun* pairs) {
-  require_no_capture(options_.device, "a step");
-  const auto entered = engine_.enter("step");
-  SizerStep sized(*this, input, work, pairs);
-  return engine_.step(sized);
+/// A step of the loop that is under way, if any: the others are informed of what follows it, and it counts if it fails too.
+class BatchSizer::StepOfLoop {
+ public:
+  explicit StepOfLoop(BatchSizer& sizer) : loop_(sizer.loop_), engine_(sizer.state_->engine()) {
+    if (loop_ != nullptr) {
+      loop_->announce();
+      loop_->is_announced_ = false;
+    }
+  }
+  ~StepOfLoop() {
+    if (loop_ != nullptr) {
+      ++loop_->steps_;
+      loop_->at_end_ = engine_.agreed().at_end;
+    }
+  }
+  StepOfLoop(const StepOfLoop&) = delete;
+  StepOfLoop& operator=(const StepOfLoop&) = delete;
+
+ private:
+  detail::SizerLoop* loop_;
+  StepEngine& engine_;
+};
+
+Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
+  const StepOfLoop of_loop(*this);
+  State::SizerStep step(*state_, input, work, nullptr);
+  return state_->engine().step(step);
+}
+
+Outcome BatchSizer::step_pairs(const StepInput& input, const PairWork& work) {
+  const StepOfLoop of_loop(*this);
+  auto& s = *state_;
+  PairRun pairs(work, {s.engine_.group(), s.engine_.transaction(), s.engine_.batch(),
+                       s.options_.device, s.options_.scaler,
+                       /*checks=*/!s.pairs_.checked});
+  auto checked = input;
+  checked.accumulate = work.options.accumulate;
+  if (s.in_lockstep() && !checked.error) {
+    checked.error = thrown_by([] {
+      TORCH_CHECK_VALUE(
+          false,
+          "a step over pairs cannot run a model that has collectives of its own (lockstep: true); "
+          "take its SyncBatchNorm out, or train it with step");
+    });
+  }
+  const auto pieces = pairs.pieces();
+  State::SizerStep step(s, checked, pieces, &pairs);
+  auto outcome = s.engine_.step(step);
+  outcome.losses = pairs.losses();
+  s.pairs_.checked = s.pairs_.checked || !outcome.losses.empty();
+  return outcome;
 }
 
 }  // namespace brimful

@@ -21,6 +21,15 @@ void Retry::begin_attempt() {
   }
 }
 
+bool Retry::end_attempt(const Ended& ended) {
+  if (ended.how != Ended::How::stands) {
+    follow(ended);
+    return false;
+  }
+  policy_.end_unit();
+  return true;
+}
+
 ExecutionPlan Retry::next(c10::Device device) const {
   return policy_.next(rows_, plan_, failures_ + 1, max_retries_, device);
 }

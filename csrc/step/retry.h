@@ -41,16 +41,13 @@ class BRIMFUL_API Retry {
   /// Calls `attempt()`, which returns an Ended, until one stands.
   template <typename Attempt>
   void run(const Attempt& attempt) {
-    for (bool stands = false; !stands;) {
+    do {
       begin_attempt();
-      const Ended ended = attempt();
-      stands = ended.how == Ended::How::stands;
-      if (!stands) {
-        follow(ended);
-      }
-    }
-    policy_.end_unit();
+    } while (!end_attempt(attempt()));
   }
+  /// The same by the caller's own loop: an attempt begins, and returns whether it stands when it has ended.
+  void begin_attempt();
+  bool end_attempt(const Ended& ended);
 
   const ExecutionPlan& plan() const { return plan_; }
   /// What was run, where that is not the plan as it was.
@@ -75,7 +72,6 @@ class BRIMFUL_API Retry {
   void remedy();
 
  private:
-  void begin_attempt();
   void follow(const Ended& ended);
 
   RetryPolicy& policy_;

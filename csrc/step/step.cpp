@@ -11,7 +11,6 @@
 #include <optional>
 #include <utility>
 
-#include "base/thrown_by.h"
 #include "memory/oom_observer.h"
 #include "step/attempts.h"
 #include "step/behind_error.h"
@@ -34,6 +33,18 @@ std::optional<c10::Device> device_of(const std::vector<std::shared_ptr<Participa
     }
   }
   return std::nullopt;
+}
+
+/// Where a piece's backward runs.
+c10::Device device_of(const StepGroup& group, const PieceLoss& piece) {
+  return device_of(group.participants(), group.outside()).value_or(piece.loss.device());
+}
+
+/// Since then, without what the prologue has waited for others.
+float work_ms(std::chrono::steady_clock::time_point started, const Prologue* prologue) {
+  auto worked = std::chrono::steady_clock::now() - started;
+  worked -= prologue != nullptr ? prologue->waited() : decltype(worked)::zero();
+  return std::chrono::duration<float, std::milli>(worked).count();
 }
 
 StepAttempts attempts_of(const std::vector<std::shared_ptr<Participant>>& participants) {
@@ -96,14 +107,11 @@ void StepGroup::keep_gradients() {
   kept_->take(parameters_of(*this));
 }
 
-void StepGroup::run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last) {
+at::Tensor StepGroup::begin_backward(const PieceLoss& piece, double ref, bool last) {
   for (const auto& participant : participants_) {
     participant->attempt().begin_piece(last, piece.loss);
   }
-  const auto seed =
-      at::full_like(piece.loss, piece.weight / ref, at::TensorOptions().requires_grad(false));
-  const auto device = device_of(participants_, outside_).value_or(piece.loss.device());
-  run_backward_cleanly(device, [&] { work.backward(piece.loss, seed); });
+  return at::full_like(piece.loss, piece.weight / ref, at::TensorOptions().requires_grad(false));
 }
 
 void StepGroup::rehearse(int64_t rows, const PieceWork& work,
@@ -121,7 +129,8 @@ void StepGroup::rehearse(int64_t rows, const PieceWork& work,
       }
       if (piece.weight > 0) {
         loss_sum = with_loss(loss_sum, piece);  // for its memory alone
-        run_backward(piece, work, 1, false);
+        const auto seed = begin_backward(piece, 1, false);
+        run_backward_cleanly(device_of(*this, piece), [&] { work.backward(piece.loss, seed); });
       }
       if (!second) {
         between();
@@ -133,45 +142,6 @@ void StepGroup::rehearse(int64_t rows, const PieceWork& work,
     throw;
   }
   discard();
-}
-
-void StepGroup::run_pieces(const Attempt& attempt, const PieceWork& work, Announcement& said) {
-  const auto started = std::chrono::steady_clock::now();
-  auto& record = said.record;
-  record.ref = fingerprint(attempt.ref);
-  if (attempt.prologue != nullptr && !attempt.prologue->run()) {
-    complete(said);
-    return;
-  }
-  int64_t begin = 0;
-  for (size_t i = 0; i < attempt.split.size(); ++i) {
-    const bool last = i + 1 == attempt.split.size();
-    const auto piece = work.forward(begin, begin + attempt.split[i]);
-    begin += attempt.split[i];
-    require_loss(piece);
-    if (i == 0) {
-      require_no_backward();
-    }
-    if (piece.weight > 0) {
-      said.loss_sum = with_loss(said.loss_sum, piece);
-      record.weight += piece.weight;
-    }
-    if (piece.weight > 0 || attempt.lockstep) {
-      run_backward(piece, work, attempt.ref, last);
-    }
-  }
-  auto worked = std::chrono::steady_clock::now() - started;
-  worked -= attempt.prologue != nullptr ? attempt.prologue->waited() : decltype(worked)::zero();
-  record.work_ms = std::chrono::duration<float, std::milli>(worked).count();
-  record.ref = attempt.mark ? attempt.mark() : record.ref;
-  complete(attempt, said);
-}
-
-void StepGroup::complete(const Attempt& attempt, const Announcement& said) {
-  if (attempt.finish_buffers) {
-    attempt.finish_buffers();
-  }
-  complete(said);
 }
 
 void StepGroup::begin_attempt(int buffer_source) {
@@ -204,34 +174,71 @@ void StepGroup::drain(ControlRecord record, Status verdict) {
   launch(Fill::anything, {record, {}});
 }
 
-AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
+AttemptResult StepGroup::run(const Attempt& attempt, AttemptTask& task) {
   AttemptResult result;
   const EvidenceScope evidence(device_of(participants_, outside_));
   const memory::RetryScope retries;
   begin_attempt(attempt.buffer_source);
   Announcement said{attempt.record, {}};
-  result.error = thrown_by([&] { run_pieces(attempt, work, said); });
+  auto& record = said.record;
+  record.ref = fingerprint(attempt.ref);
+  try {
+    const auto started = std::chrono::steady_clock::now();
+    if (attempt.prologue != nullptr && !attempt.prologue->run()) {
+      complete(said);
+    } else {
+      int64_t begin = 0;
+      for (size_t i = 0; i < attempt.split.size(); ++i) {
+        const bool last = i + 1 == attempt.split.size();
+        const auto piece = task.forward(begin, begin + attempt.split[i]);
+        begin += attempt.split[i];
+        require_loss(piece);
+        if (i == 0) {
+          require_no_backward();
+        }
+        if (piece.weight > 0) {
+          said.loss_sum = with_loss(said.loss_sum, piece);
+          record.weight += piece.weight;
+        }
+        if (piece.weight > 0 || attempt.lockstep) {
+          const auto seed = begin_backward(piece, attempt.ref, last);
+          run_backward_cleanly(device_of(*this, piece), [&] { task.backward(piece.loss, seed); });
+        }
+      }
+      record.work_ms = work_ms(started, attempt.prologue);
+      record.ref = task.mark();
+      task.finish_buffers();
+      complete(said);
+    }
+  } catch (...) {
+    result.error = std::current_exception();
+  }
   if (result.error) {
     is_out_of_memory(result.error);  // read at once: operators fail while an error of Python is set
   }
   // Behind the handler: the exception no longer pins the frames in which memory ran out.
   result.buckets_launched = launched();
-  if (!result.error) {
+  if (result.error) {
+    end_after_error(attempt, task, said, result);
+  } else {
     result.records = finish();
-    return result;
   }
-  note_error(attempt, result);
-  if (result.own == Status::out_of_memory && outside_.empty() && gradients_complete() &&
-      complete_behind(attempt, said, result)) {
+  return result;
+}
+
+void StepGroup::end_after_error(const Attempt& attempt, AttemptTask& task, const Announcement& said,
+                                AttemptResult& result) {
+  note_error(task, result);
+  const bool ran_out = result.own == Status::out_of_memory;
+  if (ran_out && outside_.empty() && gradients_complete() && complete_behind(task, said, result)) {
     result.records = finish();
-    return result;
+    return;
   }
   if (attempt.lockstep && world_size() > 1) {
     leave_lockstep(result);
-    return result;
+    return;
   }
-  result.same_split =
-      result.own == Status::out_of_memory && attempt.same_split && attempt.same_split(result.text);
+  result.same_split = result.own == Status::out_of_memory && task.may_do_as_it_was(result.text);
   const bool can_retry =
       attempt.retries_left &&
       (result.own == Status::retry ||
@@ -239,30 +246,29 @@ AttemptResult StepGroup::run(const Attempt& attempt, const PieceWork& work) {
   const bool met = attempt.prologue != nullptr && attempt.prologue->has_met() && world_size() > 1;
   if (can_retry && result.own == Status::out_of_memory && result.buckets_launched == 0 && !met) {
     result.retry_alone = true;
-    return result;
+    return;
   }
   const auto verdict = can_retry                             ? Status::retry
                        : result.own == Status::out_of_memory ? Status::out_of_memory
                                                              : Status::error;
   end_failed(attempt, verdict, result);
-  return result;
 }
 
-void StepGroup::note_error(const Attempt& attempt, AttemptResult& result) const {
+void StepGroup::note_error(AttemptTask& task, AttemptResult& result) const {
   result.text = to_string(result.error);
-  const bool again = late_gradient() || (attempt.start_over && attempt.start_over());
-  const bool ran_out = is_out_of_memory(result.error) ||
-                       (!again && attempt.too_fine && attempt.too_fine(result.text));
+  const bool again = late_gradient() || task.starts_over();
+  const bool ran_out = is_out_of_memory(result.error) || (!again && task.is_too_fine(result.text));
   result.own = again ? Status::retry : ran_out ? Status::out_of_memory : Status::error;
   if (result.own != Status::error) {
     result.error = nullptr;
   }
 }
 
-bool StepGroup::complete_behind(const Attempt& attempt, const Announcement& said,
+bool StepGroup::complete_behind(AttemptTask& task, const Announcement& said,
                                 AttemptResult& result) {
   try {
-    complete(attempt, said);
+    task.finish_buffers();
+    complete(said);
     result.own = Status::ok;
   } catch (...) {  // a sparse gradient could not be made ready, or a hook failed: drain instead
     result.error = std::current_exception();

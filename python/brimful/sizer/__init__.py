@@ -414,8 +414,9 @@ class BatchSizer:
         """
         data = None if batch is NO_DATA else batch
         sizes, error, rows, use = None, None, None, None
-        trial = _trial.current()
+        trial, batched = _trial.current(), data
         try:
+            batched = self._counted(data)
             sizes = _checked(batch, loss_fn, split)
             rows = self._rows_by_length(data, loss_fn, check=split is None)
             use = self._rule_of(data, loss_fn)
@@ -429,22 +430,8 @@ class BatchSizer:
         local = self._local(loss_fn if use is None else self._weighed(loss_fn, use))
         vote = use.vote if use is not None else _C._RuleVote() if self._rules is not None else None
         whole = use is not None and use.whole
-        outcome = self._run(
-            lambda: self._core.step(
-                self._counted(data),
-                local,
-                self._model,
-                sizes,
-                rungs,
-                error,
-                bool(accumulate),
-                rows,
-                vote,
-                whole,
-            ),
-            data is not None,
-            trial,
-        )
+        given = (batched, local, self._model, sizes, rungs, error, bool(accumulate), rows, vote)
+        outcome = self._run(self._core.step, (*given, whole), trial)
         if use is not None and self._rules is not None:
             self._rules.learn(use)
         if rows is not None and not rows.order and outcome.weight == 0:
@@ -500,20 +487,33 @@ class BatchSizer:
             error = caught
         local = self._local(pairs.embed)
         options = (bool(accumulate), bool(own), bool(gathered_gradient))
-        return self._run(
-            lambda: self._core.step_pairs(
-                data, local, pairs.loss, self._model, sizes, rungs, error, *options
-            ),
-            data is not None,
-            None,
-        )
+        given = (data, local, pairs.loss, self._model, sizes, rungs, error)
+        return self._run(self._core.step_pairs, (*given, *options), None)
 
     def _run(
-        self, step: Callable[[], _C.Outcome], has_data: bool, trial: _trial.Trial | None
+        self, step: Callable[..., _C.Outcome], given: tuple[Any, ...], trial: _trial.Trial | None
     ) -> _C.Outcome:
-        """A step, and what follows one that stands."""
-        outcome = self._with_room(step)
-        self._count(outcome, has_data)
+        """A step with what it is given, its batch first, and what follows one that stands.
+
+        Once more where the optimizer's state is what a row's room is taken by.
+        """
+        outcome = None
+        while outcome is None:
+            loop = None
+            try:
+                loop = self._entered_loop()
+                outcome = step(*given)
+            except BaseException as reported:
+                mark_reported(reported)
+                if not self._makes_room(reported):
+                    raise
+            finally:
+                if loop is not None:
+                    loop.steps += 1
+                    loop.at_end = self._core.at_end
+            if outcome is None:
+                self._room.keep()
+        self._count(outcome, given[0] is not None)
         if trial is not None:
             trial.after_step(outcome)
         for observe in self._observers:
@@ -533,18 +533,11 @@ class BatchSizer:
         if noting is not None:
             noting.note(outcome)
 
-    def _with_room(self, step: Callable[[], _C.Outcome]) -> _C.Outcome:
-        """A step, and once more where the optimizer's state is what a row's room is taken by."""
-        while True:
-            try:
-                return self._stepped(step)
-            except BaseException as reported:
-                mark_reported(reported)
-                alone = self._core.world_size == 1  # else the others were informed of a failure
-                of_rows = isinstance(reported, _C.BatchTooLarge) and bool(reported.tried)
-                if not (alone and of_rows and self._place_state(all_of_it=True)):
-                    raise
-            self._room.keep()
+    def _makes_room(self, error: BaseException) -> bool:
+        """For the rows that had none: the optimizers' state goes off the device."""
+        alone = self._core.world_size == 1  # else the others were informed of a failure
+        of_rows = isinstance(error, _C.BatchTooLarge) and bool(error.tried)
+        return alone and of_rows and self._place_state(all_of_it=True)
 
     def _counted(self, batch: Any) -> Any:
         return batch if self._by_length is None else counted(batch)
@@ -715,19 +708,14 @@ class BatchSizer:
         self._core.announce_next(self._counted(_announced(loop.following)))
         loop.is_announced = True
 
-    def _stepped(self, step: Callable[[], _C.Outcome]) -> _C.Outcome:
-        """A step of the loop that is under way: each says whether there is a batch after it."""
+    def _entered_loop(self) -> Loop | None:
+        """The loop that a step of it begins in: each says whether there is a batch after it."""
         loop = self._loop
-        if loop is None:
-            return step()
-        if not loop.is_announced:
-            self._announce(loop)
-        loop.is_announced = False
-        try:
-            return step()
-        finally:
-            loop.steps += 1
-            loop.at_end = self._core.at_end
+        if loop is not None:
+            if not loop.is_announced:
+                self._announce(loop)
+            loop.is_announced = False
+        return loop
 
     def _fail(self, error: BaseException) -> None:
         """Inform the other ranks, which wait in their next step; none does after the last one."""

@@ -64,15 +64,29 @@ class BRIMFUL_API BatchNorms {
   /// @throws c10::ValueError, which names the modules, unless may_split() or there is one piece
   void require_whole(int64_t pieces) const;
 
-  /// Runs `work`, the forward of one of a step's pieces, in their order. Under `rescale` it notes what torch's batch_norm finds
-  /// in this thread, and does not wait for the device but once a step where a module has no momentum.
+  /// Statistics of a module of another class, before it ran.
+  struct Watched {
+    size_t module = 0;
+    std::vector<at::Tensor> statistics;
+    std::vector<at::Tensor> copies;  ///< torch's batch_norm leaves no trace in a version
+  };
+  /// A forward under way.
+  struct Piece {
+    std::shared_ptr<detail::NormCalls> calls;  ///< nothing where nothing is to be noted
+    std::vector<Watched> watched;
+  };
+  /// Before and after the forward of one of a step's pieces, in their order. Under `rescale` what torch's batch_norm finds in
+  /// this thread meanwhile is noted, without a wait for the device but once a step where a module has no momentum. A forward
+  /// that throws drops its Piece.
+  Piece begin_piece(int64_t piece, int64_t pieces);
+  /// @throws c10::ValueError under `refuse` if one of several pieces changed statistics
+  void end_piece(int64_t piece, int64_t pieces, const Piece& begun);
+  /// Both, around `work`.
   template <typename Work>
   auto forward(int64_t piece, int64_t pieces, const Work& work) {
-    const auto calls = before_piece(piece, pieces);
-    const auto watched = watch();
+    const auto begun = begin_piece(piece, pieces);
     auto result = work();
-    after_piece(piece, calls.get());
-    look(watched, pieces);
+    end_piece(piece, pieces, begun);
     return result;
   }
   /// To be called when all pieces have run, with all that backward computes again. Under `freeze` running statistics become
@@ -98,12 +112,6 @@ class BRIMFUL_API BatchNorms {
     BatchNormBuffers copies;  ///< from before the step, or from behind its first piece (`freeze`)
     double seen = 0;          ///< batches before this step, where there is no momentum
     std::vector<Moments> calls;  ///< over the pieces, for each time that a piece calls the module
-  };
-  /// Statistics of a module of another class, before it ran.
-  struct Watched {
-    size_t module = 0;
-    std::vector<at::Tensor> statistics;
-    std::vector<at::Tensor> copies;  ///< torch's batch_norm leaves no trace in a version
   };
   std::string names() const;
   std::string names_of_others() const;

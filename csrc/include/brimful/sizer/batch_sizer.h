@@ -127,8 +127,7 @@ class BRIMFUL_API BatchSizer {
  private:
   friend class detail::SizerLoop;
   class State;
-  template <typename Work>
-  Outcome step_of_loop(const Work& work);
+  class StepOfLoop;
 
   std::unique_ptr<State> state_;
   detail::SizerLoop* loop_ = nullptr;  ///< the innermost one that is under way

@@ -1,6 +1,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
+#include <brimful/step/attempt_task.h>
 #include <brimful/step/control_record.h>
 #include <brimful/step/failure.h>
 #include <brimful/step/kept_batch.h>
@@ -25,7 +26,7 @@ struct AttemptResult {
   std::string text;              ///< of the error, out of memory or not
   int64_t buckets_launched = 0;  ///< when the work ended
   bool retry_alone = false;      ///< no bucket was launched: no other rank needs to know
-  bool same_split = false;       ///< Attempt::same_split said so
+  bool same_split = false;       ///< AttemptTask::may_do_as_it_was said so
   std::vector<ControlRecord>
       records;  ///< by rank; empty with retry_alone, and after leaving lockstep
 };
@@ -59,23 +60,12 @@ class BRIMFUL_API StepGroup {
     bool lockstep = false;     ///< pieces of weight 0 run too; no retry alone
     bool retries_left = true;  ///< false: what would be repeated fails the step instead
     bool can_shrink = true;    ///< false: running out of memory now fails the step
-    /// Given the text of a shortage when its handler has ended: whether the same split may do. Optional.
-    std::function<bool(const std::string& shortage)> same_split;
-    /// Whether what failed now is to be run once more, though memory did not run out. Optional.
-    std::function<bool()> start_over;
-    /// Given the text of an error: whether the batch has none but in pieces so small, which count as out of memory. Optional.
-    std::function<bool(const std::string& error)> too_fine;
-    /// For ControlRecord::ref, asked for when the pieces have run; nothing: fingerprint(ref).
-    std::function<uint32_t()> mark;
     /// What runs before the pieces. Optional; outlives the attempt.
     Prologue* prologue = nullptr;
-    /// Called when the pieces have run, before the model's buffers are written into the last bucket; twice if memory
-    /// runs out there. Optional.
-    std::function<void()> finish_buffers;
   };
   /// Runs the pieces and takes part in all collectives whatever happens, then waits for them.
   /// @throws RankFailed if the process group broke
-  AttemptResult run(const Attempt& attempt, const PieceWork& work);
+  AttemptResult run(const Attempt& attempt, AttemptTask& task);
   /// Runs rows [0, rows) twice, forward and backward, for what that does to memory: nothing leaves this rank, no gradient
   /// stays. `between` is called after the first time. Before run(), never instead of it.
   void rehearse(int64_t rows, const PieceWork& work, const std::function<void()>& between);
@@ -116,12 +106,13 @@ class BRIMFUL_API StepGroup {
   void require_no_backward() const;
   void set_order();
   void leave_lockstep(const AttemptResult& result);
-  void run_backward(const PieceLoss& piece, const PieceWork& work, double ref, bool last);
-  void run_pieces(const Attempt& attempt, const PieceWork& work, Announcement& said);
-  void complete(const Attempt& attempt, const Announcement& said);
-  void note_error(const Attempt& attempt, AttemptResult& result) const;
+  /// Returns what its backward begins with.
+  at::Tensor begin_backward(const PieceLoss& piece, double ref, bool last);
+  void note_error(AttemptTask& task, AttemptResult& result) const;
   /// Memory ran out behind the last gradient: nothing of the step is missing, so it stands, unless this fails.
-  bool complete_behind(const Attempt& attempt, const Announcement& said, AttemptResult& result);
+  bool complete_behind(AttemptTask& task, const Announcement& said, AttemptResult& result);
+  void end_after_error(const Attempt& attempt, AttemptTask& task, const Announcement& said,
+                       AttemptResult& result);
   void end_failed(const Attempt& attempt, Status verdict, AttemptResult& result);
   void launch(Fill fill, const Announcement& said);
   int64_t launched() const;
