@@ -161,23 +161,26 @@ void write_device(Writer& out, const DeviceRecording& device) {
   }
 }
 
-void read_event(Reader& in, DeviceRecording& device, RecordedEvent& event, size_t sites) {
-  const auto& blocks = device.blocks;
+/// `blocks`: how many there are before it. What a birth has more follows.
+RecordedEvent read_event(Reader& in, const RecordedEvent& before, size_t blocks) {
+  const uint64_t head = in.number();
+  in.check((head & 3) <= static_cast<uint64_t>(EventKind::step));
+  RecordedEvent event = before;
+  event.kind = static_cast<EventKind>(head & 3);
+  event.time_ns += static_cast<int64_t>(head >> 2);
   switch (event.kind) {
     case EventKind::birth:
-      event.block = static_cast<uint32_t>(blocks.size());
-      device.blocks.push_back(
-          read_block(in, blocks.empty() ? RecordedBlock{} : blocks.back(), sites));
-      event.untracked_bytes += in.difference();
+      event.block = static_cast<uint32_t>(blocks);
       break;
     case EventKind::death:
-      event.block = static_cast<uint32_t>(blocks.size() - in.below<size_t>(blocks.size() + 1));
-      in.check(event.block < blocks.size());
+      event.block = static_cast<uint32_t>(blocks - in.below<size_t>(blocks + 1));
+      in.check(event.block < blocks);
       break;
     case EventKind::step:
       event.block = in.below(uint64_t{1} << 32);
       break;
   }
+  return event;
 }
 
 DeviceRecording read_device(Reader& in, size_t sites) {
@@ -199,13 +202,11 @@ DeviceRecording read_device(Reader& in, size_t sites) {
   before.untracked_bytes = device.untracked_bytes;
   std::vector<bool> lives(device.standing_blocks, true);
   for (RecordedEvent& event : device.events) {
-    const uint64_t head = in.number();
-    in.check((head & 3) <= static_cast<uint64_t>(EventKind::step));
-    event = before;
-    event.kind = static_cast<EventKind>(head & 3);
-    event.time_ns += static_cast<int64_t>(head >> 2);
-    read_event(in, device, event, sites);
+    event = read_event(in, before, device.blocks.size());
     if (event.kind == EventKind::birth) {
+      const auto last = device.blocks.empty() ? RecordedBlock{} : device.blocks.back();
+      device.blocks.push_back(read_block(in, last, sites));
+      event.untracked_bytes += in.difference();
       lives.push_back(true);
     } else if (event.kind == EventKind::death) {
       in.check(lives[event.block]);
