@@ -111,10 +111,10 @@ void Climb::end_attempt(bool ok) {
   attempt_.reset();
 }
 
-void Climb::follow(Ended& ended, const ExecutionPlan& failed) {
+Ended Climb::follow(Ended ended, const ExecutionPlan& failed) {
   const bool ran_out = ended.how == Ended::How::ran_out;
   if (!ladder_ || !finest_ || (!ran_out && rejected_.empty())) {
-    return;
+    return ended;
   }
   ++climbed_;
   auto next = rejected_.empty()      ? ladder_->next(kind(), rungs_, room_())
@@ -130,6 +130,7 @@ void Climb::follow(Ended& ended, const ExecutionPlan& failed) {
   if (!ran_out) {
     ended.how = Ended::How::as_it_was;
   }
+  return ended;
 }
 
 StepRungs Climb::named(const Rungs& rungs) const {

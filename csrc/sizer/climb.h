@@ -46,8 +46,8 @@ class Climb {
   /// A module could not be recomputed, or nothing put aside: the attempt is to be run again without.
   bool is_rejected() const;
   void end_attempt(bool ok);
-  /// Of an attempt that does not stand: the plan of the next one, where it is this way's to say.
-  void follow(Ended& ended, const ExecutionPlan& failed);
+  /// How an attempt that does not stand ended, with the plan of the next one where it is this way's to say.
+  Ended follow(Ended ended, const ExecutionPlan& failed);
 
   /// Of the last attempt.
   StepRungs named() const;

@@ -198,7 +198,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
       }
       s_.engine_.undo();
       retry.remedy();
-      climb_.follow(ended, retry.plan());
+      ended = climb_.follow(std::move(ended), retry.plan());
       s_.log_shortage(ended, outcome_, input_, retry);
       s_.note_shortfall(result, plan_, input_.kind);
     }
