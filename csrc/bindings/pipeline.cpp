@@ -8,6 +8,7 @@
 
 #include "base/format.h"
 #include "base/text_stream.h"
+#include "base/thrown_by.h"
 #include "bindings/batch.h"
 #include "bindings/callbacks.h"
 #include "bindings/fields.h"
@@ -122,6 +123,23 @@ class PythonPipeline {
     });
   }
 
+  Outcome step_without_data() {
+    return noted([&] {
+      const py::gil_scoped_release no_gil;
+      return pipeline_->step_without_data();
+    });
+  }
+
+  bool begin_loop(const std::optional<py::object>& first) {
+    const auto rows = rows_if_known(first);
+    const py::gil_scoped_release no_gil;
+    return pipeline_->begin_loop(first ? Next::yes : Next::no, rows);
+  }
+
+  void announce_next(const std::optional<py::object>& next) {
+    pipeline_->announce_next(next ? Next::yes : Next::no, rows_if_known(next));
+  }
+
   py::object forward(const py::object& batch, const KeywordBatch& keywords) {
     pipeline::PipelineWork work;
     int64_t rows = 0;
@@ -149,6 +167,15 @@ class PythonPipeline {
       begin += count;
     }
     return slices;
+  }
+
+  /// What is wrong with a batch is its step's to say.
+  std::optional<int64_t> rows_if_known(const std::optional<py::object>& batch) const {
+    std::optional<int64_t> rows;
+    if (batch) {
+      thrown_by([&] { call_python([&] { rows = splitter_->rows_of(*batch); }); });
+    }
+    return rows;
   }
 
   /// A step's microbatches, cut before it begins.
@@ -335,7 +362,24 @@ void bind_pipeline(py::module_& m) {
            py::arg("recomputed").none(true), py::arg("hidden_state").none(true))
       .def("step", &PythonPipeline::step, py::arg("batch"), py::arg("target"), py::arg("loss_fn"),
            py::arg("keywords"))
+      .def("step_without_data", &PythonPipeline::step_without_data)
       .def("forward", &PythonPipeline::forward, py::arg("batch"), py::arg("keywords"))
+      .def("begin_loop", &PythonPipeline::begin_loop, py::arg("first"))
+      .def("announce_next", &PythonPipeline::announce_next, py::arg("next"))
+      .def(
+          "report_failure",
+          [](PythonPipeline& self, bool out_of_memory, const std::string& text) {
+            const py::gil_scoped_release no_gil;
+            self.pipeline().report_failure(
+                out_of_memory ? std::make_exception_ptr(c10::OutOfMemoryError({}, text))
+                              : std::make_exception_ptr(std::runtime_error(text)));
+          },
+          py::arg("out_of_memory"), py::arg("text"))
+      .def_property_readonly("expects_step",
+                             [](PythonPipeline& self) { return self.pipeline().expects_step(); })
+      .def_property_readonly("steps", [](PythonPipeline& self) { return self.pipeline().steps(); })
+      .def_property_readonly("at_end",
+                             [](PythonPipeline& self) { return self.pipeline().at_end(); })
       .def(
           "cancel", [](PythonPipeline& self) { self.pipeline().cancel(); },
           py::call_guard<py::gil_scoped_release>())

@@ -58,6 +58,30 @@ std::string checkpoint_advice(int stage, const std::vector<int>& recomputed) {
                    " within it (torch.utils.checkpoint), whose backward holds all of one microbatch"
              : "checkpoint the activations of stage " + number + " (torch.utils.checkpoint)";
 }
+
+/// What to do about its stage.
+std::vector<std::string> advice_for(const Tried& tried) {
+  const auto& call = tried.call;
+  const auto stage = tried.failure.action.stage;
+  std::vector<std::string> advice;
+  if (call.trains) {
+    advice.push_back(checkpoint_advice(stage, tried.recomputed));
+  }
+  advice.push_back("move layers from stage " + std::to_string(stage) + " to others, or add stages");
+  if (call.trains && would_1f1b_help(stage, call.order)) {
+    advice.emplace_back("use a schedule that holds fewer microbatches, such as 1f1b");
+  }
+  if (tried.options.fixed_schedule) {
+    advice.emplace_back(
+        "give a schedule of more microbatches, the name of one, or a function that makes one for a "
+        "number of microbatches");
+  }
+  if (tried.options.recompute && call.trains && tried.options.max_retries == 0 &&
+      call.retry.plan().piece_rows <= 1) {
+    advice.emplace_back("allow retries, in which stages are recomputed (max_retries: 0)");
+  }
+  return advice;
+}
 }  // namespace
 
 std::string to_string(const ActionFailure& failure) {
@@ -92,24 +116,32 @@ void rethrow(ActionFailure failure) {
   }
 }
 
-std::vector<std::string> advice_on(int stage, const TriedStage& tried) {
-  std::vector<std::string> advice;
-  if (tried.trains) {
-    advice.push_back(checkpoint_advice(stage, tried.recomputed));
-  }
-  advice.push_back("move layers from stage " + std::to_string(stage) + " to others, or add stages");
-  if (tried.trains && would_1f1b_help(stage, tried.schedule)) {
-    advice.emplace_back("use a schedule that holds fewer microbatches, such as 1f1b");
-  }
-  if (tried.is_fixed) {
-    advice.emplace_back(
-        "give a schedule of more microbatches, the name of one, or a function that makes one for a "
-        "number of microbatches");
-  }
-  if (tried.waits_for_retries) {
-    advice.emplace_back("allow retries, in which stages are recomputed (max_retries: 0)");
-  }
-  return advice;
+Shortfall shortfall_of(const Tried& tried) {
+  const memory::Unlimited unlimited;
+  const auto& [call, failure, device, options, stages, recomputed, may_split] = tried;
+  auto shortfall = shortfall_on(device, [&tried] {
+    std::vector<at::Tensor> parameters;
+    std::vector<at::Tensor> buffers;
+    for (const auto& stage : tried.stages) {
+      parameters.insert(parameters.end(), stage.parameters.begin(), stage.parameters.end());
+      buffers.insert(buffers.end(), stage.buffers.begin(), stage.buffers.end());
+    }
+    return standing_bytes(parameters, buffers, tried.device);
+  });
+  shortfall.of = Shortfall::Of::stages;
+  shortfall.trains = call.trains;
+  shortfall.rank = failure.rank;
+  shortfall.world_size =
+      options.peers ? options.peers->size() : static_cast<int>(std::ssize(options.devices));
+  shortfall.rows = call.rows;
+  shortfall.max_retries = options.max_retries;
+  shortfall.may_split = may_split;
+  shortfall.is_fixed = options.fixed_schedule.has_value();
+  shortfall.where = to_string(failure);
+  shortfall.on_stage = advice_for(tried);
+  shortfall.attempts = call.retry.attempts();
+  shortfall.last_error = failure.text;
+  return shortfall;
 }
 
 PeerVerdict with_weight(PeerVerdict all, const std::string& step, int64_t rows) {

@@ -1,7 +1,9 @@
 #pragma once
 #include <brimful/error.h>
+#include "pipeline/call.h"
 #include "pipeline/executor/executor.h"
 #include "pipeline/transport/peers.h"
+#include "step/too_large.h"
 
 #include <cstdint>
 #include <string>
@@ -12,17 +14,19 @@ namespace brimful::pipeline {
 /// The error of the action with to_string(failure) in its message: see Pipeline::step().
 [[noreturn]] void rethrow(ActionFailure failure);
 
-/// How a stage was tried that did not fit.
-struct TriedStage {
-  const Schedule& schedule;
-  bool trains = true;
-  bool is_fixed = false;           ///< the schedule, with its number of microbatches
-  bool waits_for_retries = false;  ///< it could be recomputed, but no retry is allowed
-  std::vector<int> recomputed;     ///< stages
+/// A call that no number of microbatches saves.
+struct Tried {
+  const Call& call;
+  const ActionFailure& failure;  ///< the one that ran out of memory
+  c10::Device device;            ///< where
+  const PipelineOptions& options;
+  const std::vector<Stage>& stages;  ///< of this process
+  std::vector<int> recomputed;       ///< stages, by number
+  bool may_split = true;             ///< the BatchNorms of all ranks may be given microbatches
 };
 
-/// What to do about it, for the text of BatchTooLarge.
-std::vector<std::string> advice_on(int stage, const TriedStage& tried);
+/// What is known of it, for the text of BatchTooLarge, with what may be done.
+Shortfall shortfall_of(const Tried& tried);
 
 /// A step in which nothing counts fails on all ranks, which have the same verdict, as it does in a sizer.
 PeerVerdict with_weight(PeerVerdict all, const std::string& step, int64_t rows);

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "memory/is_counted.h"
-#include "pipeline/call.h"
+#include "pipeline/pipeline_state.h"
 
 namespace brimful::pipeline {
 

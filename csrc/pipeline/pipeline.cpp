@@ -1,7 +1,8 @@
 // A step of all stages: one attempt of it stands, or it fails with nothing left of it.
 #include <ATen/ATen.h>
-#include <brimful/error.h>
+#include <brimful/log.h>
 #include <brimful/memory/stats.h>
+#include <brimful/step/oom.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -9,44 +10,45 @@
 #include <utility>
 
 #include "base/thrown_by.h"
-#include "pipeline/failure.h"
-#include "pipeline/peaks.h"
-#include "pipeline/pipeline_state.h"
-#include "pipeline/report.h"
-#include "step/kept_gradients.h"
+#include "pipeline/pipeline_step.h"
 #include "step/no_capture.h"
 
 namespace brimful::pipeline {
 namespace {
-void require_work(const PipelineWork& work) {
-  if (work.refused) {
-    std::rethrow_exception(work.refused);
-  }
+/// None unless all are counted: what runs out unseen would be tried in every step.
+std::vector<c10::Device> counted(const std::vector<c10::Device>& devices) {
+  const auto each = distinct(devices);
+  return std::all_of(each.begin(), each.end(), memory::is_counted) ? each
+                                                                   : std::vector<c10::Device>();
 }
-
-void require_rows(int64_t rows) {
-  TORCH_CHECK_VALUE(rows > 0, "the batch is empty (rows: 0)");
-}
-
-/// Of the device whose peak a report has.
-std::optional<int64_t> limit_of(const Peaks& peaks) {
-  const auto device = fullest(peaks.bytes());
-  return device ? memory::stats(device->first).limit_bytes : std::nullopt;
-}
-
-/// Without the microbatches that had no rows.
-void drop_empty(const Call& call, Schedule& order, StepResult& result) {
-  const auto is_empty = [&](const Action& action) { return action.microbatch >= call.filled(); };
-  order.microbatches = static_cast<int>(call.filled());
-  for (auto& actions : order.ranks) {
-    std::erase_if(actions, is_empty);
-  }
-  for (auto& times : result.times) {
-    std::erase_if(times, [&](const ActionTime& time) { return is_empty(time.action); });
-  }
-}
-
 }  // namespace
+
+ControlRecord record_of(Next next, std::optional<int64_t> rows) {
+  ControlRecord record;
+  record.next = next;
+  record.stop = stop_to_send();
+  if (next == Next::no || rows) {
+    record.next_weight = next == Next::no ? 0 : static_cast<double>(*rows);
+  }
+  return record;
+}
+
+Pipeline::State::Policies::Policies(const std::vector<c10::Device>& devices)
+    : training(counted(devices)), inference(counted(devices)) {}
+
+int64_t Pipeline::State::first_microbatches(bool trains, int64_t rows) const {
+  const bool all_have_rows = !trains && !options.fixed_schedule;
+  return all_have_rows ? std::min(std::max<int64_t>(rows, 1), options.microbatches)
+                       : options.microbatches;
+}
+
+Retry Pipeline::State::retry_of(bool trains, int64_t rows) {
+  auto& policy = policies.of(trains);
+  const auto first = first_microbatches(trains, rows);
+  const auto known = options.fixed_schedule ? first : policy.known_pieces(rows, first);
+  return {policy, rows, options.max_retries, ExecutionPlan::in_pieces(rows, std::max(first, known)),
+          trains ? &engine->recorder() : nullptr};
+}
 
 bool Pipeline::State::may_split() const {
   return std::all_of(norms.begin(), norms.end(),
@@ -66,135 +68,10 @@ StepGroup Pipeline::State::group_of_step() const {
   return {participants, std::move(outside)};
 }
 
-void Pipeline::State::stand(Call& call, StepResult result, const PeerVerdict& verdict,
-                            Outcome& outcome) {
-  const memory::Unlimited unlimited;
-  outcome.weight = verdict.weight;
-  outcome.loss = verdict.loss_sum / outcome.weight;
-  outcome.pieces = call.filled();
-  outcome.split.assign(call.split.begin(), call.split.begin() + call.filled());
-  outcome.retries = call.retry.retries();
-  outcome.attempts = call.retry.take_attempts();
-  outcome.rungs = last.rungs = outcome.attempts.back().rungs;
-  outcome.stop = learn_stop(verdict.stop);
-  outcome.regroup = verdict.regroup;
-  outcome.total_ms = static_cast<double>(result.end_ns - result.begin_ns) / 1e6;
-  last_total_ = outcome.weight;
-  last.result = std::move(result);
-  last.schedule = call.order;
-  if (call.filled() < call.microbatches()) {
-    drop_empty(call, last.schedule, last.result);
-  }
-  recomputing->note_stood();
-  last.notes = notes_of(*executor, last.schedule, last.result);
-  for (const auto number : recomputing->numbers(call.order)) {
-    last.notes.at(number).recomputed = true;
-  }
-  outcome.stages = last.notes;
-}
-
-void Pipeline::State::capture(Call& call) {
-  transaction.capture();
-  call.captured = true;
-}
-
-// In the first call it is not known yet what stages change.
-void Pipeline::State::keep(const PipelineWork& work) {
-  const bool first = !std::exchange(has_stepped_, true);
-  batch.begin(work.reused, first ? KeptBatch::Copies::all : KeptBatch::Copies::known);
-}
-
-void Pipeline::State::undo(Call& call) {
-  tied.drop_room();
-  try {  // what failed the call is reported first
-    call.group.discard();
-    if (call.captured) {
-      transaction.restore();
-      batch.restore();
-    }
-  } catch (const std::exception&) {
-    call.lost = std::current_exception();
-  }
-}
-
-Shortfall Pipeline::State::shortfall_of(const Call& call, const ActionFailure& failure) const {
-  const memory::Unlimited unlimited;
-  const auto device = device_of(failure);
-  auto shortfall = shortfall_on(device, [&] {
-    std::vector<at::Tensor> parameters;
-    std::vector<at::Tensor> buffers;
-    for (const auto& stage : executor->stages()) {
-      parameters.insert(parameters.end(), stage.parameters.begin(), stage.parameters.end());
-      buffers.insert(buffers.end(), stage.buffers.begin(), stage.buffers.end());
-    }
-    return standing_bytes(parameters, buffers, device);
-  });
-  shortfall.of = Shortfall::Of::stages;
-  shortfall.trains = call.trains;
-  shortfall.rank = failure.rank;
-  shortfall.world_size =
-      options.peers ? options.peers->size() : static_cast<int>(std::ssize(options.devices));
-  shortfall.rows = call.rows;
-  shortfall.max_retries = options.max_retries;
-  shortfall.may_split = agreed_.may_split;
-  shortfall.is_fixed = options.fixed_schedule.has_value();
-  shortfall.where = pipeline::to_string(failure);
-  shortfall.on_stage =
-      advice_on(failure.action.stage,
-                {.schedule = call.order,
-                 .trains = call.trains,
-                 .is_fixed = shortfall.is_fixed,
-                 .waits_for_retries = options.recompute && call.trains &&
-                                      options.max_retries == 0 && call.retry.plan().piece_rows <= 1,
-                 .recomputed = recomputing->numbers(call.order)});
-  shortfall.attempts = call.retry.attempts();
-  shortfall.last_error = failure.text;
-  return shortfall;
-}
-
-void Pipeline::State::raise(Call& call, StepResult& result, const PeerVerdict& verdict) {
-  const bool memory = verdict.kind == Status::out_of_memory;
-  if (call.refused) {
-    std::rethrow_exception(call.refused);
-  }
-  if (verdict.rank < 0) {
-    TORCH_CHECK_VALUE(false, verdict.text);
-  }
-  if (result.failure && result.failure->kind == verdict.kind) {
-    if (result.failure->index >= 0) {
-      last_failure = result.failure;
-      last_failure->error = nullptr;  // pins what its frames hold
-    }
-    if (!memory) {
-      rethrow(std::move(*result.failure));
-    }
-    if (own_verdict(call, result).kind == verdict.kind) {
-      throw too_large(shortfall_of(call, *result.failure));
-    }
-  }
-  const auto where =
-      "rank " + std::to_string(verdict.rank) +
-      (call.group.world_size() > 1 ? " of replica " + std::to_string(verdict.replica) : "");
-  brimful::detail::throw_rank_failed(
-      verdict.rank, -1, verdict.kind,
-      memory ? "the pipeline's step ran out of memory on " + where +
-                   (options.fixed_schedule ? " under a fixed schedule: "
-                                           : " with any number of microbatches: ") +
-                   verdict.text
-             : "the pipeline's step failed on " + where + ": " + verdict.text);
-}
-
-void Pipeline::State::give_up(Call& call, const StepResult& result) {
-  StepGroup(replicas->participants(), {}).abandon(Status::error, result.failure->text);
-  undo(call);
-  std::rethrow_exception(result.failure->error);
-}
-
 void Pipeline::State::regrouped(int64_t progress) {
-  agreed_.progress = progress;
-  last_total_ = 0;  // others may have made another last step
-  agreed_.made = false;
-  agreed_.broken = false;
+  engine->set_group(group_of_step());
+  engine->regrouped();
+  agreement.regrouped(progress);
 }
 
 void Pipeline::State::require_usable() const {
@@ -205,79 +82,73 @@ void Pipeline::State::require_usable() const {
       under_way, "); make a new one");
 }
 
+/// What is around every call.
+class Pipeline::State::InCall {
+ public:
+  InCall(State& pipeline, const char* call)
+      : entered_(pipeline.engine->enter(call)), doing_(begin(pipeline)) {
+    if (pipeline.options.peers) {
+      lanes_watched_ = pipeline.options.peers->look_after();
+    }
+    pipeline.last_failure.reset();
+    pipeline.agreement.begin_call();
+  }
+
+ private:
+  static Doing begin(State& pipeline) {
+    pipeline.require_usable();
+    return {pipeline.doing, pipeline.cancelled};
+  }
+  OneCall::Entered entered_;
+  Doing doing_;
+  std::jthread lanes_watched_;
+};
+
 Outcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
   for (const auto device : options.devices) {
     require_no_capture(device, "a step of a pipeline");
   }
-  const OneCall::Entered entered(calls, "step");
-  require_usable();
-  const Doing in_call(doing, cancelled);
-  const auto lanes_watched = options.peers ? options.peers->look_after() : std::jthread();
-  last_failure.reset();
-  agreed_.broken = false;
-  const Peaks peaks(options.devices);
-  bool stood = false;
-  const auto noted =
-      c10::make_scope_exit([&] { thrown_by([&] { recorder.end_step(stood, limit_of(peaks)); }); });
-  Call call{rows, work, group_of_step(), retry_of(true, rows)};
-  KeptGradients kept;
-  const auto gradients_back = c10::make_scope_exit([&] { kept.give_back(); });
-  const auto lets_go = c10::make_scope_exit([&] { batch.end(); });
-  refuse_if_thrown(call, [&] {
-    kept.take(trained_of(executor->stages()));  // first: what is refused is undone as a step is
-    choose_microbatches(call);
-    capture(call);
-    keep(work);
-    require_work(work);
-    TORCH_CHECK_VALUE(work.loss, "a step needs a loss function (loss_fn: none)");
-    require_rows(rows);
-    for (const auto& each : norms) {
-      each->norms.require_whole(call.filled());
-    }
-  });
-  PeerVerdict verdict;
-  auto result = run_until_it_stands(call, verdict);
-  settle(call, verdict, result);
-  kept.add();
-  Outcome outcome;
-  stand(call, std::move(result), verdict, outcome);
-  outcome.peaks = peaks.bytes();
-  if (const auto most = fullest(outcome.peaks)) {
-    outcome.peak_bytes = most->second;
-  }
-  ++steps_;
-  stood = true;
-  return outcome;
+  const InCall in_call(*this, "step");
+  engine->set_group(group_of_step());
+  PipelineStep step(*this, rows, work, engine->group(), true);
+  return engine->step(step);
 }
 
 Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
-  const OneCall::Entered entered(calls, "forward");
-  require_usable();
-  const Doing in_call(doing, cancelled);
-  const auto lanes_watched = options.peers ? options.peers->look_after() : std::jthread();
+  const InCall in_call(*this, "forward");
   const at::NoGradGuard no_grad;
-  const auto lets_go = c10::make_scope_exit([&] { batch.end(); });
-  last_failure.reset();
-  agreed_.broken = false;
+  const auto lets_go = c10::make_scope_exit([&] { engine->before().release(); });
   auto inference = work;
   inference.loss = nullptr;
-  // No gradient is this call's to undo.
-  Call call{rows, inference, StepGroup({}, {}), retry_of(false, rows), false};
-  refuse_if_thrown(call, [&] {
-    choose_microbatches(call);
-    require_work(work);
-    require_rows(rows);
-    capture(call);
-    keep(work);
-  });
-  PeerVerdict verdict;
-  auto outputs = run_until_it_stands(call, verdict).outputs;
-  outputs.resize(call.filled());
-  return joined(outputs);
+  StepGroup nobody({}, {});  // no gradient is this call's to undo
+  return PipelineStep(*this, rows, inference, nobody, false).infer();
+}
+
+bool Pipeline::State::begin_loop(const ControlRecord& first) {
+  const auto entered = engine->enter("begin_loop");
+  engine->set_group(group_of_step());
+  return engine->begin_loop([&] { return first; });
+}
+
+void Pipeline::State::announce_next(const ControlRecord& next) {
+  const auto entered = engine->enter("announce_next");
+  engine->announce_next(next);
+}
+
+// The others wait in a step, for messages or for a bucket: it fails there, as any step of which this rank refuses its part.
+void Pipeline::State::report_failure(const std::exception_ptr& error) {
+  if (engine->agreed().at_end || (!options.peers && engine->group().world_size() == 1)) {
+    return;
+  }
+  PipelineWork work;
+  work.refused = error;
+  if (const auto failed = thrown_by([&] { step(0, work); }); failed && failed != error) {
+    log(LogLevel::warning, "could not announce this rank's failure: " + brimful::to_string(failed));
+  }
 }
 
 Report Pipeline::State::report() const {
-  auto report = recorder.report(policies.training.piece_rows());
+  auto report = engine->recorder().report(policies.training.piece_rows());
   report.rungs = last.rungs;
   return report;
 }
@@ -290,6 +161,29 @@ Pipeline::Pipeline(Pipeline&&) noexcept = default;
 Outcome Pipeline::step(int64_t rows, const PipelineWork& work) {
   return state_->step(rows, work);
 }
+Outcome Pipeline::step_without_data() {
+  PipelineWork nothing;
+  nothing.no_data = true;
+  return state_->step(0, nothing);
+}
+bool Pipeline::begin_loop(Next next, std::optional<int64_t> rows) {
+  return state_->begin_loop(record_of(next, rows));
+}
+void Pipeline::announce_next(Next next, std::optional<int64_t> rows) {
+  state_->announce_next(record_of(next, rows));
+}
+void Pipeline::report_failure(const std::exception_ptr& error) {
+  state_->report_failure(error);
+}
+bool Pipeline::at_end() const {
+  return state_->engine->agreed().at_end;
+}
+bool Pipeline::expects_step() const {
+  return state_->engine->agreed().holds && !at_end();
+}
+int64_t Pipeline::steps() const {
+  return state_->engine->steps();
+}
 Value Pipeline::forward(int64_t rows, const PipelineWork& work) {
   return state_->forward(rows, work);
 }
@@ -297,7 +191,7 @@ void Pipeline::cancel() {
   state_->cancelled.store(true, std::memory_order_release);
 }
 bool Pipeline::is_broken() const {
-  return state_->is_broken();
+  return state_->agreement.is_broken();
 }
 void Pipeline::regrouped(int64_t progress) {
   state_->regrouped(progress);

@@ -165,9 +165,7 @@ std::vector<c10::Device> distinct(const std::vector<c10::Device>& devices) {
 }
 
 Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
-    : options(with_devices(std::move(wanted), stages.size())),
-      transaction(transaction_of(stages, options.devices)),
-      tied(options.tied, options.peers) {
+    : options(with_devices(std::move(wanted), stages.size())), tied(options.tied, options.peers) {
   TORCH_CHECK_VALUE(options.microbatches >= 1,
                     "a step has at least one microbatch (microbatches: ", options.microbatches,
                     ")");
@@ -176,6 +174,7 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
   if (options.peers) {
     options.peers->use(options.devices[0]);
   }
+  auto transaction = transaction_of(stages, options.devices);
   auto for_executor = executor_options(options);
   for_executor.interrupt = [this] { look_for_interrupt(); };
   auto distinct_stages = with_distinct_tensors(std::move(stages));
@@ -205,7 +204,6 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
     }
   }
   replicas = std::make_unique<Replicas>(options.reducers, executor->stages(), numbers);
-  group_of_step();  // throws if they differ in their replicas
   if (options.scaler != nullptr && options.scaler->enabled()) {
     const auto device = options.peers ? options.devices[0] : options.devices[placed.back()];
     const auto [scale, tracker] = options.scaler->tensors(device);
@@ -214,6 +212,8 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
   for (auto& keeper : options.keepers) {
     transaction.add(keeper);
   }
+  engine = std::make_unique<StepEngine>(group_of_step(), std::move(transaction), /*local=*/true,
+                                        "pipeline");
 }
 
 void Pipeline::State::look_for_interrupt() {

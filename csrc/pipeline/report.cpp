@@ -105,6 +105,18 @@ Timeline planned_of(const Schedule& schedule, const StepResult& result) {
   timeline.name = "planned, in ms: " + schedule.name;
   return timeline;
 }
+
+/// Without the microbatches that had no rows.
+void drop_empty(int64_t filled, Schedule& order, StepResult& result) {
+  const auto is_empty = [&](const Action& action) { return action.microbatch >= filled; };
+  order.microbatches = static_cast<int>(filled);
+  for (auto& actions : order.ranks) {
+    std::erase_if(actions, is_empty);
+  }
+  for (auto& times : result.times) {
+    std::erase_if(times, [&](const ActionTime& time) { return is_empty(time.action); });
+  }
+}
 }  // namespace
 
 std::vector<int> stage_numbers(const Executor& executor, const Schedule& schedule) {
@@ -120,6 +132,19 @@ std::vector<int> stage_numbers(const Executor& executor, const Schedule& schedul
     numbers.push_back(next++);
   }
   return numbers;
+}
+
+void LastStep::take(const Executor& executor, const Schedule& order, int64_t filled,
+                    StepResult done, const std::vector<int>& recomputed) {
+  schedule = order;
+  result = std::move(done);
+  if (filled < order.microbatches) {
+    drop_empty(filled, schedule, result);
+  }
+  notes = notes_of(executor, schedule, result);
+  for (const auto number : recomputed) {
+    notes.at(number).recomputed = true;
+  }
 }
 
 bool LastStep::has_times() const {

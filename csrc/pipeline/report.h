@@ -14,6 +14,9 @@ struct LastStep {
   std::vector<StageNote> notes;
   StepRungs rungs;
 
+  /// `filled`: microbatches that had rows. `recomputed`: stages, by number.
+  void take(const Executor& executor, const Schedule& order, int64_t filled, StepResult done,
+            const std::vector<int>& recomputed);
   bool has_times() const;
 };
 

@@ -1,5 +1,5 @@
-// What follows a verdict that lets a step stand. Other ranks wait for this one here too: what fails is sent in place of what
-// they wait for.
+#include "pipeline/settle.h"
+
 #include <ATen/ATen.h>
 #include <brimful/error.h>
 #include <brimful/memory/stats.h>
@@ -20,40 +20,34 @@ at::Tensor values_of(const at::Tensor& gradient) {
 }
 }  // namespace
 
-void Pipeline::State::settle(Call& call, const PeerVerdict& verdict, const StepResult& result) {
-  doing = "the step stands: the ranks exchange what their gradients have in common";
+void Settlement::run(Call& call, const PeerVerdict& verdict, const StepResult& result) {
   const double scale = call.ref / verdict.weight;
   auto failed = thrown_by([&] { call.group.accept(scale, true); });
-  failed = thrown_by([&] { tied.sum_gradients(failed); });
+  failed = thrown_by([&] { tied_.sum_gradients(failed); });
   failed = failed ? failed : thrown_by([&] { return_gradients(result, scale); });
-  failed = thrown_by([&] { post_settled(call, verdict, failed); });
-  if (failed) {
-    undo(call);
-    std::rethrow_exception(failed);
-  }
+  post(call, verdict, failed);
 }
 
-void Pipeline::State::return_gradients(const StepResult& result, double scale) const {
+void Settlement::return_gradients(const StepResult& result, double scale) const {
   try {
     give_back(result.caller_gradients, scale);
   } catch (...) {
-    std::rethrow_exception(options.translate ? options.translate(std::current_exception())
-                                             : std::current_exception());
+    std::rethrow_exception(options_.translate ? options_.translate(std::current_exception())
+                                              : std::current_exception());
   }
 }
 
-void Pipeline::State::post_settled(const Call& call, const PeerVerdict& verdict,
-                                   std::exception_ptr failed) {
-  const bool scaled = options.scaler != nullptr && options.scaler->enabled();
-  if (options.peers && (scaled || agreed_.any_tied || verdict.has_more)) {
+void Settlement::post(const Call& call, const PeerVerdict& verdict, std::exception_ptr failed) {
+  const bool scaled = options_.scaler != nullptr && options_.scaler->enabled();
+  if (options_.peers && (scaled || agreement_.any_tied() || verdict.has_more)) {
     const memory::Unlimited unlimited;
     const at::NoGradGuard no_grad;
     PeerVerdict own;
-    own.rank = options.peers->rank();
+    own.rank = options_.peers->rank();
     own.rows = call.rows;
     at::Tensor first;
     failed = failed || !scaled ? failed : thrown_by([&] {
-      for (const auto& parameter : trained_of(executor->stages())) {
+      for (const auto& parameter : trained_of(stages_)) {
         const auto& gradient = parameter.grad();
         if (gradient.defined()) {
           first = first.defined() ? first : values_of(gradient);
@@ -66,7 +60,7 @@ void Pipeline::State::post_settled(const Call& call, const PeerVerdict& verdict,
       own.kind = Status::error;
       own.text = brimful::to_string(failed);
     }
-    const auto all = agree(own);
+    const auto all = agreement_.agree(own);
     if (!failed && all.kind != Status::ok) {
       brimful::detail::throw_rank_failed(
           all.rank, -1, Status::error,

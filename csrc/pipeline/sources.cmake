@@ -14,17 +14,19 @@ brimful_sources(LIGHT
   schedule/walk.cpp)
 brimful_asset(brimful::pipeline kSchedulePicture schedule/picture.svg)
 brimful_sources(HEAVY
-  attempt.cpp
   balance.cpp
   failure.cpp
   nn_stages.cpp
+  peer_agreement.cpp
   pipeline.cpp
+  pipeline_attempt.cpp
+  pipeline_failure.cpp
   pipeline_setup.cpp
+  pipeline_step.cpp
   progress.cpp
   replicas.cpp
   recomputing.cpp
   report.cpp
-  retries.cpp
   settle.cpp
   tied_weights.cpp
   backward/graph_cut.cpp

@@ -8,9 +8,16 @@
 
 namespace brimful {
 
+namespace {
+StepGroup on_one_device(StepGroup group) {
+  group.require_one_device();
+  return group;
+}
+}  // namespace
+
 BatchSizer::BatchSizer(StepGroup group, Transaction transaction, BatchSizerOptions options)
-    : state_(
-          std::make_unique<State>(std::move(group), std::move(transaction), std::move(options))) {}
+    : state_(std::make_unique<State>(on_one_device(std::move(group)), std::move(transaction),
+                                     std::move(options))) {}
 BatchSizer::~BatchSizer() = default;
 BatchSizer::BatchSizer(BatchSizer&&) noexcept = default;
 
@@ -51,7 +58,7 @@ int64_t BatchSizer::calls() const {
   return state_->engine().calls();
 }
 Transaction& BatchSizer::transaction() {
-  return state_->engine().transaction();
+  return state_->engine().before().transaction();
 }
 void BatchSizer::regrouped() {
   state_->regrouped();

@@ -48,7 +48,7 @@ BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOpt
   }
   if (options_.scaler != nullptr && options_.scaler->enabled()) {
     const auto [scale, growth_tracker] = options_.scaler->tensors(options_.device);
-    engine_.transaction().add(keeper_of({scale, growth_tracker}));
+    engine_.before().transaction().add(keeper_of({scale, growth_tracker}));
   }
 }
 
@@ -164,7 +164,7 @@ void BatchSizer::State::check_limit() {
 
 void BatchSizer::State::capture(const StepInput& input, const PieceWork& work) {
   const bool repeats = input.rows && work.tensors && !in_lockstep();
-  engine_.capture(repeats ? work.tensors(0, *input.rows) : std::vector<NamedTensor>());
+  engine_.before().capture(repeats ? work.tensors(0, *input.rows) : std::vector<NamedTensor>());
 }
 
 void BatchSizer::State::settle_rule(RuleVote& vote, const std::vector<ControlRecord>& said) {

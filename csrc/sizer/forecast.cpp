@@ -95,17 +95,17 @@ bool BatchSizer::State::predicts() const {
 }
 
 Rehearsal BatchSizer::State::rehearse(int64_t rows, const PieceWork& work) {
-  Rehearser rehearser(engine_.group(), engine_.batch(), work, options_, margin_);
+  Rehearser rehearser(engine_.group(), engine_.before().batch(), work, options_, margin_);
   try {
     rehearser.run(rows);
   } catch (...) {
     if (!is_out_of_memory(std::current_exception())) {
-      engine_.transaction().restore();
+      engine_.before().transaction().restore();
       throw;
     }
     rehearser.note_shortage();
   }
-  engine_.transaction().restore();
+  engine_.before().transaction().restore();
   return std::move(rehearser).traced();
 }
 
@@ -175,7 +175,7 @@ std::optional<Plan> BatchSizer::State::plan(const StepInput& input, const PieceW
   }
   check_input(input);
   TORCH_CHECK_VALUE(input.rows, "there is nothing to plan without a batch (rows: none)");
-  const auto lets_go = c10::make_scope_exit([&] { engine_.batch().end(); });
+  const auto lets_go = c10::make_scope_exit([&] { engine_.before().release(); });
   capture(input, work);
   auto plan = plan_of(input, work, true);
   if (plan) {

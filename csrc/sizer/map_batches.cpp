@@ -16,6 +16,7 @@
 #include "step/repetition.h"
 #include "step/retry.h"
 #include "step/too_large.h"
+#include "step/undo.h"
 
 namespace brimful::detail {
 namespace {
@@ -106,14 +107,14 @@ class Mapping {
         piece_(piece),
         tensors_(tensors),
         options_(options),
-        before_({}, {options.device}),
+        before_(Transaction({}, {options.device})),
         policy_(recall(kind, options.device)) {
     policy_.measure();
     for (const auto& keeper : options.keepers) {
-      before_.add(keeper);
+      before_.transaction().add(keeper);
     }
     if (options.names) {
-      before_.follow(options.names);
+      before_.transaction().follow(options.names);
     }
     TORCH_CHECK_VALUE(rows >= 1, "the batch is empty (rows: 0); leave it out");
     TORCH_CHECK_VALUE(options.pieces >= 1,
@@ -140,8 +141,7 @@ class Mapping {
   Ended attempt(Retry& retry) {
     const int64_t end = std::min(rows_, done_ + retry.plan().piece_rows);
     const ExecutionPlan as_run{pieces_for(rows_, end - done_), end - done_};
-    before_.capture();
-    const auto lets_go = c10::make_scope_exit([&] { batch_.end(); });
+    const auto lets_go = c10::make_scope_exit([&] { before_.release(); });
     const auto shortage = try_rows(end);
     if (!shortage) {
       policy_.note_fit(as_run, {{options_.device, peak_bytes_}});
@@ -149,7 +149,6 @@ class Mapping {
       return {};
     }
     before_.restore();
-    batch_.restore();
     retry.set_plan(as_run);
     retry.note(
         {.pieces = as_run.pieces, .piece_rows = as_run.piece_rows, .peak_bytes = peak_bytes_},
@@ -162,7 +161,7 @@ class Mapping {
   std::optional<std::string> try_rows(int64_t end) {
     const memory::PeakScope peak(options_.device);
     try {
-      batch_.begin(tensors_(done_, end));
+      before_.capture(tensors_(done_, end));
       write(piece_(done_, end), end);
       peak_bytes_ = peak.peak_bytes();
     } catch (...) {
@@ -275,8 +274,7 @@ class Mapping {
   const MapPiece& piece_;
   const MapTensors& tensors_;
   const MapOptions& options_;
-  Transaction before_;
-  KeptBatch batch_;
+  Undo before_;
   RetryPolicy policy_;
   int64_t peak_bytes_ = 0;   ///< of the last attempt
   bool remembered_ = false;  ///< it began with an earlier call's size, smaller than its own

@@ -5,7 +5,6 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 
 #include "base/thrown_by.h"
@@ -14,6 +13,7 @@
 #include "sizer/loss_scale.h"
 #include "sizer/pair_run.h"
 #include "step/agreement.h"
+#include "step/kept_gradients.h"
 #include "step/no_capture.h"
 
 namespace brimful {
@@ -143,9 +143,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
     const auto& agreed = s_.engine_.agreed();
     attempt_.lockstep = s_.in_lockstep();
     attempt_.buffer_source = agreed.buffer_source;
-    attempt_.ref = std::isfinite(agreed.total) && agreed.total > 0 ? agreed.total
-                   : agreed.last_total > 0                         ? agreed.last_total
-                                                                   : 1;
+    attempt_.ref = agreed.ref();
     auto* const scaler = s_.options_.scaler;
     if (scaler != nullptr && scaler->enabled() && s_.engine_.group().world_size() > 1) {
       scale_.emplace(scaler->tensors(s_.options_.device).first);
@@ -190,6 +188,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
         pairs_);
     if (ended.how == Ended::How::stands) {
       s_.stand(result, scale_of(result.records), outcome_);
+      s_.engine_.group().kept().add();
       outcome_.total_ms = s_.engine_.recorder().attempt_ms();
       outcome_.order = input_.by_length ? input_.by_length->order : outcome_.order;
     } else {
@@ -277,8 +276,8 @@ Outcome BatchSizer::step(const StepInput& input, const PieceWork& work) {
 Outcome BatchSizer::step_pairs(const StepInput& input, const PairWork& work) {
   const StepOfLoop of_loop(*this);
   auto& s = *state_;
-  PairRun pairs(work, {s.engine_.group(), s.engine_.transaction(), s.engine_.batch(),
-                       s.options_.device, s.options_.scaler,
+  PairRun pairs(work, {s.engine_.group(), s.engine_.before().transaction(),
+                       s.engine_.before().batch(), s.options_.device, s.options_.scaler,
                        /*checks=*/!s.pairs_.checked});
   auto checked = input;
   checked.accumulate = work.options.accumulate;

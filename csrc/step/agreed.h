@@ -1,6 +1,7 @@
 #pragma once
 #include <brimful/step/control_record.h>
 
+#include <cmath>
 #include <cstdint>
 
 namespace brimful {
@@ -15,6 +16,11 @@ struct Agreed {
   bool at_end = false;
   bool owed = false;   ///< the other ranks wait for a repetition that has not begun
   ControlRecord next;  ///< what this rank announces of the step that comes
+
+  /// What the step's losses are divided by: alike on all ranks, and its total weight where that is known before.
+  double ref() const {
+    return std::isfinite(total) && total > 0 ? total : last_total > 0 ? last_total : 1;
+  }
 };
 
 }  // namespace brimful

@@ -368,7 +368,6 @@ void StepGroup::accept(double scale, bool keep_unused) {
       gradient.mul_(scale);
     }
   }
-  kept_->add();
 }
 
 void StepGroup::discard() {

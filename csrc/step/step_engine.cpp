@@ -15,11 +15,14 @@ namespace brimful {
 
 StepEngine::StepEngine(StepGroup group, Transaction transaction, bool local, const char* of)
     : group_(std::move(group)),
-      transaction_(std::move(transaction)),
+      before_(std::move(transaction)),
       local_(local),
       calls_under_way_(of) {
-  group_.require_one_device();
   require_all_reduced();
+}
+
+void StepEngine::set_group(StepGroup group) {
+  group_ = std::move(group);
 }
 
 void StepEngine::require_all_reduced() const {
@@ -66,18 +69,10 @@ void StepEngine::announce_failure(FailureKind kind, const std::string& text) {
   group_.discard();
 }
 
-void StepEngine::capture(const std::vector<NamedTensor>& reused) {
-  transaction_.capture();
-  if (!reused.empty()) {
-    batch_.begin(reused);
-  }
-}
-
 void StepEngine::undo() {
   owe();
   group_.discard();
-  transaction_.restore();
-  batch_.restore();
+  before_.restore();
 }
 
 void StepEngine::note_end(const std::vector<ControlRecord>& records) {
@@ -104,7 +99,7 @@ Outcome StepEngine::step(StepTask& task) {
   follow_group();
   meets_ = task.meets();
   const auto gradients_back = c10::make_scope_exit([&] { group_.kept().give_back(); });
-  const auto lets_go = c10::make_scope_exit([&] { batch_.end(); });
+  const auto lets_go = c10::make_scope_exit([&] { before_.release(); });
   auto failed = thrown_by([&] {
     if (task.accumulates()) {
       group_.keep_gradients();  // first: a step that fails may empty the buckets
@@ -132,16 +127,22 @@ Outcome StepEngine::step(StepTask& task) {
 
 /// Returns what is wrong with this rank's part; the others wait in their step, so that it fails there.
 std::exception_ptr StepEngine::agree(StepTask& task, std::exception_ptr failed) {
+  failed = failed && task.carries(failed) ? nullptr : failed;
   if (!agreed_.holds) {
-    const auto said = group_.exchange(failed ? ControlRecord{} : task.first_record());
-    task.note_said(said);
-    adopt(said);
+    const auto broke = thrown_by([&] {
+      const auto said = group_.exchange(failed ? ControlRecord{} : task.first_record());
+      task.note_said(said);
+      adopt(said);
+    });
+    if (broke && !task.carries(broke)) {
+      std::rethrow_exception(broke);
+    }
   }
   if (!failed) {
     failed = thrown_by([&] { task.begin(); });
   }
   agreed_.holds = false;
-  return failed;
+  return failed && task.carries(failed) ? nullptr : failed;
 }
 
 void StepEngine::fail_together(StepTask& task, const std::exception_ptr& failed) {
@@ -160,7 +161,7 @@ void StepEngine::fail(StepTask& task, const std::exception_ptr& failed) {
   });
   agreed_.next = {};
   behind_error([&] { group_.discard(); });
-  behind_error([&] { transaction_.restore(); });
+  behind_error([&] { before_.restore_model(); });
   std::rethrow_exception(failed);
 }
 

@@ -1,8 +1,6 @@
 #pragma once
-#include <brimful/step/kept_batch.h>
 #include <brimful/step/outcome.h>
 #include <brimful/step/step.h>
-#include <brimful/step/transaction.h>
 
 #include <cstdint>
 #include <functional>
@@ -13,6 +11,7 @@
 #include "step/agreed.h"
 #include "step/one_call.h"
 #include "step/step_recorder.h"
+#include "step/undo.h"
 
 namespace brimful {
 
@@ -24,9 +23,11 @@ class StepTask {
   virtual bool accumulates() const = 0;
   /// The work begins with meet_ranks().
   virtual bool meets() const = 0;
-  /// Checks what this rank was given, and captures what a repetition restores (StepEngine::capture). What it throws fails
+  /// Checks what this rank was given, and captures what a repetition restores (StepEngine::before). What it throws fails
   /// the step on all ranks.
   virtual void prepare() = 0;
+  /// What failed before run(), which takes it to the other ranks by itself if this says so.
+  virtual bool carries(const std::exception_ptr& /*failed*/) { return false; }
   /// What this rank says of the step where the ranks have not agreed on it yet.
   virtual ControlRecord first_record() const = 0;
   /// What the ranks said then, this one included, whose prepare() may have failed.
@@ -46,8 +47,10 @@ class StepTask {
 class StepEngine {
  public:
   /// `local`: parameters outside of all participants are this rank's own. `of`: a word for what steps, in messages.
-  /// @throws c10::ValueError if they lie on several devices, or gradients would stay on this rank unasked
+  /// @throws c10::ValueError if gradients would stay on this rank unasked
   StepEngine(StepGroup group, Transaction transaction, bool local, const char* of);
+  /// In place of the one before, with the same ranks. Between steps.
+  void set_group(StepGroup group);
 
   // From outside, between steps.
   OneCall::Entered enter(const char* call) { return {calls_under_way_, call}; }
@@ -64,8 +67,7 @@ class StepEngine {
   // For the task.
   StepGroup& group() { return group_; }
   const StepGroup& group() const { return group_; }
-  Transaction& transaction() { return transaction_; }
-  KeptBatch& batch() { return batch_; }
+  Undo& before() { return before_; }
   StepRecorder& recorder() { return recorder_; }
   const StepRecorder& recorder() const { return recorder_; }
   const Agreed& agreed() const { return agreed_; }
@@ -73,12 +75,10 @@ class StepEngine {
   int64_t calls() const { return calls_; }
   /// Of the step under way, in texts: "step 3".
   std::string name() const { return "step " + std::to_string(steps_); }
-  /// `reused`: what the batch consists of, if it may be repeated.
-  void capture(const std::vector<NamedTensor>& reused);
   /// The others wait for this rank's next attempt, until it begins.
   void owe() { agreed_.owed = true; }
   void attempt_begins() { agreed_.owed = false; }
-  /// Takes back all that the attempt has done; another one follows.
+  /// Takes back all that the attempt has done; another one follows, for which the others wait.
   void undo();
   /// These ended the attempt.
   void note_end(const std::vector<ControlRecord>& records);
@@ -97,8 +97,7 @@ class StepEngine {
   [[noreturn]] void fail(StepTask& task, const std::exception_ptr& failed);
 
   StepGroup group_;
-  Transaction transaction_;
-  KeptBatch batch_;
+  Undo before_;
   bool local_;
   OneCall calls_under_way_;
   int64_t steps_ = 0;

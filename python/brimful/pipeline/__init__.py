@@ -10,7 +10,8 @@ import torch
 from brimful import _C, _random
 from brimful.pipeline import _arguments, _stages
 from brimful.pipeline._stage_names import StageNames
-from brimful.sizer import BatchDim, _scaler_tensors
+from brimful.sizer import NO_DATA, BatchDim, _scaler_tensors
+from brimful.sizer._loops import Looping
 
 __all__ = ["Pipeline", "pop", "split_sequential", "stash"]
 
@@ -85,7 +86,7 @@ def _microbatches(wanted: int | None, schedule: Any) -> int:
     return schedule.microbatches if isinstance(schedule, _C.Schedule) else 8
 
 
-class Pipeline:
+class Pipeline(Looping):
     """A model whose parts run at the same time, each on its device, on microbatches of a batch.
 
     ``stages`` are modules, or functions, in order: each takes what the one before it returned, as one argument, as in
@@ -154,6 +155,7 @@ class Pipeline:
     One call at a time: a step within a step raises ``ValueError``.
     """
 
+    _named = "pipeline"
     #: Called after each step.
     _observers: tuple[Callable[[_C.Outcome], object], ...] = ()
 
@@ -243,8 +245,19 @@ class Pipeline:
         with a note, or a text, that says where, and ``BatchTooLarge`` if no number of microbatches fits; parameters,
         gradients, buffers and random numbers are then as before. A batch of fewer rows than microbatches, such as the
         last one of an epoch, has a row in each of as many as it can fill.
+
+        ``NO_DATA`` in the place of a batch: this replica has none, while others have (``batches``); its stages get the
+        gradients of the others. On all ranks of the replica alike.
         """
-        outcome = self._core.step(batch, target, self._loss_fn, self._cut_by(kwargs))
+        loop = self._entered_loop()
+        try:
+            if batch is NO_DATA:
+                outcome = self._core.step_without_data()
+            else:
+                outcome = self._core.step(batch, target, self._loss_fn, self._cut_by(kwargs))
+        finally:
+            if loop is not None:
+                loop.note_step(self._core.at_end)
         for observe in self._observers:
             observe(outcome)
         return outcome

@@ -13,14 +13,13 @@ import torch
 
 from brimful import _C, _random
 from brimful._modules import batch_norms, entries_of, unwrapped
-from brimful._process_end import is_out_of_memory, mark_reported, text_of
+from brimful._process_end import mark_reported, text_of
 from brimful.reducer import DistributedDataParallel, _torch_ddp
-from brimful.sampler import global_sampler_of
 from brimful.sizer import _pairs, _trial
 from brimful.sizer._by_length import NO_LABELS, ByLength, LengthFn, RowsByLength, TrimFn
 from brimful.sizer._host_state import HostState, can_leave
 from brimful.sizer._ladder import LadderModules, has_state, rungs_of
-from brimful.sizer._loops import LookAhead, Loop, without
+from brimful.sizer._loops import NO_DATA, Looping
 from brimful.sizer._loss_rules import LossRules, Use
 from brimful.sizer._optimizer_room import OptimizerRoom
 from brimful.sizer._packed import counted, whole_of
@@ -37,25 +36,9 @@ class _Notes(Protocol):
     def note(self, outcome: _C.Outcome | None) -> None: ...
 
 
-class _NoData:
-    """What a rank passes to ``BatchSizer.step`` when its data has ended and that of others has not."""
-
-    def __repr__(self) -> str:
-        return "brimful.NO_DATA"
-
-    def __reduce__(self) -> str:
-        return "NO_DATA"
-
-
-NO_DATA = _NoData()
 #: Generators' states that a step captures, and numbers that an optimizer's kernels wrap in tensors.
 _BESIDE_OPTIMIZER_BYTES = 16384
 _FRAGMENTS_BYTES = 32 << 20  # more than the segments in which torch's allocator has small blocks
-
-
-def _announced(batch: Any) -> Any:
-    """The batch as the core takes it: `None` is no data there, and a batch that is none is a bad one."""
-    return None if batch is NO_DATA else () if batch is None else batch
 
 
 def _is_compiled(modules: Iterable[torch.nn.Module]) -> bool:
@@ -114,7 +97,7 @@ def _by_length(
     return ByLength(how, trim_fn, weight_fn, few=few)
 
 
-class BatchSizer:
+class BatchSizer(Looping):
     """Runs the batch you ask for in pieces that fit, with the exact gradient of the whole batch.
 
     ``model`` is what ``loss_fn`` gets: a module, a ``DistributedDataParallel``, or a sequence of them for several
@@ -198,16 +181,13 @@ class BatchSizer:
     ``check_updates=False`` lets the ranks' parameters differ on purpose there.
     """
 
+    _named = "sizer"
     #: Called after each step.
     _observers: tuple[Callable[[_C.Outcome], object], ...] = ()
-    #: Of loops over batches that have not come to their end.
-    _loops = 0
     #: Batches that were stepped.
     _consumed = 0
     #: Of a batch that comes from no loop of this sizer.
     _sampler: _Notes | None = None
-    #: The innermost loop over batches whose body runs.
-    _loop: Loop | None = None
     #: Give and put back what `loss_fn` changes besides buffers and random numbers, for an attempt that is repeated.
     _keepers: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = ()
 
@@ -509,8 +489,7 @@ class BatchSizer:
                     raise
             finally:
                 if loop is not None:
-                    loop.steps += 1
-                    loop.at_end = self._core.at_end
+                    loop.note_step(self._core.at_end)
             if outcome is None:
                 self._room.keep()
         self._count(outcome, given[0] is not None)
@@ -642,86 +621,6 @@ class BatchSizer:
         return self._core.plan(
             self._counted(batch), self._local(loss_fn), self._model, bool(accumulate), rows
         )
-
-    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch | _NoData]:
-        """Yield the loader's batches, then ``NO_DATA`` while other ranks have some.
-
-        All ranks leave the loop after the same step. Looks one batch ahead, and begins with one
-        exchange between the ranks. Every batch must be given to ``step``, once or, on all ranks alike, several times;
-        a loop may be in the body of another one. A ``GlobalSampler`` that is the loader's ``batch_sampler`` notes the
-        outcome of each. The state of a loader that has one, such as torchdata's ``StatefulDataLoader``, is that of the
-        batch in the body, not of the one ahead, until the loader goes on.
-        """
-        core = self._core
-        if self._loop is None and self._loops > 0 and core.expects_step:
-            # The loop before was left: by all ranks, or the others wait in its next step.
-            core.report_failure(False, "it left its loop over data and began another one")
-        loops = 0 if self._loop is None else self._loops
-        loop, sampler, ahead = Loop(self._loop), None, None
-        following: Any = None
-        error: BaseException | None = None
-        try:
-            sampler = global_sampler_of(loader)
-            ahead = LookAhead(loader, NO_DATA)
-            following = ahead.first()
-        except BaseException as caught:
-            error = caught
-        any_rank = core.begin_loop(self._counted(_announced(following)))
-        if loop.outer is not None:
-            loop.outer.is_announced = False
-        if error is not None:
-            self._fail(error)
-        assert ahead is not None
-        self._loops, self._loop = loops + any_rank, loop
-        try:
-            while any_rank:
-                current = following
-                loop.begin_body(sampler)
-                following = self._look(ahead, loop, current)
-                yield current
-                if loop.steps == 0:
-                    raise RuntimeError(
-                        f"a batch was left out (steps: {core.steps}); call sizer.step for every batch"
-                    )
-                if (
-                    loop.sampler is not None
-                ):  # the step failed on all ranks, and the program goes on
-                    loop.sampler.note(None)
-                any_rank = not loop.at_end
-            self._loops = loops
-            if following is NO_DATA:  # else the ranks stop before their data ends
-                ahead.end()
-        finally:
-            self._loop = without(loop, self._loop)
-            ahead.leave()
-
-    def _look(self, ahead: LookAhead, loop: Loop, current: Any) -> Any:
-        """The batch after this one, of which the next step informs the other ranks."""
-        try:
-            loop.following = ahead.following() if current is not NO_DATA else NO_DATA
-        except BaseException as caught:
-            self._fail(caught)
-        self._announce(loop)
-        return loop.following
-
-    def _announce(self, loop: Loop) -> None:
-        self._core.announce_next(self._counted(_announced(loop.following)))
-        loop.is_announced = True
-
-    def _entered_loop(self) -> Loop | None:
-        """The loop that a step of it begins in: each says whether there is a batch after it."""
-        loop = self._loop
-        if loop is not None:
-            if not loop.is_announced:
-                self._announce(loop)
-            loop.is_announced = False
-        return loop
-
-    def _fail(self, error: BaseException) -> None:
-        """Inform the other ranks, which wait in their next step; none does after the last one."""
-        self._core.report_failure(is_out_of_memory(error), text_of(error))
-        mark_reported(error)
-        raise error
 
     def regrouped(self) -> None:
         """The model's wrapped modules have another group now: ``DistributedDataParallel.regroup``. On all its ranks.

@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
+from brimful import _C
+from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.loader import LoaderAdvisor
+from brimful.sampler import global_sampler_of
 
+Batch = TypeVar("Batch")
 _NONE = object()
+
+
+class NoData:
+    """What a rank passes to ``step`` when its data has ended and that of others has not."""
+
+    __module__ = "brimful.sizer"  # where a pickled one is looked for
+
+    def __repr__(self) -> str:
+        return "brimful.NO_DATA"
+
+    def __reduce__(self) -> str:
+        return "NO_DATA"
+
+
+NO_DATA = NoData()
+
+
+def _announced(batch: Any) -> Any:
+    """The batch as the core takes it: `None` is no data there, and a batch that is none is a bad one."""
+    return None if batch is NO_DATA else () if batch is None else batch
+
+
+class _Core(Protocol):
+    """What a loop asks of what steps."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def at_end(self) -> bool: ...
+    @property
+    def expects_step(self) -> bool: ...
+    def begin_loop(self, first: object | None) -> bool: ...
+    def announce_next(self, next: object | None) -> None: ...
+    def report_failure(self, out_of_memory: bool, text: str) -> None: ...
 
 
 class Loop:
@@ -30,6 +68,11 @@ class Loop:
         self.is_counted = False  #: one of them stood
         self.sampler = sampler  #: to note the outcome of the first one that stands
 
+    def note_step(self, at_end: bool) -> None:
+        """One that failed too."""
+        self.steps += 1
+        self.at_end = at_end
+
 
 def without(loop: Loop, innermost: Loop | None) -> Loop | None:
     """The innermost loop once this one is over."""
@@ -41,6 +84,99 @@ def without(loop: Loop, innermost: Loop | None) -> Loop | None:
     if inner.outer is loop:
         inner.outer = loop.outer
     return innermost
+
+
+class Looping:
+    """Steps in loops over data of which each rank may have another amount."""
+
+    _core: _Core
+    _named: ClassVar[str]  #: in texts
+    _loop: Loop | None = None  #: the innermost one that is under way
+    _loops = 0  #: whose bodies were left
+
+    def _counted(self, batch: Any) -> Any:
+        """The batch as the core counts its rows."""
+        return batch
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch | NoData]:
+        """Yield the loader's batches, then ``NO_DATA`` while other ranks have some.
+
+        All ranks leave the loop after the same step. Looks one batch ahead, and begins with one
+        exchange between the ranks. Every batch must be given to ``step``, once or, on all ranks alike, several times;
+        a loop may be in the body of another one. A ``GlobalSampler`` that is the loader's ``batch_sampler`` notes the
+        outcome of each. The state of a loader that has one, such as torchdata's ``StatefulDataLoader``, is that of the
+        batch in the body, not of the one ahead, until the loader goes on.
+        """
+        core = self._core
+        if self._loop is None and self._loops > 0 and core.expects_step:
+            # The loop before was left: by all ranks, or the others wait in its next step.
+            core.report_failure(False, "it left its loop over data and began another one")
+        loops = 0 if self._loop is None else self._loops
+        loop, sampler, ahead = Loop(self._loop), None, None
+        following: Any = None
+        error: BaseException | None = None
+        try:
+            sampler = global_sampler_of(loader)
+            ahead = LookAhead(loader, NO_DATA)
+            following = ahead.first()
+        except BaseException as caught:
+            error = caught
+        any_rank = core.begin_loop(self._counted(_announced(following)))
+        if loop.outer is not None:
+            loop.outer.is_announced = False
+        if error is not None:
+            self._fail(error)
+        assert ahead is not None
+        self._loops, self._loop = loops + any_rank, loop
+        try:
+            while any_rank:
+                current = following
+                loop.begin_body(sampler)
+                following = self._look(ahead, loop, current)
+                yield current
+                if loop.steps == 0:
+                    raise RuntimeError(
+                        f"a batch was left out (steps: {core.steps}); call {self._named}.step for every batch"
+                    )
+                if (
+                    loop.sampler is not None
+                ):  # the step failed on all ranks, and the program goes on
+                    loop.sampler.note(None)
+                any_rank = not loop.at_end
+            self._loops = loops
+            if following is NO_DATA:  # else the ranks stop before their data ends
+                ahead.end()
+        finally:
+            self._loop = without(loop, self._loop)
+            ahead.leave()
+
+    def _look(self, ahead: LookAhead, loop: Loop, current: Any) -> Any:
+        """The batch after this one, of which the next step informs the other ranks."""
+        try:
+            loop.following = ahead.following() if current is not NO_DATA else NO_DATA
+        except BaseException as caught:
+            self._fail(caught)
+        self._announce(loop)
+        return loop.following
+
+    def _announce(self, loop: Loop) -> None:
+        self._core.announce_next(self._counted(_announced(loop.following)))
+        loop.is_announced = True
+
+    def _entered_loop(self) -> Loop | None:
+        """The loop that a step of it begins in: each says whether there is a batch after it."""
+        loop = self._loop
+        if loop is not None:
+            if not loop.is_announced:
+                self._announce(loop)
+            loop.is_announced = False
+        return loop
+
+    def _fail(self, error: BaseException) -> None:
+        """Inform the other ranks, which wait in their next step; none does after the last one."""
+        self._core.report_failure(is_out_of_memory(error), text_of(error))
+        mark_reported(error)
+        raise error
 
 
 class LookAhead:

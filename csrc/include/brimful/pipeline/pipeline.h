@@ -7,6 +7,7 @@
 #include <brimful/pipeline/stage.h>
 #include <brimful/pipeline/step_progress.h>
 #include <brimful/sizer/split.h>
+#include <brimful/step/control_record.h>
 #include <brimful/step/kept_batch.h>
 #include <brimful/step/outcome.h>
 #include <brimful/step/report.h>
@@ -29,6 +30,7 @@ namespace brimful::pipeline {
 struct PipelineWork {
   std::exception_ptr
       refused;  ///< what is wrong with the batch already, which other processes must be informed of
+  bool no_data = false;  ///< this replica has no rows, while others have; on all of its ranks
   /// What the batch, the target and the keywords consist of. A step that changes one of them in place does not find it
   /// changed when it is repeated. Optional.
   std::vector<NamedTensor> reused{};
@@ -83,6 +85,25 @@ class BRIMFUL_API Pipeline {
   template <typename Batch, typename Target, typename LossFn, typename Named = NoKeywords>
   Outcome step(const Batch& batch, const Target& target, const LossFn& loss_fn,
                const Named& keywords = {});
+
+  /// A step in which this replica has no rows, while others have: its stages get the others' gradients. On all of its ranks.
+  /// @throws as step(); c10::ValueError if no replica has any
+  Outcome step_without_data();
+
+  // Loops over data of which each replica may have another amount, by all ranks of all replicas alike: begin_loop(), and
+  // then for each batch announce_next() and step(), until at_end().
+  /// One exchange between the replicas. `rows`: of the first batch, if that is known. Returns false if no replica has any.
+  bool begin_loop(Next next, std::optional<int64_t> rows);
+  /// Says, before step(), what this replica will bring to the step after it.
+  void announce_next(Next next, std::optional<int64_t> rows);
+  /// This rank failed between two steps: the others raise in their next one. Nothing after the last step.
+  void report_failure(const std::exception_ptr& error);
+  /// Of the last step, or begin_loop(): no replica has another batch, or all stop after it.
+  bool at_end() const;
+  /// The other ranks come to a step of a loop.
+  bool expects_step() const;
+  /// That stood.
+  int64_t steps() const;
 
   /// The last stage's outputs, in the order of the rows; microbatches stream through the stages. Without gradients; empty
   /// on processes that do not have that stage; modules are as they are, in training or not. Retries as step().

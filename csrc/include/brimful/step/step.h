@@ -73,7 +73,7 @@ class BRIMFUL_API StepGroup {
   std::vector<ControlRecord> run_failed(FailureKind kind, const std::string& text,
                                         const ControlRecord& record, bool meets = false);
 
-  /// Sets gradients of earlier steps aside, for accept() to add to the new ones.
+  /// Sets gradients of earlier steps aside, for kept() to add to those that accept() makes.
   void keep_gradients();
   KeptGradients& kept() { return *kept_; }
 
