@@ -13,6 +13,7 @@
 #include "bindings/callbacks.h"
 #include "bindings/fields.h"
 #include "bindings/module_entries.h"
+#include "bindings/pipeline_schedule.h"
 #include "bindings/pipeline_threads.h"
 #include "bindings/pipeline_value.h"
 #include "bindings/sizer_parts.h"
@@ -273,33 +274,6 @@ class PythonPipeline {
   std::unique_ptr<Pipeline> pipeline_;
 };
 
-/// A name, a schedule, or a function that makes one for a number of microbatches.
-void set_schedule(const py::object& schedule, pipeline::PipelineOptions& options) {
-  if (py::isinstance<py::str>(schedule)) {
-    options.schedule = schedule.cast<std::string>();
-  } else if (py::isinstance<pipeline::Schedule>(schedule)) {
-    options.fixed_schedule = schedule.cast<pipeline::Schedule>();
-  } else {
-    TORCH_CHECK_TYPE(PyCallable_Check(schedule.ptr()) != 0,
-                     "a schedule is a name, a Schedule, or a function of a number of microbatches "
-                     "(type: ",
-                     py::str(py::type::handle_of(schedule)).cast<std::string>(), ")");
-    options.schedule_for = [make = shared_object(schedule)](int microbatches) {
-      return call_python([&] { return (*make)(microbatches).cast<pipeline::Schedule>(); });
-    };
-  }
-}
-
-std::vector<c10::Device> devices_of_stages(const std::vector<std::vector<at::Tensor>>& parameters,
-                                           const std::vector<c10::Device>& devices,
-                                           const py::object& schedule, int64_t microbatches) {
-  pipeline::PipelineOptions options;
-  options.devices = devices;
-  options.microbatches = microbatches;
-  set_schedule(schedule, options);
-  return pipeline::stage_devices(options, parameters);
-}
-
 std::unique_ptr<PythonPipeline> make_pipeline(
     const std::vector<PythonStage>& stages, const std::vector<c10::Device>& devices,
     const py::object& schedule, int64_t microbatches, int64_t max_retries, int threads_per_rank,
@@ -349,22 +323,8 @@ std::unique_ptr<PythonPipeline> make_pipeline(
   return std::make_unique<PythonPipeline>(std::move(made), std::move(options), scaler,
                                           std::move(splitter));
 }
-}  // namespace
-
-void bind_pipeline(py::module_& m) {
-  take_forms();
-  py::class_<PythonPipeline>(m, "Pipeline")
-      .def(py::init(&make_pipeline), py::kw_only(), py::arg("stages"), py::arg("devices"),
-           py::arg("schedule"), py::arg("microbatches"), py::arg("max_retries"),
-           py::arg("threads_per_rank"), py::arg("trace"), py::arg("batch_norm"), py::arg("scaler"),
-           py::arg("keepers"), py::arg("before_action"), py::arg("patience_s"), py::arg("splitter"),
-           py::arg("group").none(true), py::arg("reducers"), py::arg("tied"), py::arg("recompute"),
-           py::arg("recomputed").none(true), py::arg("hidden_state").none(true))
-      .def("step", &PythonPipeline::step, py::arg("batch"), py::arg("target"), py::arg("loss_fn"),
-           py::arg("keywords"))
-      .def("step_without_data", &PythonPipeline::step_without_data)
-      .def("forward", &PythonPipeline::forward, py::arg("batch"), py::arg("keywords"))
-      .def("begin_loop", &PythonPipeline::begin_loop, py::arg("first"))
+void bind_loop(py::class_<PythonPipeline>& bound) {
+  bound.def("begin_loop", &PythonPipeline::begin_loop, py::arg("first"))
       .def("announce_next", &PythonPipeline::announce_next, py::arg("next"))
       .def(
           "report_failure",
@@ -379,7 +339,25 @@ void bind_pipeline(py::module_& m) {
                              [](PythonPipeline& self) { return self.pipeline().expects_step(); })
       .def_property_readonly("steps", [](PythonPipeline& self) { return self.pipeline().steps(); })
       .def_property_readonly("at_end",
-                             [](PythonPipeline& self) { return self.pipeline().at_end(); })
+                             [](PythonPipeline& self) { return self.pipeline().at_end(); });
+}
+}  // namespace
+
+void bind_pipeline(py::module_& m) {
+  take_forms();
+  py::class_<PythonPipeline> bound(m, "Pipeline");
+  bind_loop(bound);
+  bound
+      .def(py::init(&make_pipeline), py::kw_only(), py::arg("stages"), py::arg("devices"),
+           py::arg("schedule"), py::arg("microbatches"), py::arg("max_retries"),
+           py::arg("threads_per_rank"), py::arg("trace"), py::arg("batch_norm"), py::arg("scaler"),
+           py::arg("keepers"), py::arg("before_action"), py::arg("patience_s"), py::arg("splitter"),
+           py::arg("group").none(true), py::arg("reducers"), py::arg("tied"), py::arg("recompute"),
+           py::arg("recomputed").none(true), py::arg("hidden_state").none(true))
+      .def("step", &PythonPipeline::step, py::arg("batch"), py::arg("target"), py::arg("loss_fn"),
+           py::arg("keywords"))
+      .def("step_without_data", &PythonPipeline::step_without_data)
+      .def("forward", &PythonPipeline::forward, py::arg("batch"), py::arg("keywords"))
       .def(
           "cancel", [](PythonPipeline& self) { self.pipeline().cancel(); },
           py::call_guard<py::gil_scoped_release>())
@@ -402,8 +380,6 @@ void bind_pipeline(py::module_& m) {
           py::arg("progress"))
       .def_property_readonly("messages", &PythonPipeline::messages)
       .def("__str__", [](PythonPipeline& self) { return self.pipeline().to_string(); });
-  m.def("_stage_devices", &devices_of_stages, py::kw_only(), py::arg("parameters"),
-        py::arg("devices"), py::arg("schedule"), py::arg("microbatches"));
   m.def(
       "_stash",
       [](const std::string& name, const std::optional<at::Tensor>& tensor) {

@@ -1,6 +1,9 @@
+#include "bindings/pipeline_schedule.h"
+
 #include <brimful/pipeline/balance.h>
 #include <brimful/pipeline/checker.h>
 #include <brimful/pipeline/picture.h>
+#include <brimful/pipeline/pipeline.h>
 #include <brimful/pipeline/schedule_text.h>
 #include <brimful/pipeline/schedules.h>
 
@@ -13,10 +16,27 @@
 #include <variant>
 #include <vector>
 
-#include "bindings/bindings.h"
+#include "bindings/callbacks.h"
 #include "bindings/fields.h"
 
 namespace brimful {
+
+void set_schedule(const py::object& schedule, pipeline::PipelineOptions& options) {
+  if (py::isinstance<py::str>(schedule)) {
+    options.schedule = schedule.cast<std::string>();
+  } else if (py::isinstance<pipeline::Schedule>(schedule)) {
+    options.fixed_schedule = schedule.cast<pipeline::Schedule>();
+  } else {
+    TORCH_CHECK_TYPE(PyCallable_Check(schedule.ptr()) != 0,
+                     "a schedule is a name, a Schedule, or a function of a number of microbatches "
+                     "(type: ",
+                     py::str(py::type::handle_of(schedule)).cast<std::string>(), ")");
+    options.schedule_for = [make = shared_object(schedule)](int microbatches) {
+      return call_python([&] { return (*make)(microbatches).cast<pipeline::Schedule>(); });
+    };
+  }
+}
+
 namespace {
 using namespace pipeline;
 
@@ -152,9 +172,20 @@ void bind_schedule(py::module_& m) {
       .def("__repr__", &schedule_repr)
       .def("__str__", &str_of);
 }
+std::vector<c10::Device> devices_of_stages(const std::vector<std::vector<at::Tensor>>& parameters,
+                                           const std::vector<c10::Device>& devices,
+                                           const py::object& schedule, int64_t microbatches) {
+  pipeline::PipelineOptions options;
+  options.devices = devices;
+  options.microbatches = microbatches;
+  set_schedule(schedule, options);
+  return pipeline::stage_devices(options, parameters);
+}
 }  // namespace
 
 void bind_pipeline_schedule(py::module_& m) {
+  m.def("_stage_devices", &devices_of_stages, py::kw_only(), py::arg("parameters"),
+        py::arg("devices"), py::arg("schedule"), py::arg("microbatches"));
   bind_schedule(m);
   m.def("_balanced", &balanced, py::arg("costs"), py::arg("stages"));
   py::class_<CheckResult>(m, "ScheduleCheck", "What is wrong with a schedule; see Schedule.check.")

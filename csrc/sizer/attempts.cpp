@@ -16,58 +16,25 @@
 #include "step/repetition.h"
 
 namespace brimful {
-namespace {
-int64_t most_pieces(int64_t rows, int64_t least_rows) {
-  return std::max<int64_t>(rows / least_rows, 1);
-}
-}  // namespace
-
-const std::vector<int64_t>* BatchSizer::State::given_split(const StepInput& input,
-                                                           const std::optional<Plan>& plan) {
-  return input.split ? &*input.split : plan && !plan->split.empty() ? &plan->split : nullptr;
-}
-
 std::optional<Plan> BatchSizer::State::choose_pieces(const StepInput& input,
                                                      const PieceWork* rehearsed, Outcome& outcome) {
-  outcome.pieces = in_lockstep() ? engine_.agreed().pieces : wanted_pieces(input);
+  outcome.pieces =
+      splitting_.in_lockstep() ? engine_.agreed().pieces : splitting_.wanted_pieces(input);
   std::optional<Plan> plan;
-  if (input.rows && !input.split && rehearsed != nullptr && predicts()) {
+  if (input.rows && !input.split && rehearsed != nullptr && forecaster_.predicts()) {
     const memory::PeakScope peak(options_.device);
-    plan = plan_of(input, *rehearsed, options_.device.is_cpu());
-    outcome.pieces = plan ? plan->pieces : wanted_pieces(input);
+    plan = forecaster_.plan_of(input, *rehearsed, options_.device.is_cpu());
+    outcome.pieces = plan ? plan->pieces : splitting_.wanted_pieces(input);
     outcome.peak_bytes = peak.peak_bytes();
   }
-  if (!plan && !in_lockstep() && !input.split && input.rows && !input.by_length) {
-    outcome.pieces = policy_.first(*input.rows, outcome.pieces).pieces;
+  if (!plan && !splitting_.in_lockstep() && !input.split && input.rows && !input.by_length) {
+    outcome.pieces = splitting_.by_rows().first(*input.rows, outcome.pieces).pieces;
   }
-  const auto* given = given_split(input, plan);
+  const auto* given = Splitting::given(input, plan);
   outcome.pieces =
-      input.by_length ? first_plan(input, outcome.pieces, given).pieces : outcome.pieces;
+      input.by_length ? splitting_.first_plan(input, outcome.pieces, given).pieces : outcome.pieces;
   norms_.require_whole(outcome.pieces);
   return plan;
-}
-
-std::vector<int64_t> BatchSizer::State::split_of(int64_t rows, int64_t pieces) {
-  return options_.equal_pieces && !in_lockstep()
-             ? split_into_few_sizes(rows, split_rows(rows, pieces).front(), splitting_.equal_sizes)
-             : split_rows(rows, pieces);
-}
-
-std::vector<int64_t> BatchSizer::State::split_by(const ExecutionPlan& plan, const StepInput& input,
-                                                 const std::vector<int64_t>* given) {
-  if (input.by_length) {
-    return split_within(input, plan.piece_rows, given);
-  }
-  if (input.split && plan.pieces == std::ssize(*input.split)) {
-    return *input.split;
-  }
-  if (!input.rows && !in_lockstep()) {
-    return {};
-  }
-  const auto rows = input.rows.value_or(0);
-  return split_of(rows, in_lockstep()
-                            ? plan.pieces
-                            : std::min(plan.pieces, most_pieces(rows, splitting_.least_rows)));
 }
 
 void BatchSizer::State::stand(const AttemptResult& result, double scale, Outcome& outcome) {
@@ -126,16 +93,17 @@ void BatchSizer::State::log_shortage(const Ended& ended, const Outcome& outcome,
         step + " is repeated for rank " + format_list(retry.attempts().back().ran_out));
     return;
   }
-  log_repetition({.rank = engine_.group().rank(),
-                  .what = step,
-                  .reason = ended.next_text,
-                  .rows = input.rows.value_or(0),
-                  .as_it_was = ended.how == Ended::How::as_it_was,
-                  .pieces = std::ssize(outcome.split),
-                  .more = ended.how == Ended::How::ran_out && !ended.next
-                              ? std::ssize(split_by(retry.next(options_.device), input, nullptr))
-                              : 0},
-                 retry.attempts().back());
+  log_repetition(
+      {.rank = engine_.group().rank(),
+       .what = step,
+       .reason = ended.next_text,
+       .rows = input.rows.value_or(0),
+       .as_it_was = ended.how == Ended::How::as_it_was,
+       .pieces = std::ssize(outcome.split),
+       .more = ended.how == Ended::How::ran_out && !ended.next
+                   ? std::ssize(splitting_.split_by(retry.next(options_.device), input, nullptr))
+                   : 0},
+      retry.attempts().back());
 }
 
 void BatchSizer::State::require_alike(const std::vector<ControlRecord>& records) {
@@ -147,12 +115,6 @@ void BatchSizer::State::require_alike(const std::vector<ControlRecord>& records)
   const auto with_data = ranks_with(records, Status::ok);
   TORCH_CHECK_VALUE(with_data.empty() || total_weight(records) > 0,
                     nothing_counts(step, 0, "ranks with data: " + format_list(with_data)));
-}
-
-bool BatchSizer::State::is_finest(const StepInput& input, int64_t pieces) const {
-  const auto rows = input.rows.value_or(0);
-  return input.whole || pieces >= std::min(rows, most_pieces(rows, splitting_.least_rows)) ||
-         !norms_.may_split();
 }
 
 void BatchSizer::State::log_rungs(const Outcome& outcome, const AttemptNote& last,
@@ -178,8 +140,8 @@ void BatchSizer::State::note_peak(const StepInput& input, const Outcome& outcome
   if (outcome.retries > 0 || outcome.split.empty() || !outcome.rungs.empty()) {
     return;  // the peak is that of what was repeated, too
   }
-  policy_of(input).note_fit(plan_as_run(input, outcome.split),
-                            {{options_.device, outcome.peak_bytes}}, !input.split);
+  splitting_.policy_of(input).note_fit(Splitting::plan_as_run(input, outcome.split),
+                                       {{options_.device, outcome.peak_bytes}}, !input.split);
 }
 
 }  // namespace brimful

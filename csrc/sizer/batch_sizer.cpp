@@ -25,7 +25,7 @@ std::optional<Plan> BatchSizer::plan(const StepInput& input, const PieceWork& wo
   return state_->plan(input, work);
 }
 bool BatchSizer::predicts() const {
-  return state_->predicts();
+  return state_->forecaster().predicts();
 }
 bool BatchSizer::begin_loop(Next next, const StepInput& first) {
   return state_->begin_loop(next, first);

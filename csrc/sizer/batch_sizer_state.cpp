@@ -20,14 +20,29 @@
 namespace brimful {
 namespace {
 constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+
+/// Divides the peak among what is known to be held, and the rest.
+void divide(Plan& plan, const StandingBytes& standing) {
+  int64_t rest = plan.peak_bytes;
+  const auto take = [&](int64_t bytes) {
+    const auto taken = std::min(bytes, rest);
+    rest -= taken;
+    return taken;
+  };
+  plan.parameter_bytes = take(standing.parameters);
+  plan.optimizer_bytes = take(standing.optimizer_state.value_or(0));
+  plan.buffer_bytes = take(standing.buffers);
+  plan.gradient_bytes = take(standing.trainable);
+  plan.activation_bytes = rest;
+}
 }  // namespace
 
 BatchSizer::State::State(StepGroup group, Transaction transaction, BatchSizerOptions options)
     : engine_(std::move(group), std::move(transaction), options.local, "sizer"),
       options_(std::move(options)),
       norms_(options_.batch_norm, options_.batch_norms),
-      policy_({options_.device}, options_.piece_rows.value_or(0)),
-      splitting_{1, {}, ByLength(options_.device)} {
+      splitting_(options_, engine_.group()),
+      forecaster_(engine_, options_, splitting_) {
   rule_.pending = options_.finds_rule;
   if (options_.ladder && !options_.lockstep && (options_.recompute || options_.offload)) {
     ladder_.ladder.emplace(options_.ladder, options_.device, options_.recompute, options_.offload);
@@ -71,16 +86,6 @@ double BatchSizer::State::own_weight(const StepInput& input) const {
   return own_weights_ ? kUnknown : static_cast<double>(*input.rows);
 }
 
-int64_t BatchSizer::State::wanted_pieces(const StepInput& input) const {
-  if (!input.rows) {
-    return 1;
-  }
-  if (input.split) {
-    return static_cast<int64_t>(input.split->size());
-  }
-  return policy_.known_pieces(*input.rows, std::min(options_.pieces, *input.rows));
-}
-
 void BatchSizer::State::adopt(const std::vector<ControlRecord>& records) {
   engine_.adopt(records);
   if (rule_.pending) {
@@ -93,7 +98,8 @@ ControlRecord BatchSizer::State::record_for(Next next, const StepInput& input) c
   record.next = next;
   record.stop = stop_to_send();
   record.next_weight = next == Next::yes ? own_weight(input) : (next == Next::no ? 0 : kUnknown);
-  record.next_pieces = static_cast<uint16_t>(std::min<int64_t>(wanted_pieces(input), UINT16_MAX));
+  record.next_pieces =
+      static_cast<uint16_t>(std::min<int64_t>(splitting_.wanted_pieces(input), UINT16_MAX));
   return record;
 }
 
@@ -163,7 +169,7 @@ void BatchSizer::State::check_limit() {
 }
 
 void BatchSizer::State::capture(const StepInput& input, const PieceWork& work) {
-  const bool repeats = input.rows && work.tensors && !in_lockstep();
+  const bool repeats = input.rows && work.tensors && !splitting_.in_lockstep();
   engine_.before().capture(repeats ? work.tensors(0, *input.rows) : std::vector<NamedTensor>());
 }
 
@@ -177,7 +183,7 @@ void BatchSizer::State::settle_rule(RuleVote& vote, const std::vector<ControlRec
 }
 
 void BatchSizer::State::require_agreed_pieces(const StepInput& input) const {
-  TORCH_CHECK_VALUE(!in_lockstep() || !input.split ||
+  TORCH_CHECK_VALUE(!splitting_.in_lockstep() || !input.split ||
                         static_cast<int64_t>(input.split->size()) == engine_.agreed().pieces,
                     "in lockstep a split has as many pieces as the ranks agreed on (pieces of "
                     "split: ",
@@ -185,19 +191,49 @@ void BatchSizer::State::require_agreed_pieces(const StepInput& input) const {
                     ")");
 }
 
+std::optional<Plan> BatchSizer::State::plan(const StepInput& input, const PieceWork& work) {
+  const auto entered = engine_.enter("plan");
+  const auto gradients_back = c10::make_scope_exit([&] { engine_.group().kept().give_back(); });
+  if (input.accumulate) {
+    engine_.group().keep_gradients();
+  }
+  check_input(input);
+  TORCH_CHECK_VALUE(input.rows, "there is nothing to plan without a batch (rows: none)");
+  const auto lets_go = c10::make_scope_exit([&] { engine_.before().release(); });
+  capture(input, work);
+  auto plan = forecaster_.plan_of(input, work, true);
+  if (plan) {
+    const auto of_optimizer = options_.optimizer_bytes ? options_.optimizer_bytes() : 0;
+    plan->peak_bytes = std::max(plan->peak_bytes, plan->used_bytes + of_optimizer);
+    if (plan->reserved_bytes) {
+      plan->reserved_bytes = std::max(*plan->reserved_bytes, plan->peak_bytes);
+    }
+    if (plan->whole_bytes) {
+      plan->whole_bytes = std::max(*plan->whole_bytes, plan->peak_bytes);
+    }
+    if (plan->split.empty()) {
+      plan->pieces = std::ssize(splitting_.split_of(*input.rows, plan->pieces));
+    }
+    divide(*plan, options_.standing_bytes ? options_.standing_bytes() : StandingBytes{});
+  }
+  return plan;
+}
+
 std::map<std::string, double> BatchSizer::State::state() const {
   std::map<std::string, double> state{
       {"steps", static_cast<double>(engine_.steps())},
-      {"piece_rows", static_cast<double>(policy_.piece_rows())},
+      {"piece_rows", static_cast<double>(splitting_.by_rows().piece_rows())},
       {"last_total", engine_.agreed().last_total},
   };
-  if (policy_.piece_rows() == 0 && found_.pieces > 1) {  // for a resumed job without forecasts
-    state["piece_rows"] = static_cast<double>(split_rows(found_.rows, found_.pieces).front());
+  if (splitting_.by_rows().piece_rows() == 0 &&
+      forecaster_.found().pieces > 1) {  // for a resumed job without forecasts
+    state["piece_rows"] = static_cast<double>(
+        split_rows(forecaster_.found().rows, forecaster_.found().pieces).front());
   }
-  if (const auto tokens = splitting_.by_length.policy.piece_rows(); tokens > 0) {
+  if (const auto tokens = splitting_.by_length().policy.piece_rows(); tokens > 0) {
     state["piece_tokens"] = static_cast<double>(tokens);
   }
-  found_.put(state);
+  forecaster_.found().put(state);
   return state;
 }
 
@@ -215,19 +251,19 @@ void BatchSizer::State::load_state(const std::map<std::string, double>& state) {
   TORCH_CHECK_VALUE(piece_rows >= 0 && last_total >= 0 && steps >= 0,
                     "the sizer's state is not one that state_dict gave (piece_rows: ", piece_rows,
                     ", last_total: ", last_total, ", steps: ", steps, ")");
-  found_ = FoundPieces::of(state);
+  forecaster_.set_found(FoundPieces::of(state));
   const auto tokens = state.find("piece_tokens");
   TORCH_CHECK_VALUE(tokens == state.end() || tokens->second >= 0,
                     "the sizer's state is not one that state_dict gave (piece_tokens: ",
                     tokens == state.end() ? 0 : tokens->second, ")");
-  policy_.set_piece_rows(static_cast<int64_t>(piece_rows));
-  splitting_.by_length.policy.set_piece_rows(
+  splitting_.by_rows().set_piece_rows(static_cast<int64_t>(piece_rows));
+  splitting_.by_length().policy.set_piece_rows(
       tokens == state.end() ? 0 : static_cast<int64_t>(tokens->second));
   engine_.resume(static_cast<int64_t>(steps), last_total);
 }
 
 Report BatchSizer::State::report() const {
-  auto report = engine_.recorder().report(policy_.piece_rows());
+  auto report = engine_.recorder().report(splitting_.by_rows().piece_rows());
   report.rungs = ladder_.logged;
   report.loss_rule = rule_.name;
   report.trial_runs = rule_.runs;

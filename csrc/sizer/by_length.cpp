@@ -4,72 +4,13 @@
 #include <brimful/memory/stats.h>
 #include <brimful/step/pieces.h>
 
-#include <algorithm>
-
-#include "sizer/batch_sizer_state.h"
+#include "sizer/forecaster.h"
 #include "sizer/rehearse.h"
 #include "sizer/step_trace.h"
 #include "step/kept_gradients.h"
 
 namespace brimful {
-namespace {
-/// Of a piece that has these, with its padding if it has any.
-int64_t most_tokens_of(const RowLengths& rows, const std::vector<int64_t>& split) {
-  return rows.packed ? largest_packed_tokens(rows.lengths, split)
-                     : largest_tokens(rows.lengths, split);
-}
-}  // namespace
-
-int64_t BatchSizer::State::units_of(const StepInput& input) {
-  const auto rows = input.rows.value_or(0);
-  return input.by_length && rows > 0 ? most_tokens_of(*input.by_length, {rows}) : rows;
-}
-
-ExecutionPlan BatchSizer::State::plan_as_run(const StepInput& input,
-                                             const std::vector<int64_t>& split, Rungs rungs) {
-  const auto most =
-      input.by_length ? most_tokens_of(*input.by_length, split) : largest_piece(split);
-  return {std::ssize(split), most, std::move(rungs)};
-}
-
-std::vector<int64_t> BatchSizer::State::split_within(const StepInput& input, int64_t tokens,
-                                                     const std::vector<int64_t>* given) const {
-  const auto& rows = *input.by_length;
-  if (given != nullptr && most_tokens_of(rows, *given) <= tokens) {
-    return *given;
-  }
-  return split_by_length(input, rows.packed ? within_packed_tokens(rows.lengths, tokens)
-                                            : within_tokens(rows.lengths, tokens));
-}
-
-std::vector<int64_t> BatchSizer::State::split_by_length(const StepInput& input,
-                                                        const MostRows& most_rows) const {
-  if (input.by_length->packed) {
-    return largest_pieces(input.by_length->lengths, most_rows);
-  }
-  const auto cost = splitting_.by_length.times.cost();
-  const auto& lengths = input.by_length->lengths;
-  return options_.equal_pieces ? split_of_few_shapes(lengths, most_rows, cost)
-                               : fastest_split(lengths, most_rows, cost);
-}
-
-ExecutionPlan BatchSizer::State::first_plan(const StepInput& input, int64_t pieces,
-                                            const std::vector<int64_t>* given) {
-  if (!input.by_length || !input.rows) {
-    return ExecutionPlan::in_pieces(input.rows.value_or(0), pieces);
-  }
-  if (given != nullptr) {
-    return plan_as_run(input, *given);
-  }
-  if (policy_of(input).piece_rows() == 0 && options_.piece_rows) {
-    policy_of(input).set_piece_rows(*options_.piece_rows * input.by_length->lengths.front());
-  }
-  auto plan = policy_of(input).first(units_of(input), options_.pieces);
-  plan.pieces = std::ssize(split_by(plan, input, nullptr));
-  return plan;
-}
-
-std::optional<Plan> BatchSizer::State::plan_by_length(const StepInput& input) {
+std::optional<Plan> Forecaster::plan_by_length(const StepInput& input) {
   const auto& rows = *input.by_length;
   const auto& lengths = rows.lengths;
   const auto count = std::ssize(lengths);
@@ -77,7 +18,7 @@ std::optional<Plan> BatchSizer::State::plan_by_length(const StepInput& input) {
       !StepTrace::is_possible(options_.device)) {
     return std::nullopt;
   }
-  auto& known = splitting_.by_length;
+  auto& known = splitting_.by_length();
   bool has_rehearsed = false;
   const auto rehearse_at = [&](int64_t place) {
     has_rehearsed = true;
@@ -89,7 +30,8 @@ std::optional<Plan> BatchSizer::State::plan_by_length(const StepInput& input) {
       known.policy.measure();
       known.policy.set_piece_rows(*fits * lengths.front());
       const auto more = (*fits + 1) * lengths.front();
-      known.policy.note_failure({pieces_for(units_of(input), more), more}, options_.device);
+      known.policy.note_failure({pieces_for(Splitting::units_of(input), more), more},
+                                options_.device);
     }
     return std::nullopt;
   }
@@ -103,7 +45,7 @@ std::optional<Plan> BatchSizer::State::plan_by_length(const StepInput& input) {
   plan.used_bytes = room.used_bytes();
   plan.limit_bytes = room.capacity_bytes();
   plan.workspaces_unknown = room.workspaces_unknown();
-  plan.split = split_by_length(input, [&](int64_t place) {
+  plan.split = splitting_.split_by_length(input, [&](int64_t place) {
     return place == 0 && room.fits(longest->first, count) ? count : fits(place);
   });
   plan.pieces = std::ssize(plan.split);

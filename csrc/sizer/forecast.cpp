@@ -1,37 +1,21 @@
 // The pieces of a step from a forecast of its memory: a few rows are run forward and backward for their allocations alone.
+#include "sizer/forecaster.h"
+
 #include <brimful/memory/stats.h>
 #include <brimful/step/oom.h>
 #include <brimful/step/pieces.h>
-#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "sizer/batch_sizer_state.h"
 #include "sizer/forecast_room.h"
 #include "sizer/rehearse.h"
 #include "sizer/step_trace.h"
 #include "step/kept_gradients.h"
-#include "step/one_call.h"
 
 namespace brimful {
 namespace {
 constexpr double kMoreMargin = 0.02;
-
-/// Divides the peak among what is known to be held, and the rest.
-void divide(Plan& plan, const StandingBytes& standing) {
-  int64_t rest = plan.peak_bytes;
-  const auto take = [&](int64_t bytes) {
-    const auto taken = std::min(bytes, rest);
-    rest -= taken;
-    return taken;
-  };
-  plan.parameter_bytes = take(standing.parameters);
-  plan.optimizer_bytes = take(standing.optimizer_state.value_or(0));
-  plan.buffer_bytes = take(standing.buffers);
-  plan.gradient_bytes = take(standing.trainable);
-  plan.activation_bytes = rest;
-}
 
 const PeakModel& model_of(const Forecast& forecast, const std::vector<int64_t>& split) {
   return split.size() == 1 ? forecast.first : forecast.second;
@@ -90,11 +74,11 @@ void put_need(Plan& plan, const ForecastRoom::Need& need, const ForecastRoom::Ne
 }
 }  // namespace
 
-bool BatchSizer::State::predicts() const {
-  return options_.predict && !in_lockstep() && ForecastRoom::is_known(options_.device);
+bool Forecaster::predicts() const {
+  return options_.predict && !splitting_.in_lockstep() && ForecastRoom::is_known(options_.device);
 }
 
-Rehearsal BatchSizer::State::rehearse(int64_t rows, const PieceWork& work) {
+Rehearsal Forecaster::rehearse(int64_t rows, const PieceWork& work) {
   Rehearser rehearser(engine_.group(), engine_.before().batch(), work, options_, margin_);
   try {
     rehearser.run(rows);
@@ -109,8 +93,7 @@ Rehearsal BatchSizer::State::rehearse(int64_t rows, const PieceWork& work) {
   return std::move(rehearser).traced();
 }
 
-std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const PieceWork& work,
-                                               bool anew) {
+std::optional<Plan> Forecaster::plan_of(const StepInput& input, const PieceWork& work, bool anew) {
   if (input.by_length) {
     return plan_by_length(input);
   }
@@ -127,7 +110,7 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
   put_room(plan, before);
   if ((!known || !anew) && found_.holds(kind, rows, before.bytes())) {
     put_found(plan, found_, options_.device);
-    plan.piece_rows = split_of(rows, plan.pieces).front();
+    plan.piece_rows = splitting_.split_of(rows, plan.pieces).front();
     return plan;
   }
   std::optional<int64_t> fits;
@@ -139,9 +122,9 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
   const auto forecast = known ? *known : rehearsed();
   if (!forecast) {
     if (fits) {
-      policy_.measure();
-      policy_.set_piece_rows(*fits);
-      policy_.note_failure({pieces_for(rows, *fits + 1), *fits + 1}, options_.device);
+      splitting_.by_rows().measure();
+      splitting_.by_rows().set_piece_rows(*fits);
+      splitting_.by_rows().note_failure({pieces_for(rows, *fits + 1), *fits + 1}, options_.device);
     }
     return std::nullopt;
   }
@@ -153,7 +136,7 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
     plan.pieces = fewest_pieces(room, *forecast, rows);
   }
   put_room(plan, room);
-  const auto split = split_of(rows, plan.pieces);
+  const auto split = splitting_.split_of(rows, plan.pieces);
   const auto& model = model_of(*forecast, split);
   const auto need = room.need(model, split.front());
   plan.piece_rows = split.front();
@@ -167,41 +150,10 @@ std::optional<Plan> BatchSizer::State::plan_of(const StepInput& input, const Pie
   return plan;
 }
 
-std::optional<Plan> BatchSizer::State::plan(const StepInput& input, const PieceWork& work) {
-  const auto entered = engine_.enter("plan");
-  const auto gradients_back = c10::make_scope_exit([&] { engine_.group().kept().give_back(); });
-  if (input.accumulate) {
-    engine_.group().keep_gradients();
-  }
-  check_input(input);
-  TORCH_CHECK_VALUE(input.rows, "there is nothing to plan without a batch (rows: none)");
-  const auto lets_go = c10::make_scope_exit([&] { engine_.before().release(); });
-  capture(input, work);
-  auto plan = plan_of(input, work, true);
-  if (plan) {
-    const auto of_optimizer = options_.optimizer_bytes ? options_.optimizer_bytes() : 0;
-    plan->peak_bytes = std::max(plan->peak_bytes, plan->used_bytes + of_optimizer);
-    if (plan->reserved_bytes) {
-      plan->reserved_bytes = std::max(*plan->reserved_bytes, plan->peak_bytes);
-    }
-    if (plan->whole_bytes) {
-      plan->whole_bytes = std::max(*plan->whole_bytes, plan->peak_bytes);
-    }
-    if (plan->split.empty()) {
-      plan->pieces = std::ssize(split_of(*input.rows, plan->pieces));
-    }
-    divide(*plan, options_.standing_bytes ? options_.standing_bytes() : StandingBytes{});
-  }
-  return plan;
-}
-
-void BatchSizer::State::note_shortfall(const AttemptResult& result, const std::optional<Plan>& plan,
-                                       const RowKind& kind) {
-  if (plan && result.own == Status::out_of_memory) {
-    margin_ += kMoreMargin;
-    forecasts_.distrust(kind);
-    found_ = {};
-  }
+void Forecaster::note_shortfall(const RowKind& kind) {
+  margin_ += kMoreMargin;
+  forecasts_.distrust(kind);
+  found_ = {};
 }
 
 }  // namespace brimful

@@ -30,7 +30,9 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
         backward_(pairs != nullptr ? work.backward  // it has scaled the loss itself
                                    : scaled_backward(work.backward, sizer.options_.scaler)),
         climb_(sizer.ladder_.ladder, input, work,
-               [&sizer, &input] { return sizer.policy_of(input).room(sizer.options_.device); }),
+               [&sizer, &input] {
+                 return sizer.splitting_.policy_of(input).room(sizer.options_.device);
+               }),
         clock_(sizer.options_.device) {}
 
   bool accumulates() const override { return input_.accumulate; }
@@ -67,14 +69,14 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
   }
 
   Outcome run() override {
-    s_.policy_of(input_).measure();
+    s_.splitting_.policy_of(input_).measure();
     announce();
     s_.engine_.owe();  // the others wait in their step
     plan_ = s_.choose_pieces(input_, pairs_ == nullptr ? &work_ : nullptr, outcome_);
-    auto first = s_.first_plan(input_, outcome_.pieces, given_split(input_, plan_));
-    first.rungs = climb_.first(s_.is_finest(input_, first.pieces));
-    auto& retry = retry_.emplace(s_.policy_of(input_), units_of(input_), s_.options_.max_retries,
-                                 std::move(first), &s_.engine_.recorder());
+    auto first = s_.splitting_.first_plan(input_, outcome_.pieces, Splitting::given(input_, plan_));
+    first.rungs = climb_.first(is_finest(first.pieces));
+    auto& retry = retry_.emplace(s_.splitting_.policy_of(input_), Splitting::units_of(input_),
+                                 s_.options_.max_retries, std::move(first), &s_.engine_.recorder());
     for (bool stands = false; !stands;) {
       retry.begin_attempt();
       const memory::PeakScope peak(s_.options_.device);
@@ -129,19 +131,23 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
   bool is_too_fine(const std::string& error) override {
     const auto& split = attempt_.split;
     const bool is =
-        retry_->retries() > 0 && s_.splitting_.least_rows == 1 && !s_.in_lockstep() &&
+        retry_->retries() > 0 && s_.splitting_.least_rows() == 1 && !s_.splitting_.in_lockstep() &&
         !input_.split && !input_.by_length && input_.rows.value_or(0) > 1 &&
         std::find(split.begin(), split.end(), 1) != split.end() &&
         error.find("Expected more than 1 value per channel when training") != std::string::npos;
-    s_.splitting_.least_rows = is ? 2 : s_.splitting_.least_rows;
+    s_.splitting_.set_least_rows(is ? 2 : s_.splitting_.least_rows());
     attempt_.can_shrink = attempt_.can_shrink || is;
     return is;
   }
 
  private:
+  bool is_finest(int64_t pieces) const {
+    return s_.splitting_.is_finest(input_, pieces) || !s_.norms_.may_split();
+  }
+
   void announce() {
     const auto& agreed = s_.engine_.agreed();
-    attempt_.lockstep = s_.in_lockstep();
+    attempt_.lockstep = s_.splitting_.in_lockstep();
     attempt_.buffer_source = agreed.buffer_source;
     attempt_.ref = agreed.ref();
     auto* const scaler = s_.options_.scaler;
@@ -154,8 +160,9 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
   }
 
   void begin_attempt(const Retry& retry) {
-    outcome_.split = attempt_.split = s_.split_by(retry.plan(), input_, given_split(input_, plan_));
-    const bool finest = s_.is_finest(input_, std::ssize(attempt_.split));
+    outcome_.split = attempt_.split =
+        s_.splitting_.split_by(retry.plan(), input_, Splitting::given(input_, plan_));
+    const bool finest = is_finest(std::ssize(attempt_.split));
     climb_.begin_attempt(retry.plan().rungs, finest, s_.options_.max_retries > 0);
     attempt_.retries_left = retry.may_repeat() || climb_.may_start_over();
     attempt_.can_shrink = !finest || climb_.may_go_on();
@@ -168,7 +175,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
   }
 
   void note_times() {
-    auto& known = s_.splitting_.by_length;
+    auto& known = s_.splitting_.by_length();
     if (std::exchange(known.warm, true)) {
       clock_.end_attempt(known.times, input_.by_length->lengths, outcome_.split);
     }
@@ -193,13 +200,16 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
       outcome_.order = input_.by_length ? input_.by_length->order : outcome_.order;
     } else {
       if (ended.how == Ended::How::ran_out) {
-        retry.set_plan(plan_as_run(input_, outcome_.split, retry.plan().rungs));  // some are uneven
+        retry.set_plan(
+            Splitting::plan_as_run(input_, outcome_.split, retry.plan().rungs));  // some are uneven
       }
       s_.engine_.undo();
       retry.remedy();
       ended = climb_.follow(std::move(ended), retry.plan());
       s_.log_shortage(ended, outcome_, input_, retry);
-      s_.note_shortfall(result, plan_, input_.kind);
+      if (plan_ && result.own == Status::out_of_memory) {
+        s_.forecaster_.note_shortfall(input_.kind);
+      }
     }
     outcome_.peak_bytes = std::max(outcome_.peak_bytes, peak.peak_bytes());
     return ended;
@@ -281,7 +291,7 @@ Outcome BatchSizer::step_pairs(const StepInput& input, const PairWork& work) {
                        /*checks=*/!s.pairs_.checked});
   auto checked = input;
   checked.accumulate = work.options.accumulate;
-  if (s.in_lockstep() && !checked.error) {
+  if (s.splitting_.in_lockstep() && !checked.error) {
     checked.error = thrown_by([] {
       TORCH_CHECK_VALUE(
           false,

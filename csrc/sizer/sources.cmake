@@ -39,5 +39,6 @@ brimful_sources(HEAVY
   sizer_step.cpp
   small_steps.cpp
   split.cpp
+  splitting.cpp
   step_trace.cpp
   verify_split.cpp)

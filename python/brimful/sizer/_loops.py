@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from brimful import _C
 from brimful._process_end import is_out_of_memory, mark_reported, text_of
 from brimful.loader import LoaderAdvisor
 from brimful.sampler import global_sampler_of

@@ -229,6 +229,63 @@ TEST_CASE("Replicas of a pipeline give the mean over the rows of all", "[pipelin
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 
+TEST_CASE("A replica without data takes part until all replicas have none",
+          "[pipeline][replicas]") {
+  const Watchdog watchdog("uneven replicas", std::chrono::seconds(60));
+  Checks checks;
+  run_grid([&](int number, Stores& stores) {
+    Rank own(number, stores, {"1f1b"});
+    auto& pipe = *own.pipe;
+    const int64_t batches = own.replica == 0 ? 2 : 1;
+    const auto next = [&](int64_t done) { return done < batches ? Next::yes : Next::no; };
+    const auto name = describe(own.stage_rank, own.replica);
+    checks.expect(pipe.begin_loop(next(0), std::nullopt), "a loop of " + name);
+    int64_t steps = 0;
+    while (!pipe.at_end()) {
+      checks.expect(pipe.expects_step() || steps == 0, "a step is awaited by " + name);
+      own.expect_of([&](const auto& output, const auto& target) {
+        return steps == 0 ? mse(output, target)
+                          : mse(output.narrow(0, 0, kRows[0]), target.narrow(0, 0, kRows[0]));
+      });
+      pipe.announce_next(next(steps + 1), kRows[own.replica]);
+      const auto outcome = steps < batches ? own.step() : pipe.step_without_data();
+      ++steps;
+      checks.expect(own.as_expected(), "gradients of " + name);
+      checks.expect(outcome.weight == kRows[0] + (steps == 1 ? kRows[1] : 0), "weight, " + name);
+      checks.expect(outcome.last == (steps == 2), "the end, " + name);
+    }
+    checks.expect(steps == 2 && pipe.steps() == 2, "steps of " + name);
+    checks.expect(!pipe.begin_loop(Next::no, std::nullopt), "no loop of " + name);
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("A rank that fails between two steps fails the next one of all", "[pipeline][replicas]") {
+  const Watchdog watchdog("a failure between steps", std::chrono::seconds(60));
+  Checks checks;
+  run_grid([&](int number, Stores& stores) {
+    Rank own(number, stores, {"1f1b"});
+    own.expect_of(mse);
+    own.pipe->begin_loop(Next::yes, kRows[own.replica]);
+    std::string said;
+    if (number == 1) {
+      own.pipe->report_failure(std::make_exception_ptr(std::runtime_error("no disk")));
+      said = "no disk";
+    } else {
+      try {
+        own.step();
+      } catch (const RankFailed& error) {
+        said = error.what();
+      }
+    }
+    const auto name = describe(own.stage_rank, own.replica);
+    checks.expect(said.find("no disk") != std::string::npos, said + " on " + name);
+    own.step();
+    checks.expect(own.as_expected(), "gradients of " + name);
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
 TEST_CASE("Copies of a tied weight in replicas get the mean over the rows of all, summed",
           "[pipeline][replicas]") {
   const Watchdog watchdog("tied weights of replicas", std::chrono::seconds(60));

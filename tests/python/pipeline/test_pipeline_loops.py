@@ -1,4 +1,6 @@
-"""Loops over batches of a pipeline of which each replica has another amount."""
+"""Loops over batches of a pipeline of which each replica has another amount, and what else steps have in common."""
+
+import signal
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from test_pipeline_replicas import Grid, data, net
 from torch import nn
 
 import brimful
+from brimful.metrics import Metrics
 
 SIZES = ((4, 3, 2), (5,))  # rows of each batch, by replica
 
@@ -142,3 +145,62 @@ def test_alone_a_loop_is_a_plain_one():
     with pytest.raises(RuntimeError, match=r"call pipeline\.step for every batch"):
         for _ in pipe.batches([(x, x)] * 2):
             pass
+
+
+def two_stages():
+    torch.manual_seed(0)
+    return [nn.Linear(6, 6), nn.Linear(6, 6)]
+
+
+def stopping(here):
+    stages = [brimful.DistributedDataParallel(stage) for stage in two_stages()]
+    pipe = brimful.Pipeline(stages, microbatches=2, loss_fn=F.mse_loss)
+    steps = 0
+    for x, y in pipe.batches([(torch.ones(4, 6), torch.zeros(4, 6))] * 9):
+        if (here.index, steps) == (1, 2):
+            brimful.request_stop(signal.SIGTERM)
+        outcome = pipe.step(x, y)
+        steps += 1
+        assert outcome.stop == outcome.last == (steps == 3)
+    return steps, brimful.stop_exit_code()
+
+
+def test_stages_in_threads_stop_behind_the_same_step(ranks):
+    assert ranks(stopping) == [(3, 143)] * 2
+
+
+class Kept:
+    def __init__(self):
+        self.samples = []
+
+    def write(self, sample):
+        self.samples.append(sample)
+
+    def close(self):
+        pass
+
+
+def looked_at(here):
+    pipe = brimful.Pipeline(
+        [two_stages()[here.index]],
+        group=torch.distributed.group.WORLD,
+        microbatches=2,
+        loss_fn=F.mse_loss,
+    )
+    kept = Kept()
+    with Metrics(pipeline=pipe, to=[kept], interval_s=0):
+        for x, y in pipe.batches([(torch.ones(4, 6), torch.zeros(4, 6))] * 2):
+            outcome = pipe.step(x, y)
+    values = kept.samples[-1].values
+    return values["steps_total"], values["pieces"], values["loss"] == pytest.approx(outcome.loss)
+
+
+def test_metrics_of_stages_in_processes(ranks):
+    assert ranks(looked_at) == [(2, 2, True)] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"predict": True}, {"by_length": True}])
+def test_a_sizer_around_a_pipeline_says_what_a_pipeline_has(options):
+    pipe = brimful.Pipeline(two_stages(), loss_fn=F.mse_loss)
+    with pytest.raises(TypeError, match=r"Pipeline makes steps itself .* call its step"):
+        brimful.BatchSizer(pipe, **options)

@@ -229,6 +229,19 @@ def test_the_map_of_the_code_names_what_is_there(page, files, calls_there):
     assert len(calls) > calls_there and unknown == []
 
 
+def test_each_capability_of_each_kind_of_step_has_its_test():
+    text = (ROOT / "docs/design/0019-capabilities.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) == 12 and {len(row) for row in rows[1:]} == {6}
+    for row in rows[1:]:
+        for cell in row[1:]:
+            named = re.findall(r"`([\w/]+\.py)::(\w+)`", cell)
+            assert len(named) == 1 or cell == "—", cell
+            for path, name in named:
+                source = (ROOT / "tests/python" / path).read_text()
+                assert re.search(rf"^ *def {name}\(", source, re.MULTILINE), cell
+
+
 MOST_WORDS = 700
 
 

@@ -90,20 +90,16 @@ class BRIMFUL_API Pipeline {
   /// @throws as step(); c10::ValueError if no replica has any
   Outcome step_without_data();
 
-  // Loops over data of which each replica may have another amount, by all ranks of all replicas alike: begin_loop(), and
-  // then for each batch announce_next() and step(), until at_end().
-  /// One exchange between the replicas. `rows`: of the first batch, if that is known. Returns false if no replica has any.
+  /// Begins a loop over data of which each replica may have another amount: announce_next() and step() until at_end(), on all
+  /// ranks. One exchange between the replicas. `rows`: of the first batch, if known. Returns false if no replica has any.
   bool begin_loop(Next next, std::optional<int64_t> rows);
   /// Says, before step(), what this replica will bring to the step after it.
   void announce_next(Next next, std::optional<int64_t> rows);
   /// This rank failed between two steps: the others raise in their next one. Nothing after the last step.
   void report_failure(const std::exception_ptr& error);
-  /// Of the last step, or begin_loop(): no replica has another batch, or all stop after it.
-  bool at_end() const;
-  /// The other ranks come to a step of a loop.
-  bool expects_step() const;
-  /// That stood.
-  int64_t steps() const;
+  bool at_end() const;        ///< no replica has another batch, or all stop after the last step
+  bool expects_step() const;  ///< the other ranks come to a step of a loop
+  int64_t steps() const;      ///< that stood
 
   /// The last stage's outputs, in the order of the rows; microbatches stream through the stages. Without gradients; empty
   /// on processes that do not have that stage; modules are as they are, in training or not. Retries as step().
