@@ -104,26 +104,6 @@ class Pipeline::State::InCall {
   std::jthread lanes_watched_;
 };
 
-Outcome Pipeline::State::step(int64_t rows, const PipelineWork& work) {
-  for (const auto device : options.devices) {
-    require_no_capture(device, "a step of a pipeline");
-  }
-  const InCall in_call(*this, "step");
-  engine->set_group(group_of_step());
-  PipelineStep step(*this, rows, work, engine->group(), true);
-  return engine->step(step);
-}
-
-Value Pipeline::State::forward(int64_t rows, const PipelineWork& work) {
-  const InCall in_call(*this, "forward");
-  const at::NoGradGuard no_grad;
-  const auto lets_go = c10::make_scope_exit([&] { engine->before().release(); });
-  auto inference = work;
-  inference.loss = nullptr;
-  StepGroup nobody({}, {});  // no gradient is this call's to undo
-  return PipelineStep(*this, rows, inference, nobody, false).infer();
-}
-
 bool Pipeline::State::begin_loop(const ControlRecord& first) {
   const auto entered = engine->enter("begin_loop");
   engine->set_group(group_of_step());
@@ -133,18 +113,6 @@ bool Pipeline::State::begin_loop(const ControlRecord& first) {
 void Pipeline::State::announce_next(const ControlRecord& next) {
   const auto entered = engine->enter("announce_next");
   engine->announce_next(next);
-}
-
-// The others wait in a step, for messages or for a bucket: it fails there, as any step of which this rank refuses its part.
-void Pipeline::State::report_failure(const std::exception_ptr& error) {
-  if (engine->agreed().at_end || (!options.peers && engine->group().world_size() == 1)) {
-    return;
-  }
-  PipelineWork work;
-  work.refused = error;
-  if (const auto failed = thrown_by([&] { step(0, work); }); failed && failed != error) {
-    log(LogLevel::warning, "could not announce this rank's failure: " + brimful::to_string(failed));
-  }
 }
 
 Report Pipeline::State::report() const {
@@ -159,12 +127,19 @@ Pipeline::~Pipeline() = default;
 Pipeline::Pipeline(Pipeline&&) noexcept = default;
 
 Outcome Pipeline::step(int64_t rows, const PipelineWork& work) {
-  return state_->step(rows, work);
+  auto& own = *state_;
+  for (const auto device : own.options.devices) {
+    require_no_capture(device, "a step of a pipeline");
+  }
+  const State::InCall in_call(own, "step");
+  own.engine->set_group(own.group_of_step());
+  State::PipelineStep step(own, rows, work, own.engine->group(), true);
+  return own.engine->step(step);
 }
 Outcome Pipeline::step_without_data() {
   PipelineWork nothing;
   nothing.no_data = true;
-  return state_->step(0, nothing);
+  return step(0, nothing);
 }
 bool Pipeline::begin_loop(Next next, std::optional<int64_t> rows) {
   return state_->begin_loop(record_of(next, rows));
@@ -172,8 +147,16 @@ bool Pipeline::begin_loop(Next next, std::optional<int64_t> rows) {
 void Pipeline::announce_next(Next next, std::optional<int64_t> rows) {
   state_->announce_next(record_of(next, rows));
 }
+// The others wait in a step, for messages or for a bucket: it fails there, as any step of which this rank refuses its part.
 void Pipeline::report_failure(const std::exception_ptr& error) {
-  state_->report_failure(error);
+  if (at_end() || (!state_->options.peers && state_->engine->group().world_size() == 1)) {
+    return;
+  }
+  PipelineWork work;
+  work.refused = error;
+  if (const auto failed = thrown_by([&] { step(0, work); }); failed && failed != error) {
+    log(LogLevel::warning, "could not announce this rank's failure: " + brimful::to_string(failed));
+  }
 }
 bool Pipeline::at_end() const {
   return state_->engine->agreed().at_end;
@@ -185,7 +168,14 @@ int64_t Pipeline::steps() const {
   return state_->engine->steps();
 }
 Value Pipeline::forward(int64_t rows, const PipelineWork& work) {
-  return state_->forward(rows, work);
+  auto& own = *state_;
+  const State::InCall in_call(own, "forward");
+  const at::NoGradGuard no_grad;
+  const auto lets_go = c10::make_scope_exit([&] { own.engine->before().release(); });
+  auto inference = work;
+  inference.loss = nullptr;
+  StepGroup nobody({}, {});  // no gradient is this call's to undo
+  return State::PipelineStep(own, rows, inference, nobody, false).infer();
 }
 void Pipeline::cancel() {
   state_->cancelled.store(true, std::memory_order_release);

@@ -79,18 +79,6 @@ void Pipeline::State::PipelineStep::meet() {
       [&] { return rank_of_stage(p_.schedule(call_.microbatches(), call_.trains)); });
 }
 
-StepResult Pipeline::State::PipelineStep::run_actions(std::exception_ptr refused) {
-  auto actions = actions_of(call_, p_.options, *p_.replicas);
-  actions.recompute = p_.recomputing->all();
-  actions.refused = std::move(refused);
-  if (call_.work.begin && !actions.refused) {
-    actions.refused = thrown_by([&] {
-      call_.work.begin({call_.split.begin(), call_.split.begin() + call_.filled()});
-    });
-  }
-  return p_.executor->run(call_.order, actions);
-}
-
 StepResult Pipeline::State::PipelineStep::run_schedule() {
   auto refused = call_.refused;
   const auto trying = [&](const auto& work) {
@@ -111,7 +99,15 @@ StepResult Pipeline::State::PipelineStep::run_schedule() {
   if (call_.runs && has_order) {  // refused or not: the other ranks wait for messages
     const NormsScope scope(p_.norms, call_.trains ? call_.filled() : 0);
     noting(result, [&] {
-      result = run_actions(refused);
+      auto actions = actions_of(call_, p_.options, *p_.replicas);
+      actions.recompute = p_.recomputing->all();
+      actions.refused = refused;
+      if (call_.work.begin && !refused) {
+        actions.refused = thrown_by([&] {
+          call_.work.begin({call_.split.begin(), call_.split.begin() + call_.filled()});
+        });
+      }
+      result = p_.executor->run(call_.order, actions);
       if (result.interrupted) {
         result.failure = p_.agreement.failure_outside(result.interrupted);
       }

@@ -33,11 +33,8 @@ std::vector<at::Tensor> trained_of(const std::vector<Stage>& stages);
 struct Pipeline::State {
   State(std::vector<Stage> stages, PipelineOptions wanted);
 
-  Outcome step(int64_t rows, const PipelineWork& work);
-  Value forward(int64_t rows, const PipelineWork& work);
   bool begin_loop(const ControlRecord& first);
   void announce_next(const ControlRecord& next);
-  void report_failure(const std::exception_ptr& error);
   void regrouped(int64_t progress);
   Report report() const;
   Schedule schedule(int64_t microbatches, bool training) const;
@@ -67,8 +64,9 @@ struct Pipeline::State {
   LastStep last;
   bool has_stepped = false;  ///< a call has begun
 
- private:
   StepGroup group_of_step() const;
+
+ private:
   /// Where memory has not run out.
   int64_t first_microbatches(bool trains, int64_t rows) const;
   /// Alike on all ranks, as all that were shrunk together remember it.

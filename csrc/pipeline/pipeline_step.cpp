@@ -152,35 +152,39 @@ void Pipeline::State::PipelineStep::until_it_stands() {
       (p_.options.peers && (p_.policies.of(call_.trains).piece_rows() > 0 || !call_.trains))) {
     meet();
   }
-  call_.retry.run([&] { return attempt(); });
+  for (bool stands = false; !stands;) {
+    call_.retry.begin_attempt();
+    if (call_.retry.retries() > 0 && p_.options.peers && p_.options.peers->wants_links()) {
+      meet();
+    }
+    const Peaks peaks(p_.options.devices);
+    call_.split = call_.refused || call_.failed_elsewhere
+                      ? std::vector<int64_t>(call_.microbatches())
+                      : split_of(call_);
+    StepResult result;
+    const auto broke = thrown_by([&] {
+      result = run_schedule();
+      if (!result.abandoned) {
+        verdict_ = close(result);
+      }
+    });
+    if (broke) {
+      undo();
+      std::rethrow_exception(broke);
+    }
+    if (result.abandoned) {
+      give_up(result);
+    }
+    stands = call_.retry.end_attempt(settle(result, peaks.bytes()));
+  }
 }
 
-Ended Pipeline::State::PipelineStep::attempt() {
-  if (call_.retry.retries() > 0 && p_.options.peers && p_.options.peers->wants_links()) {
-    meet();
-  }
-  const Peaks peaks(p_.options.devices);
-  call_.split = call_.refused || call_.failed_elsewhere ? std::vector<int64_t>(call_.microbatches())
-                                                        : split_of(call_);
-  StepResult result;
-  const auto broke = thrown_by([&] {
-    result = run_schedule();
-    if (!result.abandoned) {
-      verdict_ = close(result);
-    }
-  });
-  if (broke) {
-    undo();
-    std::rethrow_exception(broke);
-  }
-  if (result.abandoned) {
-    give_up(result);
-  }
-  call_.retry.note(note_of(result, peaks.bytes()),
+Ended Pipeline::State::PipelineStep::settle(StepResult& result, const RetryPolicy::Bytes& peaks) {
+  call_.retry.note(note_of(result, peaks),
                    result.failure && result.failure->kind == Status::out_of_memory);
   if (verdict_.kind == Status::ok) {
     if (call_.rows > 0) {
-      p_.policies.of(call_.trains).note_fit(call_.retry.plan(), peaks.bytes());
+      p_.policies.of(call_.trains).note_fit(call_.retry.plan(), peaks);
     }
     standing_ = std::move(result);
     return {};

@@ -37,7 +37,6 @@ class Pipeline::State::PipelineStep final : public StepTask {
   void meet();
   /// What is wrong with it, or with anything else before the first action, fails the first action.
   StepResult run_schedule();
-  StepResult run_actions(std::exception_ptr refused);
   /// Ends an attempt on all ranks of all replicas, and returns how it has ended.
   PeerVerdict close(StepResult& result);
   PeerVerdict own_verdict(const StepResult& result) const;
@@ -54,7 +53,8 @@ class Pipeline::State::PipelineStep final : public StepTask {
   /// Fewer microbatches, where this rank has the memory.
   void choose_microbatches();
   void until_it_stands();
-  Ended attempt();
+  /// By the verdict of all ranks.
+  Ended settle(StepResult& result, const RetryPolicy::Bytes& peaks);
   Ended ended_by(const StepResult& result);
   AttemptNote note_of(const StepResult& result, const RetryPolicy::Bytes& peaks) const;
   /// Gradients, buffers and random numbers are as before the attempt.

@@ -17,7 +17,7 @@ import torch
 import brimful
 
 ROOT = Path(__file__).resolve().parents[3]
-MOST = {"sizer": 9, "pipeline": 19}
+MOST = {"sizer": 9, "pipeline": 18}
 MOST_FILES = 20
 
 pytestmark = pytest.mark.skipif(
