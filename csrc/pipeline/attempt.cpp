@@ -222,7 +222,7 @@ StepResult Pipeline::State::run_actions(const Call& call, std::exception_ptr ref
   }
   actions.filled = static_cast<int>(call.filled());
   actions.rows = call.rows;
-  actions.recompute = recomputing->all();
+  actions.rungs = recomputing->all();
   actions.hidden_state = options.hidden_state;
   actions.ref = call.ref;
   actions.thread_scope = call.work.thread_scope;

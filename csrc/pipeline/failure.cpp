@@ -51,9 +51,9 @@ bool would_1f1b_help(int stage, const Schedule& schedule) {
   return !is_alike && schedule.stages == static_cast<int>(schedule.ranks.size());
 }
 
-std::string checkpoint_advice(int stage, const std::vector<int>& recomputed) {
+std::string checkpoint_advice(int stage, StageRung rung) {
   const auto number = std::to_string(stage);
-  return std::find(recomputed.begin(), recomputed.end(), stage) != recomputed.end()
+  return is_recomputed(rung)
              ? "checkpoint parts of stage " + number +
                    " within it (torch.utils.checkpoint), whose backward holds all of one microbatch"
              : "checkpoint the activations of stage " + number + " (torch.utils.checkpoint)";
@@ -94,8 +94,8 @@ void rethrow(ActionFailure failure) {
 
 std::vector<std::string> advice_on(int stage, const TriedStage& tried) {
   std::vector<std::string> advice;
-  if (tried.trains) {
-    advice.push_back(checkpoint_advice(stage, tried.recomputed));
+  if (tried.trains && !is_offloaded(tried.rung)) {
+    advice.push_back(checkpoint_advice(stage, tried.rung));
   }
   advice.push_back("move layers from stage " + std::to_string(stage) + " to others, or add stages");
   if (tried.trains && would_1f1b_help(stage, tried.schedule)) {
@@ -107,7 +107,8 @@ std::vector<std::string> advice_on(int stage, const TriedStage& tried) {
         "number of microbatches");
   }
   if (tried.waits_for_retries) {
-    advice.emplace_back("allow retries, in which stages are recomputed (max_retries: 0)");
+    advice.emplace_back(
+        "allow retries, in which stages are recomputed or offloaded (max_retries: 0)");
   }
   return advice;
 }

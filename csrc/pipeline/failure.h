@@ -17,8 +17,8 @@ struct TriedStage {
   const Schedule& schedule;
   bool trains = true;
   bool is_fixed = false;           ///< the schedule, with its number of microbatches
-  bool waits_for_retries = false;  ///< it could be recomputed, but no retry is allowed
-  std::vector<int> recomputed;     ///< stages
+  bool waits_for_retries = false;  ///< it could be on a rung, but no retry is allowed
+  StageRung rung = StageRung::none;
 };
 
 /// What to do about it, for the text of BatchTooLarge.

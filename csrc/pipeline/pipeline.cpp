@@ -87,9 +87,7 @@ void Pipeline::State::stand(Call& call, StepResult result, const PeerVerdict& ve
   }
   recomputing->note_stood();
   last.notes = notes_of(*executor, last.schedule, last.result);
-  for (const auto number : recomputing->numbers(call.order)) {
-    last.notes.at(number).recomputed = true;
-  }
+  recomputing->mark(last.notes);
   outcome.stages = last.notes;
 }
 
@@ -144,9 +142,9 @@ Shortfall Pipeline::State::shortfall_of(const Call& call, const ActionFailure& f
                 {.schedule = call.order,
                  .trains = call.trains,
                  .is_fixed = shortfall.is_fixed,
-                 .waits_for_retries = options.recompute && call.trains &&
+                 .waits_for_retries = (options.recompute || options.offload) && call.trains &&
                                       options.max_retries == 0 && call.retry.plan().piece_rows <= 1,
-                 .recomputed = recomputing->numbers(call.order)});
+                 .rung = recomputing->of(failure.action.stage)});
   shortfall.attempts = call.retry.attempts();
   shortfall.last_error = failure.text;
   return shortfall;

@@ -226,6 +226,9 @@ std::string to_string(const Executor& executor, const Schedule& last_schedule,
     if (note.recomputed) {
       text << "\n    forward runs again in backward (recomputed)";
     }
+    if (note.offloaded) {
+      text << "\n    what it saves for backward is offloaded";
+    }
     if (!note.split_note.empty()) {
       text << "\n    backward " << note.split_note;
     }

@@ -62,6 +62,7 @@ Retry Pipeline::State::retry_of(bool trains, int64_t rows) {
 void Pipeline::State::choose_microbatches(Call& call) {
   auto& policy = policies.of(call.trains);
   policy.measure();
+  recomputing->come_back(call.trains);
   const auto first = first_microbatches(call.trains, call.rows);
   const auto known = call.microbatches();
   if (known > first) {
@@ -79,7 +80,7 @@ std::string Pipeline::State::name_of(const Call& call) const {
 }
 
 Ended Pipeline::State::ended_by(Call& call, const StepResult& result, const PeerVerdict& verdict) {
-  const bool is_without = recomputing->drop_refused(call, result);
+  const bool is_without = recomputing->drop_refused(result);
   Repetition again{.rank = verdict.rank,
                    .what = name_of(call),
                    .rows = call.rows,
@@ -105,7 +106,7 @@ Ended Pipeline::State::ended_by(Call& call, const StepResult& result, const Peer
   } else if (const auto stages = recomputing->add(call, result); !stages.empty()) {
     again.reason =
         "memory ran out, and microbatches are as small as they can be; the step is repeated with " +
-        stages + " recomputed in backward";
+        stages;
     log_repetition(again, failed);
   } else if (is_without) {
     // said already
@@ -132,7 +133,7 @@ AttemptNote Pipeline::State::note_of(const Call& call, const StepResult& result,
   if (ran_out || verdict.refine) {
     note.ran_out = {verdict.rank};
   }
-  note.rungs.recomputed = recomputing->names(call.order);
+  note.rungs = recomputing->named();
   return note;
 }
 
