@@ -12,6 +12,7 @@
 #include "bindings/sizer_parts.h"
 #include "ladder/aside.h"
 #include "ladder/choose.h"
+#include "ladder/put_aside.h"
 #include "step/behind_error.h"
 
 namespace brimful {
@@ -87,6 +88,27 @@ class PythonModules final : public Modules {
   std::shared_ptr<py::object> modules_;
 };
 
+/// Hooks of Python for what is saved, on this thread.
+class PythonAsideScope {
+ public:
+  explicit PythonAsideScope(std::shared_ptr<Aside> aside) {
+    call_python([&] {
+      const py::object given = py::cast(std::move(aside));
+      hooks("_push_saved_tensors_default_hooks")(given.attr("put"), given.attr("get"));
+    });
+  }
+  ~PythonAsideScope() {
+    behind_error([&] { call_python([] { hooks("_pop_saved_tensors_default_hooks")(); }); });
+  }
+  PythonAsideScope(const PythonAsideScope&) = delete;
+  PythonAsideScope& operator=(const PythonAsideScope&) = delete;
+
+ private:
+  static py::object hooks(const char* name) {
+    return py::module_::import("torch._C").attr("_autograd").attr(name);
+  }
+};
+
 std::string rungs_repr(const Rungs& rungs) {
   const auto listed = [](const std::vector<int32_t>& modules) {
     return py::str(py::cast(modules)).cast<std::string>();
@@ -150,6 +172,9 @@ std::shared_ptr<Modules> ladder_modules_of(py::object modules) {
 }
 
 void bind_ladder(py::module_& m) {
+  set_aside_scope([](std::shared_ptr<Aside> aside) -> std::shared_ptr<void> {
+    return std::make_shared<PythonAsideScope>(std::move(aside));
+  });
   py::class_<Rungs>(m, "_Rungs", "What a step does below one row, by the numbers of modules.")
       .def(py::init([](std::vector<int32_t> recomputed, std::vector<int32_t> offloaded,
                        bool everything, bool ahead) {

@@ -17,7 +17,7 @@
 #include "bindings/pipeline_threads.h"
 #include "bindings/pipeline_value.h"
 #include "bindings/sizer_parts.h"
-#include "pipeline/executor/recompute.h"
+#include "pipeline/executor/stage_rung.h"
 #include "pipeline/transport/peers.h"
 
 namespace brimful {
@@ -283,7 +283,7 @@ std::unique_ptr<PythonPipeline> make_pipeline(
     const std::optional<py::function>& before_action, double patience_s,
     std::shared_ptr<Splitter> splitter, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
     const std::vector<std::shared_ptr<Reducer>>& reducers,
-    const std::vector<std::pair<std::string, at::Tensor>>& tied, bool recompute,
+    const std::vector<std::pair<std::string, at::Tensor>>& tied, bool recompute, bool offload,
     const std::optional<std::vector<int>>& recomputed,
     const std::optional<py::function>& hidden_state) {
   pipeline::PipelineOptions options;
@@ -299,6 +299,7 @@ std::unique_ptr<PythonPipeline> make_pipeline(
   options.patience = std::chrono::milliseconds(static_cast<int64_t>(patience_s * 1e3));
   options.batch_norm = batch_norm_policy(batch_norm);
   options.recompute = recompute;
+  options.offload = offload;
   options.recompute_all = !recomputed;
   options.recomputed = recomputed.value_or(std::vector<int>());
   if (hidden_state) {
@@ -353,7 +354,8 @@ void bind_pipeline(py::module_& m) {
            py::arg("threads_per_rank"), py::arg("trace"), py::arg("batch_norm"), py::arg("scaler"),
            py::arg("keepers"), py::arg("before_action"), py::arg("patience_s"), py::arg("splitter"),
            py::arg("group").none(true), py::arg("reducers"), py::arg("tied"), py::arg("recompute"),
-           py::arg("recomputed").none(true), py::arg("hidden_state").none(true))
+           py::arg("offload") = false, py::arg("recomputed").none(true),
+           py::arg("hidden_state").none(true))
       .def("step", &PythonPipeline::step, py::arg("batch"), py::arg("target"), py::arg("loss_fn"),
            py::arg("keywords"))
       .def("step_without_data", &PythonPipeline::step_without_data)

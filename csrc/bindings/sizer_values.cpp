@@ -86,7 +86,7 @@ void bind_outcome(py::module_& m) {
   py::class_<StageNote>(m, "StageNote", "A stage's part of a step.")
       .BRIMFUL_FIELDS(def_readonly, StageNote, peak_live, forward_ms, backward_ms, wait_ms,
                       peak_live_bytes, parameter_bytes, gradient_bytes, buffer_bytes, split_note,
-                      recomputed);
+                      recomputed, offloaded);
   py::class_<Outcome>(m, "Outcome", "How a step ended; see BatchSizer.step and Pipeline.step.")
       .BRIMFUL_FIELDS(def_readonly, Outcome, loss, losses, weight, pieces, split, order, rungs,
                       retries, total_ms, peak_bytes, peaks, work_ms, last, stop, regroup, attempts,

@@ -1,10 +1,10 @@
 #include "ladder/ladder.h"
 
-#include <brimful/log.h>
 #include <brimful/memory/stats.h>
 
 #include <algorithm>
 
+#include "ladder/put_aside.h"
 #include "memory/cuda_caching.h"
 
 namespace brimful::ladder {
@@ -62,13 +62,7 @@ void Ladder::leave_out_offload() {
 
 bool Ladder::can_put_aside() {
   if (!has_room_aside_) {
-    try {
-      has_room_aside_ = device_.is_cpu() ? ScratchFile::open() != nullptr : true;
-    } catch (const c10::Error& error) {
-      has_room_aside_ = false;
-      log(LogLevel::warning, std::string("one row does not fit, and nothing can be put aside: ") +
-                                 error.what_without_backtrace());
-    }
+    has_room_aside_ = ladder::can_put_aside(device_);
   }
   return *has_room_aside_;
 }

@@ -6,6 +6,7 @@ brimful_sources(HEAVY
   host_copy.cpp
   inner_graph.cpp
   ladder.cpp
+  put_aside.cpp
   recomputable.cpp
   step_recorder.cpp
   surroundings.cpp)

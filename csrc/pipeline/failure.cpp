@@ -51,9 +51,9 @@ bool would_1f1b_help(int stage, const Schedule& schedule) {
   return !is_alike && schedule.stages == static_cast<int>(schedule.ranks.size());
 }
 
-std::string checkpoint_advice(int stage, const std::vector<int>& recomputed) {
+std::string checkpoint_advice(int stage, StageRung rung) {
   const auto number = std::to_string(stage);
-  return std::find(recomputed.begin(), recomputed.end(), stage) != recomputed.end()
+  return is_recomputed(rung)
              ? "checkpoint parts of stage " + number +
                    " within it (torch.utils.checkpoint), whose backward holds all of one microbatch"
              : "checkpoint the activations of stage " + number + " (torch.utils.checkpoint)";
@@ -64,8 +64,8 @@ std::vector<std::string> advice_for(const Tried& tried) {
   const auto& call = tried.call;
   const auto stage = tried.failure.action.stage;
   std::vector<std::string> advice;
-  if (call.trains) {
-    advice.push_back(checkpoint_advice(stage, tried.recomputed));
+  if (call.trains && !is_offloaded(tried.rung)) {
+    advice.push_back(checkpoint_advice(stage, tried.rung));
   }
   advice.push_back("move layers from stage " + std::to_string(stage) + " to others, or add stages");
   if (call.trains && would_1f1b_help(stage, call.order)) {
@@ -76,9 +76,10 @@ std::vector<std::string> advice_for(const Tried& tried) {
         "give a schedule of more microbatches, the name of one, or a function that makes one for a "
         "number of microbatches");
   }
-  if (tried.options.recompute && call.trains && tried.options.max_retries == 0 &&
-      call.retry.plan().piece_rows <= 1) {
-    advice.emplace_back("allow retries, in which stages are recomputed (max_retries: 0)");
+  if ((tried.options.recompute || tried.options.offload) && call.trains &&
+      tried.options.max_retries == 0 && call.retry.plan().piece_rows <= 1) {
+    advice.emplace_back(
+        "allow retries, in which stages are recomputed or offloaded (max_retries: 0)");
   }
   return advice;
 }
@@ -118,7 +119,7 @@ void rethrow(ActionFailure failure) {
 
 Shortfall shortfall_of(const Tried& tried) {
   const memory::Unlimited unlimited;
-  const auto& [call, failure, device, options, stages, recomputed, may_split] = tried;
+  const auto& [call, failure, device, options, stages, rung, may_split] = tried;
   auto shortfall = shortfall_on(device, [&tried] {
     std::vector<at::Tensor> parameters;
     std::vector<at::Tensor> buffers;

@@ -21,7 +21,7 @@ struct Tried {
   c10::Device device;            ///< where
   const PipelineOptions& options;
   const std::vector<Stage>& stages;  ///< of this process
-  std::vector<int> recomputed;       ///< stages, by number
+  StageRung rung = StageRung::none;  ///< of the stage that failed
   bool may_split = true;             ///< the BatchNorms of all ranks may be given microbatches
 };
 

@@ -100,7 +100,7 @@ StepResult Pipeline::State::PipelineStep::run_schedule() {
     const NormsScope scope(p_.norms, call_.trains ? call_.filled() : 0);
     noting(result, [&] {
       auto actions = actions_of(call_, p_.options, *p_.replicas);
-      actions.recompute = p_.recomputing->all();
+      actions.rungs = p_.recomputing->all();
       actions.refused = refused;
       if (call_.work.begin && !refused) {
         actions.refused = thrown_by([&] {

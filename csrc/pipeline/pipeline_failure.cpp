@@ -32,7 +32,7 @@ void Pipeline::State::PipelineStep::raise(StepResult& result) {
                                     .device = device_of(*result.failure),
                                     .options = p_.options,
                                     .stages = p_.executor->stages(),
-                                    .recomputed = p_.recomputing->numbers(call_.order),
+                                    .rung = p_.recomputing->of(result.failure->action.stage),
                                     .may_split = p_.agreement.may_split()}));
     }
   }

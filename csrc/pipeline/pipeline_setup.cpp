@@ -193,8 +193,8 @@ Pipeline::State::State(std::vector<Stage> stages, PipelineOptions wanted)
     }
   }
   require_unshared(parameters, devices);
-  recomputing =
-      std::make_unique<Recomputing>(options, *executor, numbers, static_cast<int>(placed.size()));
+  recomputing = std::make_unique<Recomputing>(
+      options, policies.training, own_stages(executor->stages(), numbers, devices), placed.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
     for (const auto& parameter : parameters[i]) {
       TORCH_CHECK_VALUE(parameter.device() == devices[i],

@@ -136,6 +136,7 @@ Value Pipeline::State::PipelineStep::infer() {
 void Pipeline::State::PipelineStep::choose_microbatches() {
   auto& policy = p_.policies.of(call_.trains);
   policy.measure();
+  p_.recomputing->come_back(call_.trains);
   const auto first = p_.first_microbatches(call_.trains, call_.rows);
   const auto known = call_.microbatches();
   if (known > first) {
@@ -201,7 +202,7 @@ Ended Pipeline::State::PipelineStep::settle(StepResult& result, const RetryPolic
 }
 
 Ended Pipeline::State::PipelineStep::ended_by(const StepResult& result) {
-  const bool is_without = p_.recomputing->drop_refused(call_, result);
+  const bool is_without = p_.recomputing->drop_refused(result);
   Repetition again{.rank = verdict_.rank,
                    .what = name(),
                    .rows = call_.rows,
@@ -227,7 +228,7 @@ Ended Pipeline::State::PipelineStep::ended_by(const StepResult& result) {
   } else if (const auto stages = p_.recomputing->add(call_, result); !stages.empty()) {
     again.reason =
         "memory ran out, and microbatches are as small as they can be; the step is repeated with " +
-        stages + " recomputed in backward";
+        stages;
     log_repetition(again, failed);
   } else if (is_without) {
     // said already
@@ -253,7 +254,7 @@ AttemptNote Pipeline::State::PipelineStep::note_of(const StepResult& result,
   if (ran_out || verdict_.refine) {
     note.ran_out = {verdict_.rank};
   }
-  note.rungs.recomputed = p_.recomputing->names(call_.order);
+  note.rungs = p_.recomputing->named();
   return note;
 }
 
@@ -281,18 +282,16 @@ Outcome Pipeline::State::PipelineStep::stand() {
   outcome.regroup = verdict_.regroup;
   outcome.total_ms = static_cast<double>(standing_.end_ns - standing_.begin_ns) / 1e6;
   outcome.peaks = peaks_.bytes();
-  if (const auto most = fullest(outcome.peaks)) {
-    outcome.peak_bytes = most->second;
-  }
+  outcome.peak_bytes = peak_of(outcome.peaks, std::nullopt);
   records_.at(call_.group.rank()).stop = verdict_.stop;  // of other stages' replicas too
   p_.engine->adopt(records_);
   p_.engine->note_end(records_);
   p_.engine->note_total(outcome.weight);
   outcome.last = p_.engine->agreed().at_end;
-  p_.recomputing->note_stood();
   if (call_.rows > 0) {
-    p_.last.take(*p_.executor, call_.order, call_.filled(), std::move(standing_),
-                 p_.recomputing->numbers(call_.order));
+    p_.recomputing->note_stood();
+    p_.last.take(*p_.executor, call_.order, call_.filled(), std::move(standing_));
+    p_.recomputing->mark(p_.last.notes);
     outcome.stages = p_.last.notes;
   }
   return outcome;

@@ -135,16 +135,13 @@ std::vector<int> stage_numbers(const Executor& executor, const Schedule& schedul
 }
 
 void LastStep::take(const Executor& executor, const Schedule& order, int64_t filled,
-                    StepResult done, const std::vector<int>& recomputed) {
+                    StepResult done) {
   schedule = order;
   result = std::move(done);
   if (filled < order.microbatches) {
     drop_empty(filled, schedule, result);
   }
   notes = notes_of(executor, schedule, result);
-  for (const auto number : recomputed) {
-    notes.at(number).recomputed = true;
-  }
 }
 
 bool LastStep::has_times() const {
@@ -250,6 +247,9 @@ std::string to_string(const Executor& executor, const Schedule& last_schedule,
     }
     if (note.recomputed) {
       text << "\n    forward runs again in backward (recomputed)";
+    }
+    if (note.offloaded) {
+      text << "\n    what it saves for backward is offloaded";
     }
     if (!note.split_note.empty()) {
       text << "\n    backward " << note.split_note;

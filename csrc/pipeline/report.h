@@ -14,9 +14,8 @@ struct LastStep {
   std::vector<StageNote> notes;
   StepRungs rungs;
 
-  /// `filled`: microbatches that had rows. `recomputed`: stages, by number.
-  void take(const Executor& executor, const Schedule& order, int64_t filled, StepResult done,
-            const std::vector<int>& recomputed);
+  /// `filled`: microbatches that had rows.
+  void take(const Executor& executor, const Schedule& order, int64_t filled, StepResult done);
   bool has_times() const;
 };
 

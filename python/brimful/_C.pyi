@@ -1116,6 +1116,8 @@ class StageNote:
     def split_note(self) -> str: ...
     @property
     def recomputed(self) -> bool: ...
+    @property
+    def offloaded(self) -> bool: ...
 
 class Pipeline:
     def __init__(
@@ -1147,6 +1149,7 @@ class Pipeline:
         reducers: Sequence[Reducer],
         tied: Sequence[tuple[str, torch.Tensor]],
         recompute: bool,
+        offload: bool = ...,
         recomputed: Sequence[int] | None,
         hidden_state: Callable[[], int] | None,
     ) -> None: ...

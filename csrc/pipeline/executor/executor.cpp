@@ -17,8 +17,14 @@ namespace brimful::pipeline {
 namespace {
 using Clock = std::chrono::steady_clock;
 
-constexpr const char* kJoinedParts =
-    "not split: the stage is recomputed, which is done once in a whole backward";
+std::string split_note_of(const StageRun& run) {
+  if (!run.again.joined_parts) {
+    return run.split_note;
+  }
+  return is_offloaded(run.again.rung)
+             ? "not split: the stage is offloaded, and two parts would hold gradients between them"
+             : "not split: the stage is recomputed, which is done once in a whole backward";
+}
 std::atomic<uint64_t> executors{0};
 
 int64_t now_ns() {
@@ -173,9 +179,9 @@ void Executor::Impl::prepare(const Schedule& schedule, const StepWork& work, Ste
   }
   for (auto& run : runs_) {
     run.begin(schedule, rank_of_stage_);
-    const bool may = run.stage != nullptr && work.loss && !work.recompute.empty();
-    run.again.how = may ? work.recompute.at(run.stage - stages.data()) : Recompute::no;
-    if (run.again.how != Recompute::no) {
+    const bool may = run.stage != nullptr && work.loss && !work.rungs.empty();
+    run.again.rung = may ? work.rungs.at(run.stage - stages.data()) : StageRung::none;
+    if (is_recomputed(run.again.rung)) {
       turns_.expect_backward(run.index);
     }
   }
@@ -248,7 +254,7 @@ void Executor::Impl::finish(const Schedule& schedule, StepResult& result) {
   for (auto& run : runs_) {
     result.peak_live.push_back(run.held.peak);
     result.peak_live_bytes.push_back(run.held.peak_bytes);
-    result.split_notes.push_back(run.again.joined_parts ? kJoinedParts : run.split_note);
+    result.split_notes.push_back(split_note_of(run));
     result.refusals.push_back(run.again.refusal);
     std::move(run.caller_gradients.begin(), run.caller_gradients.end(),
               std::back_inserter(result.caller_gradients));

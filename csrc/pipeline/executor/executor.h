@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "pipeline/executor/recompute.h"
+#include "pipeline/executor/stage_rung.h"
 #include "pipeline/executor/step_result.h"
 
 namespace brimful::pipeline {
@@ -61,8 +61,8 @@ struct StepWork {
   /// Before and after each action that may give parameters gradients, by the stage's thread. Optional.
   std::function<void(const Action& action)> before_backward;
   std::function<void(const Action& action)> after_backward;
-  /// By this process's stages; none: no stage is recomputed.
-  std::vector<Recompute> recompute;
+  /// By this process's stages; empty: no stage is on one.
+  std::vector<StageRung> rungs;
   /// See PipelineWork. Optional.
   std::function<std::shared_ptr<void>()> thread_scope;
   /// See RecomputedForward. Optional.

@@ -46,26 +46,27 @@ RankRun::Roots RankRun::roots_of(StageRun& stage, int microbatch) {
   return roots;
 }
 
-// A recomputed stage would run its forward in both parts, or hold all gradients of its weights between them.
+// A recomputed stage would run its forward in both parts, or hold all gradients of its weights between them; an offloaded one
+// those of what it computes, in the memory that it gave up.
 std::vector<at::Tensor> RankRun::gradients_of_leaves(StageRun& stage, InFlight& flight,
                                                      const Roots& roots,
                                                      const std::vector<at::Tensor>& leaves,
                                                      bool input_only) {
-  const bool is_recomputed = stage.again.how != Recompute::no;
+  const bool holds_less = stage.again.rung != StageRung::none;
   if (roots.outputs.empty()) {
     return std::vector<at::Tensor>(leaves.size());
   }
-  if (input_only && stage.splits && !is_recomputed) {
+  if (input_only && stage.splits && !holds_less) {
     auto split = backward_input(roots.outputs, roots.gradients, leaves);
     flight.weight_work = std::move(split.weight_work);
     stage.learn_split(split);
     return std::move(split.input_gradients);
   }
-  stage.again.joined_parts |= input_only && is_recomputed;
+  stage.again.joined_parts |= input_only && holds_less;
   try {
     return backward_full(roots.outputs, roots.gradients, leaves);
   } catch (const CannotRunAgain& refused) {
-    stage.again.refusal = is_recomputed ? refused.what_without_backtrace() : "";
+    stage.again.refusal = is_recomputed(stage.again.rung) ? refused.what_without_backtrace() : "";
     throw;
   }
 }

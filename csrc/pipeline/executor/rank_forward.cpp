@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <brimful/ladder/checkpoint_call.h>
 
+#include "ladder/put_aside.h"
 #include "pipeline/executor/keyword_scope.h"
 #include "pipeline/executor/rank_run.h"
 #include "pipeline/executor/recomputed_forward.h"
@@ -129,10 +130,18 @@ void RankRun::forward(StageRun& stage, int microbatch) {
 
 Value RankRun::run_stage(StageRun& stage, int microbatch, const Value& input,
                          KeywordScope& keywords) {
-  if (!work_.loss || stage.again.how == Recompute::no) {
+  if (!work_.loss || stage.again.rung == StageRung::none) {
     return stage.stage->forward(input);
   }
-  const bool compared = stage.again.how == Recompute::compared;
+  if (is_offloaded(stage.again.rung)) {
+    const auto aside = std::make_shared<ladder::Aside>(stage.device);
+    aside->keep(stage.stage->parameters);
+    aside->keep(stage.stage->buffers);
+    aside->keep(stage.flights[microbatch].inputs);
+    const auto scope = ladder::put_aside_in_scope(aside);
+    return stage.stage->forward(input);
+  }
+  const bool compared = stage.again.rung == StageRung::compared;
   try {
     return forward_to_recompute(
         {*stage.stage, stage.flights[microbatch].skips, keywords.keep(), compared,

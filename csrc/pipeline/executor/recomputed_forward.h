@@ -7,8 +7,8 @@
 #include <memory>
 
 #include "pipeline/executor/keyword_scope.h"
-#include "pipeline/executor/recompute.h"
 #include "pipeline/executor/skips.h"
+#include "pipeline/executor/stage_rung.h"
 
 namespace brimful::pipeline {
 

@@ -8,8 +8,8 @@
 
 #include "pipeline/backward/known_parameters.h"
 #include "pipeline/executor/caller_gradients.h"
-#include "pipeline/executor/recompute.h"
 #include "pipeline/executor/skips.h"
+#include "pipeline/executor/stage_rung.h"
 #include "pipeline/executor/step_result.h"
 #include "pipeline/transport/channel.h"
 #include "pipeline/transport/shapes.h"
@@ -50,10 +50,10 @@ struct Held {
   int64_t peak_bytes = 0;
 };
 
-/// Whether a stage is recomputed, and what became of it in this step.
+/// How a stage holds less, and what became of it in this step.
 struct SecondForwards {
-  Recompute how = Recompute::no;
-  std::string refusal;        ///< why they cannot be; empty: they could
+  StageRung rung = StageRung::none;
+  std::string refusal;        ///< why it cannot be recomputed; empty: it could
   bool joined_parts = false;  ///< because of them I did the whole backward
 };
 

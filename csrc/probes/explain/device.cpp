@@ -7,7 +7,7 @@ namespace {
 
 constexpr size_t kShownOperators = 8;
 
-void add_operators(const ErrorEvidence& evidence, Explanation& out) {
+void add_operators(std::vector<std::string>& lines, const ErrorEvidence& evidence) {
   const auto& all = evidence.operators;
   const auto shown = std::min(all.size(), kShownOperators);
   for (size_t i = all.size() - shown; i < all.size(); ++i) {
@@ -15,14 +15,15 @@ void add_operators(const ErrorEvidence& evidence, Explanation& out) {
     for (size_t t = 0; t < all[i].tensors.size(); ++t) {
       line += (t == 0 ? "" : "; ") + all[i].tensors[t];
     }
-    out.evidence.push_back(line + ")" + (all[i].where.empty() ? "" : " at " + all[i].where) +
-                           (all[i].indices_dropped ? ", its indices were not copied" : ""));
+    lines.push_back(line + ")" + (all[i].where.empty() ? "" : " at " + all[i].where) +
+                    (all[i].indices_dropped ? ", its indices were not copied" : ""));
   }
 }
 
 }  // namespace
 
-void explain_assertion(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
+Explanation explain_assertion(const ErrorText& error, const ErrorEvidence& evidence) {
+  Explanation out;
   out.is_memory = false;
   out.kind = "device_lost";
   const auto* rule = assertion_in(error.text);
@@ -42,7 +43,7 @@ void explain_assertion(const ErrorText& error, const ErrorEvidence& evidence, Ex
     out.kind = "index";
     out.cause = to_string(evidence.indices.front());
   }
-  add_operators(evidence, out);
+  add_operators(out.evidence, evidence);
   if (out.cause.empty()) {
     out.cause =
         "a kernel found its input wrong (as a rule an index or a label out of range), some "
@@ -60,12 +61,14 @@ void explain_assertion(const ErrorText& error, const ErrorEvidence& evidence, Ex
   if (on_device) {
     out.remedy += "; the process must be started again";
   }
+  return out;
 }
 
-void explain_lost(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
+Explanation explain_lost(const ErrorText& error, const ErrorEvidence& evidence) {
+  Explanation out;
   out.kind = "device_lost";
   out.is_memory = false;
-  add_operators(evidence, out);
+  add_operators(out.evidence, evidence);
   const bool hardware = contains(error.text, "ECC") || contains(error.text, "NVLink");
   out.cause = hardware ? "the GPU's hardware reported an error that cannot be corrected"
                        : "a kernel broke CUDA's context, perhaps some calls before the line in the "
@@ -74,6 +77,7 @@ void explain_lost(const ErrorText& error, const ErrorEvidence& evidence, Explana
                    ? "reset or replace the GPU (nvidia-smi -q -d ECC); start from a checkpoint"
                    : "start the process again, once with CUDA_LAUNCH_BLOCKING=1 to see the line; "
                      "custom kernels are the first suspects (compute-sanitizer)";
+  return out;
 }
 
 }  // namespace brimful::probes

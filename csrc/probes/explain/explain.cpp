@@ -7,13 +7,14 @@
 namespace brimful::probes {
 namespace {
 
-void apply(const ErrorRule& rule, const ErrorEvidence& evidence, Explanation& out) {
+Explanation explain_by(const ErrorRule& rule, const ErrorEvidence& evidence) {
+  Explanation out;
   out.kind = rule.kind;
   out.is_memory = rule.is_memory;
   out.cause = rule.cause;
   out.remedy = rule.remedy;
   if (out.kind == "shared_memory") {
-    add_bytes(out, "free in /dev/shm now", evidence.shm_free_bytes);
+    add_bytes(out.evidence, "free in /dev/shm now", evidence.shm_free_bytes);
   }
   if (!rule.is_memory.has_value() && evidence.oom_kills) {
     out.evidence.push_back("kills by the kernel because memory ran out in this cgroup: " +
@@ -22,29 +23,32 @@ void apply(const ErrorRule& rule, const ErrorEvidence& evidence, Explanation& ou
       out.is_memory = true;
     }
   }
+  return out;
 }
 
-void explain_other(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
+Explanation explain_other(const ErrorText& error, const ErrorEvidence& evidence) {
+  Explanation out;
   const bool index = contains(error.text, "out of range") || contains(error.text, "out of bounds");
   if (index && !evidence.indices.empty()) {
     out.kind = "index";
     out.is_memory = false;
     out.cause = to_string(evidence.indices.front());
     out.remedy = "compare the indices with the size of what they index";
-    return;
+    return out;
   }
   out.kind = "other";
   if (index || is_mistake(error.text) || is_mistake_by_type(error)) {
     out.is_memory = false;
     out.cause = "no shortage of memory: " + said_by(error.text);
     out.remedy = "fix what the error says; nothing about memory will help";
-    return;
+    return out;
   }
   out.cause = "an error that brimful does not know: " + said_by(error.text);
   out.remedy =
       "begin with what the error says; where it does not come with a smaller batch, memory is "
       "behind "
       "it";
+  return out;
 }
 
 // What a database says too, of a column.
@@ -63,7 +67,8 @@ bool has_too_many_elements(const ErrorText& error) {
 }
 
 /// The file system is not known where the message names no file: it may be /dev/shm, which is memory.
-void explain_full_disk(const ErrorText& error, Explanation& out) {
+Explanation explain_full_disk(const ErrorText& error) {
+  Explanation out;
   const bool named = contains(error.text, "No space left on device: '/");
   out.kind = named ? "full_disk" : "other";
   out.is_memory = named ? std::optional<bool>(false) : std::nullopt;
@@ -73,13 +78,16 @@ void explain_full_disk(const ErrorText& error, Explanation& out) {
       named ? "make room on the disk of that file, or write elsewhere"
             : "see which it is (df -h), make room, or write elsewhere; a /dev/shm that is full is "
               "memory: --shm-size=8g for a container, fewer DataLoader workers";
+  return out;
 }
 
-void explain_other_rank(const ErrorText& error, Explanation& out) {
+Explanation explain_other_rank(const ErrorText& error) {
+  Explanation out;
   out.kind = "other_rank";
   out.is_memory = is_a(error, "OutOfMemoryError") || is_a(error, "RankOutOfMemory");
   out.cause = "another rank failed: " + said_by(error.text);
   out.remedy = "look at that rank's output";
+  return out;
 }
 
 }  // namespace
@@ -88,56 +96,57 @@ bool is_a(const ErrorText& error, std::string_view type) {
   return std::find(error.types.begin(), error.types.end(), type) != error.types.end();
 }
 
-void add_bytes(Explanation& out, const char* what, const std::optional<int64_t>& bytes) {
+void add_bytes(std::vector<std::string>& evidence, const char* what,
+               const std::optional<int64_t>& bytes) {
   if (bytes) {
-    out.evidence.push_back(std::string(what) + ": " + format_bytes(*bytes));
+    evidence.push_back(std::string(what) + ": " + format_bytes(*bytes));
   }
 }
 
 Explanation explain_error(const ErrorText& given, const ErrorEvidence& evidence) {
-  Explanation out;
   ErrorText error = given;
   if (error.types.empty()) {
     error.types = types_in(error.text);
   }
   if (const auto* rule = rule_before_types(error.text)) {
-    apply(*rule, evidence, out);
-    return out;
+    return explain_by(*rule, evidence);
   }
   if (is_a(error, "RankFailed") || is_a(error, "RankOutOfMemory")) {
-    explain_other_rank(error, out);
-    return out;
+    return explain_other_rank(error);
   }
   if (is_a(error, "BatchTooLarge") || too_large_in(error.text)) {
-    explain_too_large(error, out);
-    return out;
+    return explain_too_large(error);
   }
   if (is_a(error, "OutOfMemoryError") || is_a(error, "MemoryError")) {
-    explain_refusal(error, evidence, out);
-    return out;
+    return explain_refusal(error, evidence);
   }
   const auto shortage = shortage_in(error.text);
   if (contains(error.text, "device-side assert triggered") || assertion_in(error.text)) {
-    explain_assertion(error, evidence, out);
-  } else if (const auto* rule = rule_for(error.text)) {
-    apply(*rule, evidence, out);
-  } else if (shortage == Shortage::allocator || is_refusal_of_host(error.text)) {
-    explain_refusal(error, evidence, out);
-  } else if (shortage == Shortage::outside || shortage == Shortage::unclear ||
-             (shortage == Shortage::none && is_vague_status(error.text))) {
-    explain_library(error, evidence, shortage == Shortage::outside, out);
-  } else if (has_too_many_elements(error)) {
-    apply(kTooManyElements, evidence, out);
-  } else if (contains(error.text, "No space left on device")) {
-    explain_full_disk(error, out);
-  } else if (shortage == Shortage::lost && contains(error.text, "NCCL error")) {
-    explain_nccl(error, out);
-  } else if (shortage == Shortage::lost && contains(error.text, "CUDA error")) {
-    explain_lost(error, evidence, out);
-  } else {
-    explain_other(error, evidence, out);
+    return explain_assertion(error, evidence);
   }
-  return out;
+  if (const auto* rule = rule_for(error.text)) {
+    return explain_by(*rule, evidence);
+  }
+  if (shortage == Shortage::allocator || is_refusal_of_host(error.text)) {
+    return explain_refusal(error, evidence);
+  }
+  if (shortage == Shortage::outside || shortage == Shortage::unclear ||
+      (shortage == Shortage::none && is_vague_status(error.text))) {
+    return explain_library(error, evidence, shortage == Shortage::outside);
+  }
+  if (has_too_many_elements(error)) {
+    return explain_by(kTooManyElements, evidence);
+  }
+  if (contains(error.text, "No space left on device")) {
+    return explain_full_disk(error);
+  }
+  if (shortage == Shortage::lost && contains(error.text, "NCCL error")) {
+    return explain_nccl(error);
+  }
+  if (shortage == Shortage::lost && contains(error.text, "CUDA error")) {
+    return explain_lost(error, evidence);
+  }
+  return explain_other(error, evidence);
 }
 
 std::string to_string(const Explanation& explanation) {

@@ -51,12 +51,12 @@ bool is_vague_status(std::string_view text) {
                      [&](std::string_view status) { return contains(text, status); });
 }
 
-void explain_library(const ErrorText& error, const ErrorEvidence& evidence, bool certain,
-                     Explanation& out) {
+Explanation explain_library(const ErrorText& error, const ErrorEvidence& evidence, bool certain) {
+  Explanation out;
   const Meaning& meaning = is_vague_status(error.text) ? kNotRun : kNoHandle;
   const auto need = need_of(error.text, evidence);
   const bool is_short = evidence.free_bytes && *evidence.free_bytes < need.bytes;
-  add_bytes(out, "free on the device before the call", evidence.free_bytes);
+  add_bytes(out.evidence, "free on the device before the call", evidence.free_bytes);
   if (evidence.free_bytes) {
     out.evidence.push_back("the call needs: " + format_bytes(need.bytes) + " (" + need.text + ")");
   }
@@ -73,23 +73,25 @@ void explain_library(const ErrorText& error, const ErrorEvidence& evidence, bool
         "leave the library room: a smaller batch, torch.cuda.set_per_process_memory_fraction"
         "(0.95), or one small convolution and matrix product before the model fills the "
         "device";
-    return;
+    return out;
   }
   out.kind = "library";
   if (evidence.free_bytes) {
     out.is_memory = false;
     out.cause = meaning.cause_with_room;
     out.remedy = meaning.remedy_with_room;
-    return;
+    return out;
   }
   out.cause = meaning.cause_unknown;
   out.remedy =
       std::string(meaning.remedy_prefix) +
       "see how much is free just before (torch.cuda.mem_get_info()), or run the step under "
       "brimful.op_ring(), which notes it";
+  return out;
 }
 
-void explain_nccl(const ErrorText& error, Explanation& out) {
+Explanation explain_nccl(const ErrorText& error) {
+  Explanation out;
   const bool memory = contains(error.text, "out of memory") ||
                       contains(error.text, "Failed to CUDA calloc") ||
                       contains(error.text, "Failed to CUDA host alloc");
@@ -101,6 +103,7 @@ void explain_nccl(const ErrorText& error, Explanation& out) {
                    ? "leave it room: a smaller batch, or run one collective before the model fills "
                      "the device; NCCL_BUFFSIZE makes its buffers smaller"
                    : "NCCL_DEBUG=INFO says what failed; check the other ranks' output first";
+  return out;
 }
 
 }  // namespace brimful::probes

@@ -23,8 +23,9 @@ std::optional<std::string> line_behind(const std::string& text, std::string_view
 /// Whether the exception's class, or one that it comes from, has this name.
 bool is_a(const ErrorText& error, std::string_view type);
 
-/// As a line of the evidence; none where it is not known.
-void add_bytes(Explanation& out, const char* what, const std::optional<int64_t>& bytes);
+/// A line of the evidence; none where it is not known.
+void add_bytes(std::vector<std::string>& evidence, const char* what,
+               const std::optional<int64_t>& bytes);
 
 /// A class of Python's that stands for a mistake of the program: TypeError, KeyError.
 bool is_mistake_by_type(const ErrorText& error);
@@ -36,17 +37,16 @@ bool is_refusal_of_host(std::string_view text);
 bool is_vague_status(std::string_view text);
 
 /// BatchTooLarge: nothing that was tried fits.
-void explain_too_large(const ErrorText& error, Explanation& out);
+Explanation explain_too_large(const ErrorText& error);
 /// An allocator's refusal, by the numbers in its message.
-void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out);
+Explanation explain_refusal(const ErrorText& error, const ErrorEvidence& evidence);
 /// A kernel that found its input wrong.
-void explain_assertion(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out);
+Explanation explain_assertion(const ErrorText& error, const ErrorEvidence& evidence);
 /// A device that no longer answers.
-void explain_lost(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out);
+Explanation explain_lost(const ErrorText& error, const ErrorEvidence& evidence);
 
 /// A library's status that may stand for a shortage, or (`certain`) does.
-void explain_library(const ErrorText& error, const ErrorEvidence& evidence, bool certain,
-                     Explanation& out);
-void explain_nccl(const ErrorText& error, Explanation& out);
+Explanation explain_library(const ErrorText& error, const ErrorEvidence& evidence, bool certain);
+Explanation explain_nccl(const ErrorText& error);
 
 }  // namespace brimful::probes

@@ -121,28 +121,26 @@ Use use_in(const std::string& text) {
   return use;
 }
 
-/// Names other processes where they hold at least as much as this one, and enough for the request.
-bool explain_others(const std::string& text, const std::optional<int64_t>& asked,
-                    Explanation& out) {
-  const auto use = use_in(text);
-  for (const auto& process : use.others) {
-    out.evidence.push_back("process " + process.pid + " has " + format_bytes(process.bytes) +
-                           " of the device");
-  }
+struct Verdict {
+  std::string cause;
+  std::string remedy;
+};
+
+/// Other processes, where they hold at least as much as this one, and enough for the request.
+std::optional<Verdict> verdict_on_others(const Use& use, const std::optional<int64_t>& asked) {
   if (use.others.empty() || use.other_bytes < use.own_bytes ||
       use.other_bytes < asked.value_or(0)) {
-    return false;
+    return std::nullopt;
   }
   const bool one = use.others.size() == 1;
-  out.cause = (one ? "process " + use.others.front().pid + " holds "
-                   : std::to_string(use.others.size()) + " other processes hold ") +
-              format_bytes(use.other_bytes) + " of this device, and this process " +
-              format_bytes(use.own_bytes) + ": the rest has no room for this allocation";
-  out.remedy =
+  return Verdict{
+      (one ? "process " + use.others.front().pid + " holds "
+           : std::to_string(use.others.size()) + " other processes hold ") +
+          format_bytes(use.other_bytes) + " of this device, and this process " +
+          format_bytes(use.own_bytes) + ": the rest has no room for this allocation",
       std::string(one ? "end that process" : "end those processes") +
-      " (`brimful top` lists them), or use another device: a smaller batch does not free what "
-      "others hold";
-  return true;
+          " (`brimful top` lists them), or use another device: a smaller batch does not free what "
+          "others hold"};
 }
 
 struct Numbers {
@@ -166,49 +164,46 @@ bool is_fragmented(const Numbers& numbers) {
          *numbers.cached * kPart >= *numbers.cached + numbers.allocated.value_or(0);
 }
 
-void explain_fragments(const std::string& text, const ErrorEvidence& evidence, Explanation& out) {
+Verdict verdict_on_fragments(const std::string& text, const ErrorEvidence& evidence) {
   const bool expandable = contains(evidence.allocator_settings, "expandable_segments:True");
   const bool has_segments = !contains(text, "HIP out of memory");  // not on ROCm
-  out.cause =
+  return {
       "memory is fragmented: torch has cached more than was asked for, in pieces that are "
-      "too small";
-  out.remedy = expandable
-                   ? "fewer different shapes (pad to a few lengths); expandable_segments is on"
-               : !has_segments
-                   ? "fewer different shapes (pad to a few lengths), or a smaller batch"
-                   : "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and fewer different shapes";
+      "too small",
+      expandable ? "fewer different shapes (pad to a few lengths); expandable_segments is on"
+      : !has_segments
+          ? "fewer different shapes (pad to a few lengths), or a smaller batch"
+          : "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and fewer different shapes"};
 }
 
 /// The process's own bound, with room on the device.
-bool explain_own_limit(const Numbers& numbers, Explanation& out) {
+std::optional<Verdict> verdict_on_limit(const Numbers& numbers) {
   if (!numbers.allowed || !numbers.free || *numbers.free < numbers.asked.value_or(0) ||
       is_fragmented(numbers)) {
-    return false;
+    return std::nullopt;
   }
-  out.cause = "this process may take " + format_bytes(*numbers.allowed) +
-              " of the device, and has them; " + format_bytes(*numbers.free) +
-              " of the device are free";
-  out.remedy = std::string(
-                   "a higher limit (brimful.memory.set_limit, or "
-                   "torch.cuda.set_per_process_memory_fraction); ") +
-               kSplitIt;
-  return true;
+  return Verdict{"this process may take " + format_bytes(*numbers.allowed) +
+                     " of the device, and has them; " + format_bytes(*numbers.free) +
+                     " of the device are free",
+                 std::string("a higher limit (brimful.memory.set_limit, or "
+                             "torch.cuda.set_per_process_memory_fraction); ") +
+                     kSplitIt};
 }
 
-void explain_full_device(const Numbers& numbers, Explanation& out) {
+Verdict verdict_on_full_device(const Numbers& numbers) {
   if (numbers.asked && numbers.capacity && *numbers.asked > *numbers.capacity) {
-    out.cause = "one request (" + format_bytes(*numbers.asked) +
-                ") is larger than all of the device (" + format_bytes(*numbers.capacity) + ")";
-    out.remedy = std::string(kSplitIt) +
-                 "; of a GPU that shares the host's memory the driver says how much it may take";
-    return;
+    return {"one request (" + format_bytes(*numbers.asked) +
+                ") is larger than all of the device (" + format_bytes(*numbers.capacity) + ")",
+            std::string(kSplitIt) +
+                "; of a GPU that shares the host's memory the driver says how much it may take"};
   }
-  out.cause = "the device has no room for this allocation";
+  std::string cause = "the device has no room for this allocation";
   if (numbers.cached && numbers.asked && *numbers.cached >= *numbers.asked) {
-    out.cause += ": " + format_bytes(numbers.allocated.value_or(0)) +
-                 " are tensors, and what torch has cached beside them is little";
+    cause += ": " + format_bytes(numbers.allocated.value_or(0)) +
+             " are tensors, and what torch has cached beside them is little";
   }
-  out.remedy = std::string(kSplitIt) + "; see what else is on the device with `brimful top`";
+  return {std::move(cause),
+          std::string(kSplitIt) + "; see what else is on the device with `brimful top`"};
 }
 
 }  // namespace
@@ -227,7 +222,8 @@ std::optional<std::string> too_large_in(const std::string& text) {
   return std::nullopt;
 }
 
-void explain_too_large(const ErrorText& error, Explanation& out) {
+Explanation explain_too_large(const ErrorText& error) {
+  Explanation out;
   out.kind = "out_of_memory";
   out.is_memory = true;
   out.cause = too_large_in(error.text).value_or("nothing that was tried fits");
@@ -241,9 +237,11 @@ void explain_too_large(const ErrorText& error, Explanation& out) {
     }
     out.evidence.push_back("tried: " + *tried);
   }
+  return out;
 }
 
-void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Explanation& out) {
+Explanation explain_refusal(const ErrorText& error, const ErrorEvidence& evidence) {
+  Explanation out;
   out.kind = "out_of_memory";
   out.is_memory = true;
   const auto& text = error.text;
@@ -255,28 +253,37 @@ void explain_refusal(const ErrorText& error, const ErrorEvidence& evidence, Expl
       bytes_behind(text, " of which "),
       bytes_before(text, " allowed;")};
   const auto idle = first_of(text, {" of the allocated memory "});
-  add_bytes(out, "asked for", numbers.asked);
-  add_bytes(out, "cached by torch and in no tensor", numbers.cached ? numbers.cached : idle);
+  add_bytes(out.evidence, "asked for", numbers.asked);
+  add_bytes(out.evidence, "cached by torch and in no tensor",
+            numbers.cached ? numbers.cached : idle);
   const bool host = is_a(error, "MemoryError") ||
                     std::any_of(kHostWords.begin(), kHostWords.end(),
                                 [&](std::string_view part) { return contains(text, part); });
   const auto likely = line_behind(text, "Likely cause: ");
   const auto next = line_behind(text, "Try next: ");
+  std::optional<Verdict> verdict;
   if (likely && next) {  // brimful looked where it happened
-    out.cause = *likely;
-    out.remedy = *next;
-  } else if (explain_own_limit(numbers, out) || explain_others(text, numbers.asked, out)) {
-    return;
-  } else if (host && !contains(text, "CUDA")) {
-    out.cause = "the host's memory, or the limit that was set on it, does not hold this allocation";
-    out.remedy =
-        "a smaller batch, or a brimful.BatchSizer, which splits it and recomputes or offloads what "
-        "a single row saves (in a validation brimful.map_batches); a higher limit";
-  } else if (is_fragmented(numbers)) {
-    explain_fragments(text, evidence, out);
-  } else {
-    explain_full_device(numbers, out);
+    verdict = {*likely, *next};
+  } else if (!(verdict = verdict_on_limit(numbers))) {
+    const auto use = use_in(text);
+    for (const auto& process : use.others) {
+      out.evidence.push_back("process " + process.pid + " has " + format_bytes(process.bytes) +
+                             " of the device");
+    }
+    verdict = verdict_on_others(use, numbers.asked);
   }
+  if (!verdict && host && !contains(text, "CUDA")) {
+    verdict = {
+        "the host's memory, or the limit that was set on it, does not hold this allocation",
+        "a smaller batch, or a brimful.BatchSizer, which splits it and recomputes or offloads what "
+        "a single row saves (in a validation brimful.map_batches); a higher limit"};
+  } else if (!verdict) {
+    verdict = is_fragmented(numbers) ? verdict_on_fragments(text, evidence)
+                                     : verdict_on_full_device(numbers);
+  }
+  out.cause = std::move(verdict->cause);
+  out.remedy = std::move(verdict->remedy);
+  return out;
 }
 
 }  // namespace brimful::probes

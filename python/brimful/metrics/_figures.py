@@ -42,6 +42,7 @@ HELP = {
     "straggler_seconds": "How long they waited for it",
     "microbatches": "Microbatches of the pipeline's last step",
     "recomputed_stages": "Stages that the pipeline's last step recomputed",
+    "offloaded_stages": "Stages whose saved tensors the pipeline's last step offloaded",
     "stage_wait_seconds": "The longest wait of a stage in the pipeline's last step",
     "regroups_total": "New groups with which this rank went on",
 }
@@ -128,6 +129,7 @@ def of_pipeline(
         return
     yield "microbatches", outcome.pieces
     yield "recomputed_stages", len(outcome.rungs.recomputed)
+    yield "offloaded_stages", len(outcome.rungs.offloaded)
     yield "stage_wait_seconds", max((s.wait_ms / 1e3 for s in outcome.stages), default=None)
 
 

@@ -11,6 +11,7 @@ from brimful import _C, _random
 from brimful.pipeline import _arguments, _stages
 from brimful.pipeline._stage_names import StageNames
 from brimful.sizer import NO_DATA, BatchDim, _scaler_tensors
+from brimful.sizer._ladder import rungs_of
 from brimful.sizer._loops import Looping
 
 __all__ = ["Pipeline", "pop", "split_sequential", "stash"]
@@ -123,11 +124,13 @@ class Pipeline(Looping):
 
     ``ladder="auto"`` lets a step that runs out with microbatches of one row (or under a ``Schedule``) recompute stages:
     they save nothing in their forward and run it again in their backward, bit-equal to a step with room; first the
-    stage of that device which holds most, then all of them, and later steps keep it. ``ladder="split"`` and
+    stage of that device which holds most, then all of them. Where that is not enough they are offloaded instead: what
+    they save lies in a file (CPU), or on the host (CUDA). Later steps keep it until there is more room than then.
+    ``ladder=["split", "recompute"]`` and ``["split", "offload"]`` allow one of the two; ``"split"`` and
     ``max_retries=0`` end with ``BatchTooLarge`` instead. ``recompute="all"``, or a list of stages' numbers, has it from
     the first step on. A stage that computes something else when it runs again, changes its input in place, or draws
-    from Python's or numpy's random numbers is left alone, and the log names it. ``StageNote.recomputed`` says which
-    did.
+    from Python's or numpy's random numbers is left alone, and the log names it. ``StageNote.recomputed`` and
+    ``offloaded`` say which did.
     ``batch_norm`` says what to do about BatchNorm, which normalises every microbatch by itself, as in
     ``BatchSizer``; ``"rescale"`` moves running statistics once a step, as the whole batch does. ``batch_dim``, or
     ``size_fn`` and ``split_fn``, say how batch and target are cut, and ``scaler`` scales the loss's gradient, as there.
@@ -192,14 +195,14 @@ class Pipeline(Looping):
             microbatches = _arguments.whole_number("microbatches", microbatches, 1)
         count = _microbatches(microbatches, schedule)
         chosen, parts, reducing = _stages.placed(stages, devices, schedule, count, loss_fn, group)
-        self._stages = stages
-        self._group = group
+        self._stages, self._group = stages, group
         self._loss_fn = _arguments.function("loss_fn", loss_fn)
         taken = [names for *_, names in parts]
         self._takes_any = group is not None or None in taken
         self._keywords = {name for names in taken for name in names or ()}
         self._kwargs_dim = _arguments.mapping("kwargs_dim", kwargs_dim)
         self._require_taken(self._kwargs_dim)
+        may_recompute, may_offload = rungs_of(ladder, ("split", "recompute", "offload"))
         self._core = _C.Pipeline(
             stages=parts,
             devices=chosen,
@@ -217,7 +220,8 @@ class Pipeline(Looping):
             group=group,
             reducers=[*reducing, *self._reducers],
             tied=copies,
-            recompute=_arguments.recomputes(ladder),
+            recompute=may_recompute,
+            offload=may_offload,
             recomputed=_arguments.recomputed(recompute),
             hidden_state=_drawn_elsewhere,
         )

@@ -63,24 +63,6 @@ def stages(value: Any) -> list[Any]:
     return found
 
 
-def recomputes(ladder: Any) -> bool:
-    """Whether stages may be recomputed where microbatches cannot be smaller."""
-    if ladder in ("auto", "split"):
-        return bool(ladder == "auto")
-    chosen = {ladder} if isinstance(ladder, str) else set(ladder)
-    if chosen & {"offload", "state"}:
-        raise ValueError(
-            "a pipeline splits and recomputes; it offloads neither what stages save nor the optimizer's state "
-            f"(ladder: {ladder!r}); leave 'offload' and 'state' out"
-        )
-    if not chosen <= {"split", "recompute"} or "split" not in chosen:
-        raise ValueError(
-            "a pipeline's ladder is 'auto', 'split', or a list of 'split' and 'recompute' that begins with 'split' "
-            f"(ladder: {ladder!r})"
-        )
-    return "recompute" in chosen
-
-
 def recomputed(value: Any) -> list[int] | None:
     """Numbers of stages; None: all."""
     if isinstance(value, str):

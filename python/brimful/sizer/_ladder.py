@@ -123,21 +123,6 @@ class _State:
         return None
 
 
-class _Again:
-    """A context that is made anew for each run: a backward through a backward runs a module several times."""
-
-    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered: list[contextlib.AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        self._entered.append(self._make())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
-
-
 class _Call:
     """One call of a recomputed module: what has to be as it was when it is run once more.
 
@@ -172,7 +157,7 @@ class _Call:
                 0, device=owner.device
             ),  # by which torch knows whose random numbers to keep
             use_reentrant=False,
-            context_fn=lambda: (contextlib.nullcontext(), _Again(self._second)),
+            context_fn=lambda: (contextlib.nullcontext(), self),
             early_stop=not owner.verifies(self._place),
         )
 
@@ -188,8 +173,8 @@ class _Call:
                 self._owner.reject(self._place, "its second forward gave another output")
         return output
 
-    @contextlib.contextmanager
-    def _second(self) -> Iterator[None]:
+    def __enter__(self) -> None:
+        """Around each further run: a backward through a backward runs a module several times."""
         changed = [t for t, version in self._versions if _version(t) != version]
         if changed:
             shape = tuple(changed[0].shape)
@@ -198,10 +183,9 @@ class _Call:
                 f"a tensor that it reads was changed in place behind it (shape: {shape})",
             )
         self._again.begin()
-        try:
-            yield
-        finally:
-            self._again.end()
+
+    def __exit__(self, *error: object) -> None:
+        self._again.end()
 
 
 class LadderModules:
@@ -428,16 +412,19 @@ class LadderModules:
             self._refusals.setdefault(place, why)
 
 
-def rungs_of(ladder: str | Iterable[str]) -> tuple[bool, bool]:
-    """Whether to recompute, and to offload. Raises ValueError for what is no ladder."""
-    known = {"split", "recompute", "offload", "state"}
+def rungs_of(
+    ladder: str | Iterable[str],
+    known: Sequence[str] = ("split", "recompute", "offload", "state"),
+) -> tuple[bool, bool]:
+    """Whether to recompute, and to offload. Raises ValueError for what is no ladder of ``known`` rungs."""
     if ladder == "auto":
         return True, True
     chosen = {ladder} if isinstance(ladder, str) else set(ladder)
-    if not chosen <= known or "split" not in chosen:
+    if not chosen <= set(known) or "split" not in chosen:
+        *first, last = map(repr, known)
         raise ValueError(
-            f"a ladder is 'auto', 'split', or a list of 'split', 'recompute', 'offload' and 'state' that begins with "
-            f"'split' (ladder: {ladder!r})"
+            f"a ladder is 'auto', 'split', or a list of {', '.join(first)} and {last} that begins with 'split' "
+            f"(ladder: {ladder!r})"
         )
     return "recompute" in chosen, "offload" in chosen
 

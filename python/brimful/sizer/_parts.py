@@ -17,8 +17,8 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
     if isinstance(model, Looping):
         raise TypeError(
             f"{type(model).__name__} makes steps itself (model: {type(model).__name__}); call its step, which "
-            "repeats what runs out of memory, adds to gradients and loops over batches. predict, by_length, pair_step "
-            "and offloading are for a model in one piece: give a pipeline more microbatches or recompute, sort rows by "
+            "repeats what runs out of memory, adds to gradients and loops over batches. predict, by_length and "
+            "pair_step are for a model in one piece: give a pipeline more microbatches, sort rows by "
             "length in its loader, and compute a loss over pairs of rows in the last stage of one microbatch"
         )
     modules = [model] if isinstance(model, torch.nn.Module) else list(model)

@@ -14,6 +14,7 @@
 #include <brimful/error.h>
 #include <brimful/memory/stats.h>
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <string>
@@ -34,9 +35,9 @@ constexpr int64_t kWidth = 64;
 const c10::Device kCpu(c10::DeviceType::CPU);
 
 /// Each row is a matrix.
-nn::Sequential block() {
+nn::Sequential block(int layers) {
   nn::Sequential model;
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < layers; ++i) {
     model->push_back(nn::Linear(kWidth, kWidth));
     model->push_back(nn::BatchNorm1d(256));  // over what a row has
     model->push_back(nn::Dropout(0.3));
@@ -52,13 +53,13 @@ struct Ended {
 };
 
 Ended step(const std::string& schedule, std::optional<int64_t> limit,
-           const std::function<void(PipelineOptions&)>& change = {}) {
+           const std::function<void(PipelineOptions&)>& change = {}, int layers = 4) {
   at::manual_seed(5);
   const int stages = schedule == "gpipe" ? 2 : 4;
   std::vector<nn::Sequential> parts;
   std::vector<Stage> made;
   for (int i = 0; i < stages; ++i) {
-    parts.push_back(block());
+    parts.push_back(block(layers));
     made.push_back(pipeline::stage_of(parts.back()));
   }
   PipelineOptions options;
@@ -123,6 +124,39 @@ TEST_CASE("A row that does not fit is run with stages recomputed, to the same bi
                   BatchTooLarge);
   CHECK_THROWS_AS(step(schedule, limit, [](auto& options) { options.max_retries = 0; }),
                   BatchTooLarge);
+}
+
+TEST_CASE("What stages save is offloaded where recomputing is not allowed, or not enough",
+          "[pipeline][recompute]") {
+  const QuietLog quiet;
+  memory::install();
+  const Watchdog watchdog("offloaded stages", std::chrono::seconds(90));
+  const std::string schedule = GENERATE("gpipe", "1f1b", "zb_h1");
+  CAPTURE(schedule);
+  constexpr int kLayers = 16;
+  const auto plain = step(schedule, std::nullopt, {}, kLayers);
+  // A second run takes what one microbatch saves in a stage, beside all inputs and gradients, which are half as much.
+  const auto& stage = plain.outcome.stages[0];
+  const auto limit = stage.peak_live_bytes / stage.peak_live * 5 / 4;
+  CHECK_THROWS_AS(step(schedule, limit, {}, kLayers), BatchTooLarge);
+  for (const bool recompute : {true, false}) {
+    CAPTURE(recompute);
+    const auto offloaded = step(
+        schedule, limit,
+        [&](auto& options) {
+          options.offload = true;
+          options.recompute = recompute;
+        },
+        kLayers);
+    CHECK(same(offloaded.left, plain.left));
+    const auto& attempts = offloaded.outcome.attempts;
+    CHECK(recompute == std::any_of(attempts.begin(), attempts.end(), [](const auto& attempt) {
+            return !attempt.rungs.recomputed.empty();
+          }));
+    CHECK(offloaded.outcome.rungs.offloaded.size() == offloaded.outcome.stages.size());
+    CHECK(offloaded.outcome.stages[1].offloaded);
+    CHECK(recomputed_stages(offloaded.outcome).empty());
+  }
 }
 
 TEST_CASE("Stages that are to be recomputed are known by their numbers", "[pipeline][recompute]") {

@@ -658,7 +658,8 @@ def test_a_fixed_schedule_is_not_repeated_with_more_microbatches():
             raise torch.OutOfMemoryError("planted")
         return F.mse_loss(output, target)
 
-    for ladder, attempts in (("auto", 3), ("split", 1)):  # with one stage recomputed, then both
+    # With one stage recomputed, then both, then both offloaded.
+    for ladder, attempts in (("auto", 4), (["split", "recompute"], 3), ("split", 1)):
         fixed = Pipeline(
             stages, schedule=brimful.Schedule("1f1b", 2, 3), loss_fn=loss_fn, ladder=ladder
         )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from models import gradients_of, recomputed_stages, relative_difference
 from torch import nn
 
+import brimful
 from brimful import Pipeline, split_sequential
 from brimful.pipeline import pop, stash
 
@@ -153,6 +154,37 @@ def test_recomputed_stages_leave_the_bits_of_a_step_without(schedule):
 
     for one, other in zip(left("all"), left(()), strict=True):
         assert torch.equal(one, other)
+
+
+def test_what_stages_save_is_offloaded_to_the_host():
+    x, y = (torch.randn(4, 4096, 64, device="cuda") for _ in range(2))
+
+    def step(limit=None):
+        torch.manual_seed(0)
+        stages = [
+            nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(16))).cuda()
+            for _ in range(2)
+        ]
+        pipe = Pipeline(stages, microbatches=4, loss_fn=F.mse_loss, ladder=["split", "offload"])
+        torch.cuda.empty_cache()
+        used = brimful.memory.stats("cuda").used_bytes
+        if limit is not None:
+            brimful.memory.set_limit("cuda", used + limit)
+        try:
+            outcome = pipe.step(x, y)
+        finally:
+            brimful.memory.set_limit("cuda", None)
+        return (
+            outcome,
+            [p.grad for stage in stages for p in stage.parameters()],
+            outcome.peak_bytes - used,
+        )
+
+    plain, expected, peak = step()
+    assert not plain.rungs
+    outcome, found, _ = step(2 * peak // 3)
+    assert len(outcome.rungs.offloaded) == 2 and outcome.pieces == 4
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_step_runs_on_the_callers_stream():

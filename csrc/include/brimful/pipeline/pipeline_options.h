@@ -45,6 +45,10 @@ struct PipelineOptions {
   /// backward (the one of that device which holds most, then all of them), and so are later steps: bit-equal to a step with
   /// room. Not where `max_retries` is 0. Each process, and each replica, decides for its own stages.
   bool recompute = true;
+  /// Where that is not enough, or not allowed, what all stages of the device save for backward is offloaded instead. In a
+  /// process without Python an engine of autograd with hooks for what is saved then takes the place of LibTorch's, which
+  /// has none. Either rung is left again when there is more room than when it was begun.
+  bool offload = false;
   std::vector<int>
       recomputed;  ///< stages that do so from the first step on, by their numbers in the pipeline
   bool recompute_all = false;  ///< all do

@@ -21,6 +21,7 @@ struct StageNote {
   /// Why its backward is not, or not entirely, split into I and W; empty where it is, or the schedule does not ask for it.
   std::string split_note;
   bool recomputed = false;  ///< its forward ran again in backward; of stages of this process
+  bool offloaded = false;   ///< what it saved lay in a file, or on the host; of the same
 };
 
 }  // namespace brimful
