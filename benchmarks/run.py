@@ -16,7 +16,7 @@ sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != R
 
 from benchmarks import common  # noqa: E402
 
-SUBSYSTEMS = ("reducer", "sizer", "rows", "ladder", "fleet", "pipeline", "probes", "cuda")
+SUBSYSTEMS = ("reducer", "agree", "sizer", "rows", "ladder", "fleet", "pipeline", "probes", "cuda")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

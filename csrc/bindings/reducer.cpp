@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <utility>
 
 #include "base/torch_compat.h"
@@ -26,13 +27,19 @@ std::optional<c10::ScalarType> dtype_of(const py::object& dtype) {
   return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
 }
 
+/// For tests: of the reducers that this process makes.
+std::atomic<bool>& between_hosts() {
+  static std::atomic<bool> on = false;
+  return on;
+}
+
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using ReducerClass = py::class_<Reducer, std::shared_ptr<Reducer>>;
 
 void bind_figures(py::module_& m) {
   py::class_<Reducer::Counters>(m, "ReducerCounters", "What a reducer has done since it was made.")
       .BRIMFUL_FIELDS(def_readonly, Reducer::Counters, steps, launches, host_waits, exchanges,
-                      regroups);
+                      host_exchanges, regroups);
   py::class_<BucketTimes>(m, "BucketTimes")
       .BRIMFUL_FIELDS(def_readonly, BucketTimes, first_ms, ready_ms, launch_ms, done_ms, bytes,
                       parameters);
@@ -68,6 +75,7 @@ void bind_create(ReducerClass& reducer) {
         options.renormalised = std::move(renormalised);
         options.frozen = std::move(frozen);
         options.forwards_announced = true;
+        options.between_hosts = between_hosts();
         const py::gil_scoped_release no_gil;
         return Reducer::create(std::move(parameters), std::move(buffers), group, options);
       }),
@@ -205,6 +213,8 @@ void bind_reducer(py::module_& m) {
   m.def(
       "_set_whole_path", [](bool on) { return std::exchange(WholePath::is_on(), on); },
       py::arg("on"));
+  m.def(
+      "_set_between_hosts", [](bool on) { return between_hosts().exchange(on); }, py::arg("on"));
   bind_figures(m);
   ReducerClass reducer(m, "Reducer");
   bind_create(reducer);

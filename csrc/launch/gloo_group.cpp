@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "launch/block_sigpipe.h"
+#include "base/block_sigpipe.h"
 
 #ifdef BRIMFUL_USE_GLOO
 #ifndef USE_C10D_GLOO

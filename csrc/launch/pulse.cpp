@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "launch/block_sigpipe.h"
+#include "base/block_sigpipe.h"
 
 namespace brimful::launch {
 namespace {

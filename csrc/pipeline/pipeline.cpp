@@ -174,8 +174,8 @@ Value Pipeline::forward(int64_t rows, const PipelineWork& work) {
   const auto lets_go = c10::make_scope_exit([&] { own.engine->before().release(); });
   auto inference = work;
   inference.loss = nullptr;
-  StepGroup nobody({}, {});  // no gradient is this call's to undo
-  return State::PipelineStep(own, rows, inference, nobody, false).infer();
+  StepGroup alone({}, {});  // no gradient is this call's to undo
+  return State::PipelineStep(own, rows, inference, alone, false).infer();
 }
 void Pipeline::cancel() {
   state_->cancelled.store(true, std::memory_order_release);

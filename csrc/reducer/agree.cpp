@@ -179,34 +179,34 @@ BucketPlan with_devices_in_order(BucketPlan plan) {
   return plan;
 }
 
-std::array<uint64_t, 2> require_same_model(const Group& group, c10::Device device,
-                                           const Model& model,
-                                           const std::array<uint64_t, 2>& numbers) {
+std::vector<std::array<uint64_t, 4>> require_same_model(const Group& group, c10::Device device,
+                                                        const Model& model,
+                                                        const std::array<uint64_t, 4>& numbers) {
   const auto lines = describe_model(model);
   std::string text;
   for (const auto& line : lines) {
     text += line + '\0';
   }
   // As long as a control record: gloo ends a process whose peer is elsewhere and sends another size.
-  const uint64_t head[kRecordBytes / sizeof(uint64_t)] = {hash_lines(lines), text.size(),
-                                                          numbers[0], numbers[1]};
+  const uint64_t head[] = {hash_lines(lines), text.size(), numbers[0],
+                           numbers[1],        numbers[2],  numbers[3]};
   static_assert(sizeof(head) == kRecordBytes);
   std::vector<uint8_t> head_bytes(sizeof(head));
   std::memcpy(head_bytes.data(), head, sizeof(head));
   const auto heads = exchange_bytes(group, device, head_bytes);
   bool same = true;
   uint64_t longest = 0;
-  std::array<uint64_t, 2> most{};
+  std::vector<std::array<uint64_t, 4>> by_rank;
   for (const auto& bytes_of_rank : heads) {
-    uint64_t other[4];
+    uint64_t other[std::size(head)];
     std::memcpy(other, bytes_of_rank.data(), sizeof(other));
     same = same && std::equal(bytes_of_rank.begin(), bytes_of_rank.begin() + 2 * sizeof(uint64_t),
                               heads[0].begin());
     longest = std::max(longest, other[1]);
-    most = {std::max(most[0], other[2]), std::max(most[1], other[3])};
+    by_rank.push_back({other[2], other[3], other[4], other[5]});
   }
   if (same) {
-    return most;
+    return by_rank;
   }
   std::vector<uint8_t> bytes(text.begin(), text.end());
   bytes.resize(longest);

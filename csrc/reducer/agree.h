@@ -41,11 +41,11 @@ struct Model {
 BucketPlan with_devices_in_order(BucketPlan plan);
 
 /// Checks that all ranks have the same model, before anything else is sent (gloo kills a process whose peer sends another
-/// size). Returns the most of the ranks' `numbers`, each by itself.
+/// size). Returns the `numbers` of each rank.
 /// @throws PlanMismatch on every rank, naming the first parameter or buffer that differs
-std::array<uint64_t, 2> require_same_model(const Group& group, c10::Device device,
-                                           const Model& model,
-                                           const std::array<uint64_t, 2>& numbers);
+std::vector<std::array<uint64_t, 4>> require_same_model(const Group& group, c10::Device device,
+                                                        const Model& model,
+                                                        const std::array<uint64_t, 4>& numbers);
 
 /// Gives every rank the values of rank `source`.
 void broadcast_from(int source, const Group& group, const std::vector<at::Tensor>& tensors);

@@ -12,6 +12,7 @@
 #include "reducer/agree.h"
 #include "reducer/at_exit.h"
 #include "reducer/device_wait.h"
+#include "reducer/host_offer.h"
 #include "reducer/owners.h"
 #include "reducer/reducer_state.h"
 #include "reducer/whole_path.h"
@@ -151,11 +152,22 @@ BucketPlan agree_on_plan(GroupLink& link, const BucketSet& layout,
                   : plan_buckets(layout.infos, layout.plan_options);
   const auto device = plan.buckets.back().device;
   const auto text = to_string(with_devices_in_order(plan), layout.infos) + describe(options);
-  const auto [most_others, number] = require_same_model(
-      link.group, device, {parameters, options.names, options.frozen, buffers, text},
-      {others, link.next_number()});
+  const auto own_number = link.next_number();
+  HostOffer hosts(link, options.between_hosts);
+  const auto [offer, hosts_number] = hosts.said();
+  uint64_t most_others = 0;
+  uint64_t number = 0;
+  std::vector<HostOffer::Said> offers;
+  for (const auto& said : require_same_model(
+           link.group, device, {parameters, options.names, options.frozen, buffers, text},
+           {others, own_number, offer, hosts_number})) {
+    most_others = std::max(most_others, said[0]);
+    number = std::max(number, said[1]);
+    offers.push_back({said[2], said[3]});
+  }
   link.traffic->several = most_others > 0;
   link.open_board(number, device);
+  hosts.settle(offers);
   return plan;
 }
 
@@ -166,12 +178,11 @@ Tail make_tail(const GroupLink& link, const BucketPlan& plan, std::vector<at::Te
     buffers.clear();
   }
   std::erase_if(buffers, [&](const auto& buffer) { return buffer.device() != link.device; });
-  return {static_cast<int64_t>(parameters),
-          link.rank,
-          link.world_size,
-          std::move(buffers),
+  return {static_cast<int64_t>(parameters), link.rank, link.world_size, std::move(buffers),
           c10::toRealValueType(plan.buckets.back().dtype),
-          std::count(options.sparse.begin(), options.sparse.end(), true)};
+          std::count(options.sparse.begin(), options.sparse.end(), true),
+          // Those of a device hold figures that lie there.
+          /*carries_records=*/!link.hosts.get() || !link.device.is_cpu()};
 }
 
 void start_tuner(Engine& engine, const ReducerOptions& options) {

@@ -15,6 +15,7 @@ void Engine::set_up(BucketSet layout, BucketPlan plan, std::optional<Updates> up
   updates_ = std::move(updates);
   watch_.set_device(link_.device, waits_in_streams(*link_.group, link_.device));
   lay_out(std::move(plan));
+  transport_ = make_record_transport({link_, layout_, launcher_, watch_, attempt_});
 }
 
 void Engine::attach(std::weak_ptr<Engine> self, EngineDriver& driver) {
@@ -82,6 +83,7 @@ void Engine::throw_late(int64_t parameter) {
 
 void Engine::begin(int buffer_source) {
   driver_->give_way(/*to_step=*/true);
+  transport_->drop_sums();
   const auto lock = attempt_.lock();
   take_up_plan();
   watch_.begin_step(link_.traffic->agreeing_ms);
@@ -97,6 +99,7 @@ void Engine::begin(int buffer_source) {
 
 void Engine::begin_plain(const Scales& scales, int buffer_source, std::shared_ptr<SharedStep> step,
                          bool launches) {
+  transport_->drop_sums();
   take_up_plan();
   attempt_.begin_plain(buffer_source);
   placement_.set_scales(scales);

@@ -13,6 +13,7 @@
 #include "reducer/launcher.h"
 #include "reducer/place.h"
 #include "reducer/plan_tuner.h"
+#include "reducer/record_transport.h"
 #include "reducer/shared_step.h"
 #include "reducer/updates.h"
 
@@ -50,7 +51,7 @@ class Engine final : public ParticipantAttempt {
   Attempt& attempt() { return attempt_; }
   const Attempt& attempt() const { return attempt_; }
   const BucketSet& layout() const { return layout_; }
-  const Launcher& launcher() const { return launcher_; }
+  const RecordTransport& transport() const { return *transport_; }
   GradientHooks& gradient_hooks() { return gradient_hooks_; }
   HookChain& hooks() { return hooks_; }
   PlanTuner& tuner() { return tuner_; }
@@ -61,7 +62,7 @@ class Engine final : public ParticipantAttempt {
   void launch_early(Fill fill) override;
   Ending finish() override;
   void accept(double scale, bool keep_unused) override;
-  void discard() override { placement_.discard(); }
+  void discard() override;
 
   /// Before anything of the step leaves: are all ranks in it? False: nothing may.
   bool open_step();
@@ -132,6 +133,7 @@ class Engine final : public ParticipantAttempt {
   Attempt attempt_;
   Placement placement_{layout_, hooks_, attempt_};
   Launcher launcher_{link_, layout_, hooks_, watch_};
+  std::unique_ptr<RecordTransport> transport_;
   std::shared_ptr<SharedStep> step_ = std::make_shared<SharedStep>();
   bool opened_ = false;    ///< the ranks have agreed to be in the step
   Announcement outgoing_;  ///< with the last bucket

@@ -52,21 +52,14 @@ void Engine::give_up() {
 }
 
 Ending Engine::finish() {
-  launcher_.wait_for_all();
+  transport_->wait();
   if (step_->has_ended() && !link_.is_broken()) {
     end_unmade();
     step_->throw_ended([&] { driver_->throw_step_ended(*step_); });
   }
   end_attempt();
   link_.require_whole(attempt_.step() - 1, "a step");
-  layout_.tail->read();
-  const auto& records = layout_.tail->records();
-  std::vector<float> ms_by_rank;
-  ms_by_rank.reserve(records.size());
-  for (const auto& record : records) {
-    ms_by_rank.push_back(record.work_ms);
-  }
-  watch_.end_step(attempt_.step() - 1, ms_by_rank, link_.traffic->agreeing_ms);
+  const auto& records = transport_->read();
   if (looks_at_updates() && worst(records) < Status::retry) {
     updates_->settle(records,
                      [&](const ControlRecord& own) { return exchange_records(*this, own); });
@@ -77,9 +70,10 @@ Ending Engine::finish() {
 void Engine::accept(double scale, bool keep_unused) {
   const at::NoGradGuard no_grad;
   const memory::Unlimited unlimited;  // all ranks have accepted: no way back
+  transport_->end_sums();
   exchange_rows(link_, layout_, attempt_.step() - 1);
-  tuner_.note_agreed(layout_, layout_.tail->records()[0].plan);  // first: if anything fails here,
-                                                                 // the plan stands
+  // First: if anything fails here, the plan stands.
+  tuner_.note_agreed(layout_, transport_->records()[0].plan);
   // In a plain loop the next step has the same scale.
   placement_.take_sums(scale, attempt_.is_of_loop() ? 1.0 : scale, keep_unused);
   if (looks_at_updates()) {
@@ -92,7 +86,7 @@ void Engine::accept(double scale, bool keep_unused) {
 
 /// Where the rank whose buffers win had no data, which only a plain loop allows, each rank keeps its own.
 void Engine::write_back_buffers() {
-  const auto& winner = layout_.tail->records()[attempt_.buffer_source()];
+  const auto& winner = transport_->records()[attempt_.buffer_source()];
   if (!attempt_.is_of_loop() || winner.verdict != Status::no_data) {
     layout_.tail->write_back_buffers();
   }
@@ -101,12 +95,18 @@ void Engine::write_back_buffers() {
   }
 }
 
+void Engine::discard() {
+  transport_->drop_sums();
+  placement_.discard();
+}
+
 void Engine::accept_nothing() {
+  transport_->end_sums();
   // The others wait for this rank, which has none.
   exchange_rows(link_, layout_, attempt_.step() - 1);
   discard();
   write_back_buffers();
-  tuner_.note_agreed(layout_, layout_.tail->records()[0].plan);
+  tuner_.note_agreed(layout_, transport_->records()[0].plan);
   tuner_.propose(layout_, watch_, attempt_.step());
 }
 

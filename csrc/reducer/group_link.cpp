@@ -158,6 +158,9 @@ void GroupLink::require_whole(int64_t at_step, const std::string& waiting_for) {
 }
 
 void GroupLink::abort() {
+  if (hosts.get()) {
+    hosts.get()->abort();
+  }
   try {
     group->abort();
   } catch (const std::exception& e) {

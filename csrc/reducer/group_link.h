@@ -15,6 +15,7 @@
 
 #include "base/thrown_by.h"
 #include "reducer/agree.h"
+#include "reducer/host_group.h"
 #include "reducer/owners.h"
 #include "step/failure_board.h"
 
@@ -23,6 +24,16 @@ struct Future;
 }
 
 namespace brimful {
+
+/// The hosts by which a reducer's control records go, if they do not go in its last bucket.
+class HostsInUse {
+ public:
+  const std::shared_ptr<HostGroup>& get() const { return hosts_; }
+  void set(std::shared_ptr<HostGroup> hosts) { hosts_ = std::move(hosts); }
+
+ private:
+  std::shared_ptr<HostGroup> hosts_;
+};
 
 /// A reducer's process group: waits that end when another rank has given up, and what ranks post of their failures.
 struct GroupLink {
@@ -38,11 +49,15 @@ struct GroupLink {
   bool alone = false;  ///< a single rank that takes the short way: nothing to send
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< the last bucket's
   std::shared_ptr<GroupTraffic> traffic;
+  HostsInUse hosts;
   std::string configuration;  ///< of the group's members
 
   explicit GroupLink(Group of);
   /// Lets go of the group when the process ends.
-  void release() { group.reset(); }
+  void release() {
+    group.reset();
+    hosts.set(nullptr);
+  }
   /// The group's members were changed in place: all that is here is of those before.
   bool is_reconfigured() const;
   /// For open_board(): of the group's reducers, as far as this rank knows.
@@ -93,6 +108,7 @@ struct GroupLink {
   /// @throws RankFailed
   std::vector<std::vector<uint8_t>> exchange(const std::vector<uint8_t>& own, int64_t at_step,
                                              const std::string& what);
+  /// With the hosts', which other reducers of the group have too.
   void abort();
 
   /// Counts what it has done since the reducer was made.

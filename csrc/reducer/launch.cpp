@@ -35,12 +35,15 @@ void Engine::open_exchange(bool settles) {
 
 void Engine::launch() {
   const bool sends = open_step();
-  auto& bucket = layout_.buckets[launcher_.next()];
-  bucket.join_current_stream();
-  if (launcher_.next() == layout_.last()) {
+  const bool is_last = launcher_.next() == layout_.last();
+  layout_.buckets[launcher_.next()].join_current_stream();
+  if (is_last) {
     write_tail();
   }
   launcher_.launch(placement_.scales(), attempt_.step(), sends);
+  if (is_last && sends && !link_.is_broken()) {
+    transport_->send();
+  }
 }
 
 void Engine::write_tail() {
@@ -51,6 +54,7 @@ void Engine::write_tail() {
   const auto updated = looks ? updates_->look() : at::Tensor();
   layout_.tail->write(placement_.used(), record, outgoing_.loss_sum, updated,
                       attempt_.buffer_source(), layout_.own_rows());
+  transport_->say(record, outgoing_.loss_sum, updated);
 }
 
 void Engine::advance_early() {

@@ -256,7 +256,7 @@ bool LoopDriver::join_step(bool keep_gradients) {
     step->launch(Fill::zeros);
     step->finish(/*keeps=*/false);
   }
-  const auto& records = engine_.layout().tail->records();
+  const auto& records = engine_.transport().records();
   return std::any_of(records.begin(), records.end(),
                      [](const auto& record) { return record.verdict == Status::ok; });
 }

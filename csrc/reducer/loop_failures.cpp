@@ -216,7 +216,7 @@ void LoopDriver::announce_failure(FailureKind kind, const std::string& text, int
   }
   link_.end_hooks_at(std::nullopt);
   const auto done = [&] {
-    return (!plain_ || plain_->knows_parting()) && engine_.launcher().has_ended();
+    return (!plain_ || plain_->knows_parting()) && engine_.transport().has_ended();
   };
   while (!done() && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace c10d {
@@ -14,6 +15,7 @@ class ProcessGroup;
 }
 
 namespace brimful {
+class HostGroup;
 class LoopDriver;
 class PlainStep;
 
@@ -26,7 +28,10 @@ struct GroupTraffic {
   std::atomic<double> agreeing_ms = 0;  ///< for the other ranks to agree
   /// Whether a rank is known to be dead; null where that is not watched. Set before the group is used.
   std::function<bool(int rank)> is_dead;
-  std::string configuration;  ///< of the members that all of this is about
+  std::string configuration;       ///< of the members that all of this is about
+  std::weak_ptr<HostGroup> hosts;  ///< of the reducers that use them
+  uint64_t hosts_number = 0;       ///< of the reducer that connected them
+  bool hosts_missing = false;      ///< all ranks do without, as the log says
   std::mutex mutex;
   std::weak_ptr<PlainStep> running;  ///< of the plain backward that runs
 
@@ -36,9 +41,18 @@ struct GroupTraffic {
       turns = 0;
       agreeing_ms = 0;
       is_dead = nullptr;
+      hosts.reset();
+      hosts_missing = false;
     }
     configuration = now;
   }
+  /// They were connected for this reducer.
+  void note_hosts(const std::shared_ptr<HostGroup>& connected, uint64_t number) {
+    hosts = connected;
+    hosts_number = number;
+  }
+  /// True the first time.
+  bool note_missing_hosts() { return !std::exchange(hosts_missing, true); }
   bool knows_dead(int world_size) const {
     for (int rank = 0; is_dead && rank < world_size; ++rank) {
       if (is_dead(rank)) {

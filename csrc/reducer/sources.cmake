@@ -18,6 +18,9 @@ brimful_sources(HEAVY
   graph_hooks.cpp
   group_link.cpp
   hook_chain.cpp
+  host_connector.cpp
+  host_group.cpp
+  host_offer.cpp
   join.cpp
   launch.cpp
   launcher.cpp
@@ -28,6 +31,7 @@ brimful_sources(HEAVY
   plain_step.cpp
   plan_tuner.cpp
   planner.cpp
+  record_transport.cpp
   reducer.cpp
   regroup.cpp
   rows.cpp

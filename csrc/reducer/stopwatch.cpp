@@ -103,6 +103,7 @@ void Stopwatch::waited(int64_t bucket) {
 }
 
 void Stopwatch::end_wait() {
+  waits_ = false;
   if (device_) {
     device_->end_step();
   }

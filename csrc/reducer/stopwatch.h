@@ -8,6 +8,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "reducer/device_clock.h"
@@ -40,7 +41,12 @@ class Stopwatch {
   /// This rank's own part of the step is done, or on a device enqueued. Returns how long it took without waiting for others;
   /// on a device that of the step before, if there was one, or NaN where the device does not know.
   double end_work(double agreeing_ms);
-  void begin_wait() { wait_begin_ = Clock::now(); }
+  /// A wait of two parts begins once.
+  void begin_wait() {
+    if (!std::exchange(waits_, true)) {
+      wait_begin_ = Clock::now();
+    }
+  }
   /// The bucket's collective has ended.
   void waited(int64_t bucket);
   /// All have, and the current stream waits for them.
@@ -70,6 +76,7 @@ class Stopwatch {
   Clock::duration copy_{};
   double agreeing_before_ms_ = 0;
   bool in_backward_ = false;
+  bool waits_ = false;
   double span_ms_ = 0;
   StepTimes times_;
   std::shared_ptr<Done> done_;

@@ -31,18 +31,30 @@ uint64_t number_of(const Riders& riders, const SizesOf& sizes_of) {
 }
 }  // namespace
 
+ControlRecord with_figures_of_host(const ControlRecord& record, const at::Tensor& loss_sum,
+                                   const at::Tensor& updated) {
+  auto own = record;
+  if (loss_sum.defined() && loss_sum.is_cpu()) {
+    own.loss_sum = *loss_sum.const_data_ptr<double>();
+  }
+  if (updated.defined() && updated.is_cpu()) {
+    std::copy_n(updated.const_data_ptr<uint8_t>(), updated.numel(), own.updated.begin());
+  }
+  return own;
+}
+
 bool Tail::Rider::fits(const at::Tensor& tensor) const {
   return tensor.defined() && tensor.sizes() == at::IntArrayRef(sizes) &&
          tensor.scalar_type() == dtype && tensor.device() == device;
 }
 
 Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers,
-           c10::ScalarType dtype, int64_t sparse)
+           c10::ScalarType dtype, int64_t sparse, bool carries_records)
     : parameters_(parameters),
       rank_(rank),
-      world_size_(world_size),
       dtype_(dtype),
       sparse_(sparse),
+      record_bytes_(carries_records ? kRecordBytes : 0),
       used_(parameters),
       rows_(world_size, std::vector<int64_t>(sparse)) {
   for (auto& buffer : buffers) {
@@ -102,28 +114,21 @@ void Tail::write(const std::vector<uint8_t>& used, const ControlRecord& record,
                  const std::vector<int64_t>& rows) {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
-  auto own = record;
-  if (loss_sum.defined() && loss_sum.is_cpu()) {
-    own.loss_sum = *loss_sum.const_data_ptr<double>();
-  }
-  if (updated.defined() && updated.is_cpu()) {
-    std::copy_n(updated.const_data_ptr<uint8_t>(), updated.numel(), own.updated.begin());
-  }
-  const auto bytes = encode(own);
+  const auto bytes = encode(with_figures_of_host(record, loss_sum, updated));
   write_bytes(outgoing_, 0, used.data(), parameters_);
-  write_bytes(outgoing_, record_offset(rank_), bytes.data(), kRecordBytes);
-  write_bytes(outgoing_, record_offset(rank_) + kRecordBytes,
+  write_bytes(outgoing_, record_offset(rank_), bytes.data(), record_bytes_);
+  write_bytes(outgoing_, record_offset(rank_) + record_bytes_,
               reinterpret_cast<const uint8_t*>(rows.data()), sparse_ * kNumberBytes);
   note_sizes(buffer_source);
   write_bytes(outgoing_, flags_offset(), sent_.data(), std::ssize(sent_));
   write_bytes(outgoing_, sizes_offset(rank_), reinterpret_cast<const uint8_t*>(&own_sizes_),
               sizes_bytes());
   region_.narrow(0, 0, head_numel_).copy_(outgoing_, /*non_blocking=*/true);
-  if (loss_sum.defined() && !loss_sum.is_cpu()) {
+  if (record_bytes_ > 0 && loss_sum.defined() && !loss_sum.is_cpu()) {
     region_.narrow(0, record_offset(rank_) + kLossSumOffset, 8)
         .copy_(loss_sum.reshape({1}).view(at::kByte));
   }
-  if (updated.defined() && !updated.is_cpu()) {
+  if (record_bytes_ > 0 && updated.defined() && !updated.is_cpu()) {
     region_.narrow(0, record_offset(rank_) + kUpdatedOffset, updated.numel()).copy_(updated);
   }
   if (riders_.empty()) {
@@ -156,18 +161,20 @@ void Tail::read() {
   read_bytes(incoming_, flags_offset(), sent_.data(), std::ssize(sent_));
   records_.clear();
   bool alike = true;
-  for (int rank = 0; rank < world_size_; ++rank) {
-    RecordBytes bytes{};
-    read_bytes(incoming_, record_offset(rank), bytes.data(), kRecordBytes);
-    records_.push_back(decode(bytes));
-    read_bytes(incoming_, record_offset(rank) + kRecordBytes,
+  for (int rank = 0; rank < std::ssize(rows_); ++rank) {
+    if (record_bytes_ > 0) {
+      RecordBytes bytes{};
+      read_bytes(incoming_, record_offset(rank), bytes.data(), kRecordBytes);
+      records_.push_back(decode(bytes));
+    }
+    read_bytes(incoming_, record_offset(rank) + record_bytes_,
                reinterpret_cast<uint8_t*>(rows_[rank].data()), sparse_ * kNumberBytes);
     uint64_t sizes = 0;
     read_bytes(incoming_, sizes_offset(rank), reinterpret_cast<uint8_t*>(&sizes), sizes_bytes());
     alike = alike && sizes == own_sizes_;
   }
   has_new_sizes_ =
-      world_size_ > 1 && !riders_.empty() && alike && own_sizes_ != sizes_ && changes_left_ > 0;
+      rows_.size() > 1 && !riders_.empty() && alike && own_sizes_ != sizes_ && changes_left_ > 0;
 }
 
 std::vector<int64_t> Tail::rows(int64_t sparse) const {
@@ -193,7 +200,7 @@ bool Tail::replace(const at::Tensor& before, const at::Tensor& now) {
 }
 
 void Tail::note_unlike(Rider& rider, size_t number) const {
-  if (world_size_ > 1 && !has_new_sizes_ && !std::exchange(rider.was_logged, true)) {
+  if (rows_.size() > 1 && !has_new_sizes_ && !std::exchange(rider.was_logged, true)) {
     log(LogLevel::warning,
         c10::str("a buffer has another size than in earlier steps, and not the same on all ranks "
                  "or again and again: it is not made equal on all ranks (buffer: ",

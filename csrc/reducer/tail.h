@@ -8,14 +8,18 @@
 
 namespace brimful {
 
-/// What rides behind the gradients of the last bucket: a 0/1 element per parameter (used or not), the control records,
-/// how many rows each rank has for each sparse gradient, and the buffers that ranks must agree on. Every element is written by one rank and 0 on the others (or 0/1), so a sum
+/// The record, with those of these figures that lie on the CPU; as for Tail::write().
+ControlRecord with_figures_of_host(const ControlRecord& record, const at::Tensor& loss_sum,
+                                   const at::Tensor& updated);
+
+/// What rides behind the gradients of the last bucket: a 0/1 element per parameter (used or not), the control records
+/// (unless they go between hosts), how many rows each rank has for each sparse gradient, and the buffers that ranks must agree on. Every element is written by one rank and 0 on the others (or 0/1), so a sum
 /// delivers it exactly in any dtype and order of reduction. Buffers of the bucket's dtype travel as values, others as
 /// bytes.
 class Tail {
  public:
   Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers,
-       c10::ScalarType dtype, int64_t sparse);
+       c10::ScalarType dtype, int64_t sparse, bool carries_records = true);
   int64_t numel() const { return numel_; }
   c10::ScalarType dtype() const { return dtype_; }
   /// `region`: the numel() last elements of the bucket.
@@ -28,6 +32,7 @@ class Tail {
              const std::vector<int64_t>& rows);
   /// Behind the step's wait for its buckets; on CUDA waits for an event behind an asynchronous copy.
   void read();
+  /// Empty where it carries none.
   const std::vector<ControlRecord>& records() const { return records_; }
   /// How many ranks used the parameter in this step (255: or more); valid after read().
   int users(int64_t parameter) const { return used_[parameter]; }
@@ -62,7 +67,7 @@ class Tail {
   void note_unlike(Rider& rider, size_t number) const;
   /// Of a rank's record and, behind it, its numbers of rows, and a number of its buffers' sizes.
   int64_t record_offset(int rank) const {
-    return parameters_ + rank * (kRecordBytes + sparse_ * kNumberBytes + sizes_bytes());
+    return parameters_ + rank * (record_bytes_ + sparse_ * kNumberBytes + sizes_bytes());
   }
   int64_t sizes_offset(int rank) const { return record_offset(rank + 1) - sizes_bytes(); }
   int64_t flags_offset() const { return head_numel_ - std::ssize(riders_); }
@@ -71,9 +76,9 @@ class Tail {
 
   int64_t parameters_;
   int rank_;
-  int world_size_;
   c10::ScalarType dtype_;
   int64_t sparse_;
+  int64_t record_bytes_;
   int64_t head_numel_ =
       0;  ///< used flags, records and which buffers come, staged through host memory
   int64_t numel_ = 0;

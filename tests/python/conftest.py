@@ -1,4 +1,5 @@
 import gc
+from functools import partial
 
 import gpu_marks
 import pytest
@@ -10,6 +11,7 @@ from frozen_heap import (
     pytest_unconfigure as pytest_unconfigure,
 )
 from rank_processes import run_ranks
+from record_transports import TRANSPORTS, over
 
 import brimful
 
@@ -18,6 +20,18 @@ import brimful
 def ranks():
     """ranks(function, *args, size=2): calls function(rank, *args) on every rank; the results by rank."""
     return run_ranks
+
+
+@pytest.fixture(params=TRANSPORTS)
+def ranks_over(request):
+    """As `ranks`, with control records in the last bucket, and between hosts."""
+    return partial(run_ranks, over, request.param)
+
+
+@pytest.fixture(params=[TRANSPORTS[0], pytest.param(TRANSPORTS[1], marks=pytest.mark.slow)])
+def ranks_over_each(request):
+    """The same; between hosts only where slow tests run."""
+    return partial(run_ranks, over, request.param)
 
 
 @pytest.fixture

@@ -82,6 +82,13 @@ std::vector<Case> all_cases(int world_size, int pieces) {
   return cases;
 }
 
+/// Buckets of one parameter; control records go between hosts, or in the last one.
+brimful::ReducerOptions tiny_buckets_and(bool between_hosts) {
+  auto options = tiny_buckets();
+  options.between_hosts = between_hosts;
+  return options;
+}
+
 void arm(Fault& fault, const Case& item, int rank) {
   fault = item.fault;
   fault.text = "planted on rank " + std::to_string(rank);
@@ -151,9 +158,9 @@ void expect_outcome(Checks& checks, const Case& item, int rank, int world_size,
                 name + "the wrong ranks ran out");
 }
 
-Run run_with_fault(Checks& checks, const Group& group, const Case& item) {
+Run run_with_fault(Checks& checks, const Group& group, const Case& item, bool between_hosts) {
   const int rank = group->getRank();
-  Trainer trainer(group, std::make_shared<Net>(), in_pieces(2));
+  Trainer trainer(group, std::make_shared<Net>(), in_pieces(2), tiny_buckets_and(between_hosts));
   Run run;
   for (int step = 0; step < kSteps; ++step) {
     if (step != kFaultyStep) {
@@ -229,10 +236,11 @@ void expect_replays(Checks& checks, const std::vector<Case>& cases,
 
 // --- In a plain loop ------------------------------------------------------------------------------
 
-std::vector<at::Tensor> run_plain(Checks& checks, const Group& group, const Case& item,
-                                  bool scoped) {
+std::vector<at::Tensor> run_plain(Checks& checks, const Group& group, const Case& item, bool scoped,
+                                  bool between_hosts) {
   const int rank = group->getRank();
-  brimful::DistributedDataParallel<Net> model(std::make_shared<Net>(), group, tiny_buckets());
+  brimful::DistributedDataParallel<Net> model(std::make_shared<Net>(), group,
+                                              tiny_buckets_and(between_hosts));
   const auto step = [&](int number) {
     const auto batch = batch_of(rank, number, kRows);
     const auto work = [&] {
@@ -283,17 +291,18 @@ TEST_CASE("With a sizer no failure anywhere in a step silences a rank",
           "[reducer][sizer][faults]") {
   brimful::memory::install();
   brimful::set_log_level(brimful::LogLevel::error);
-  const int world_size = GENERATE(2, 3);
+  const auto [world_size, between_hosts] =
+      GENERATE(table<int, bool>({{2, false}, {3, false}, {3, true}}));
   const auto kind = GENERATE(Fault::Kind::out_of_memory, Fault::Kind::error);
   auto cases = all_cases(world_size, 2);
   std::erase_if(cases, [&](const auto& item) { return item.fault.kind != kind; });
   Checks checks;
   std::vector<std::vector<Run>> runs(world_size);
   std::vector<std::vector<std::vector<at::Tensor>>> states(world_size);
-  const Watchdog watchdog("the fault matrix with a sizer");
+  const Watchdog watchdog("the fault matrix with a sizer", std::chrono::seconds(40));
   run_ranks({world_size}, [&](int rank, const Group& group) {
     for (const auto& item : cases) {
-      runs[rank].push_back(run_with_fault(checks, group, item));
+      runs[rank].push_back(run_with_fault(checks, group, item, between_hosts));
       states[rank].push_back(runs[rank].back().state);
     }
   });
@@ -369,14 +378,15 @@ TEST_CASE("Two models in another order on any rank, in any step, fail on all ran
 
 TEST_CASE("In a plain loop no failure anywhere in a step silences a rank", "[reducer][faults]") {
   brimful::memory::install();
-  const int world_size = GENERATE(2, 3);
+  const auto [world_size, between_hosts] =
+      GENERATE(table<int, bool>({{2, false}, {3, false}, {3, true}}));
   const auto cases = all_cases(world_size, 1);
   Checks checks;
   std::vector<std::vector<std::vector<at::Tensor>>> states(world_size);
-  const Watchdog watchdog("the fault matrix in a plain loop");
+  const Watchdog watchdog("the fault matrix in a plain loop", std::chrono::seconds(40));
   run_ranks({world_size}, [&](int rank, const Group& group) {
     for (const auto& item : cases) {
-      states[rank].push_back(run_plain(checks, group, item, true));
+      states[rank].push_back(run_plain(checks, group, item, true, between_hosts));
     }
   });
   expect_equal_replicas(checks, cases, states);
@@ -385,7 +395,8 @@ TEST_CASE("In a plain loop no failure anywhere in a step silences a rank", "[red
 
 TEST_CASE("A plain loop without a scope announces its failure too", "[reducer][faults]") {
   brimful::memory::install();
-  const int world_size = GENERATE(2, 3);
+  const auto [world_size, between_hosts] =
+      GENERATE(table<int, bool>({{2, false}, {3, false}, {2, true}}));
   auto cases = all_cases(world_size, 1);
   std::erase_if(cases,
                 [](const auto& item) { return item.memory(); });  // the kind is not known here
@@ -394,7 +405,7 @@ TEST_CASE("A plain loop without a scope announces its failure too", "[reducer][f
   const Watchdog watchdog("the fault matrix without a scope");
   run_ranks({world_size}, [&](int rank, const Group& group) {
     for (const auto& item : cases) {
-      states[rank].push_back(run_plain(checks, group, item, false));
+      states[rank].push_back(run_plain(checks, group, item, false, between_hosts));
     }
   });
   expect_equal_replicas(checks, cases, states);

@@ -187,23 +187,23 @@ def memory_faults_job(rank, kinds, points, pieces, absent=()):
 
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("kind", ["memory", "budget"])
-def test_memory_that_runs_out_anywhere_on_any_ranks_leaves_no_trace(ranks, kind, pieces):
+def test_memory_that_runs_out_anywhere_on_any_ranks_leaves_no_trace(ranks_over, kind, pieces):
     points = ["forward", *range(pieces * PARAMETERS), "end"]
-    for count in ranks(memory_faults_job, [kind], points, pieces, watchdog_s=60):
+    for count in ranks_over(memory_faults_job, [kind], points, pieces, watchdog_s=60):
         assert count["alone"] >= 2 * pieces
         assert count["together"] >= count["after a bucket was launched"] >= 2
         assert count["stood"] >= 3
 
 
-def test_three_ranks_survive_a_shortage_on_any_of_them(ranks):
+def test_three_ranks_survive_a_shortage_on_any_of_them(ranks_over_each):
     points = ["forward", 0, PARAMETERS // 2, PARAMETERS - 1, "end"]
-    ranks(memory_faults_job, ["memory", "budget"], points, 1, size=3, watchdog_s=60)
+    ranks_over_each(memory_faults_job, ["memory", "budget"], points, 1, size=3, watchdog_s=60)
 
 
-def test_a_shortage_while_another_rank_has_no_data_leaves_no_trace(ranks):
+def test_a_shortage_while_another_rank_has_no_data_leaves_no_trace(ranks_over_each):
     points = ["forward", *range(PARAMETERS), "end"]
-    ranks(memory_faults_job, ["memory", "budget"], points, 1, (0,), watchdog_s=60)
-    ranks(memory_faults_job, ["memory"], points, 1, (1,), watchdog_s=60)
+    ranks_over_each(memory_faults_job, ["memory", "budget"], points, 1, (0,), watchdog_s=60)
+    ranks_over_each(memory_faults_job, ["memory"], points, 1, (1,), watchdog_s=60)
 
 
 def require_failure(error, failed, text, about):
@@ -232,13 +232,13 @@ def errors_job(rank, points, absent=()):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_exception_anywhere_on_any_ranks_raises_on_all_and_the_next_step_works(ranks, size):
+def test_an_exception_anywhere_on_any_ranks_raises_on_all_and_the_next_step_works(ranks_over, size):
     points = ["forward", *range(PARAMETERS), "end"]
-    ranks(errors_job, points, size=size, watchdog_s=40)
+    ranks_over(errors_job, points, size=size, watchdog_s=40)
 
 
-def test_an_exception_reaches_a_rank_without_data(ranks):
-    ranks(errors_job, ["forward", *range(PARAMETERS), "end"], (0,))
+def test_an_exception_reaches_a_rank_without_data(ranks_over_each):
+    ranks_over_each(errors_job, ["forward", *range(PARAMETERS), "end"], (0,))
 
 
 def shortage_beside_error_job(rank):
@@ -256,8 +256,8 @@ def shortage_beside_error_job(rank):
         require_equal_replicas(run["values"], faults)
 
 
-def test_an_exception_beside_a_shortage_of_another_rank_fails_the_step(ranks):
-    ranks(shortage_beside_error_job)
+def test_an_exception_beside_a_shortage_of_another_rank_fails_the_step(ranks_over_each):
+    ranks_over_each(shortage_beside_error_job)
 
 
 def plain_job(rank, kinds, points, scope):
@@ -316,10 +316,10 @@ def require_plain_error(rank, fault, scope, error):
 
 
 @pytest.mark.parametrize("scope", [True, False])
-def test_in_a_plain_loop_a_fault_raises_on_all_ranks_and_the_next_step_works(ranks, scope):
+def test_in_a_plain_loop_a_fault_raises_on_all_ranks_and_the_next_step_works(ranks_over, scope):
     points = ["forward", *range(PARAMETERS)]
     kinds = ["memory", "budget", "error"]
-    for count in ranks(plain_job, kinds, points, scope, watchdog_s=60):
+    for count in ranks_over(plain_job, kinds, points, scope, watchdog_s=60):
         assert count > 2 * 3 * len(points)
 
 
@@ -340,8 +340,8 @@ def late_error_job(rank):
     return errors
 
 
-def test_in_a_plain_loop_an_error_behind_backward_is_reported_in_the_next_step(ranks):
-    healthy, failed = ranks(late_error_job)
+def test_in_a_plain_loop_an_error_behind_backward_is_reported_in_the_next_step(ranks_over_each):
+    healthy, failed = ranks_over_each(late_error_job)
     assert healthy[0] is failed[0] is healthy[1] is None
     assert type(failed[1]) is ValueError
     for error in (healthy[2], failed[2]):
@@ -371,9 +371,9 @@ def half_step_job(rank, in_loop):
 
 @pytest.mark.parametrize("in_loop", [True, False])
 def test_an_error_inside_the_optimizer_is_reported_in_the_next_step_and_never_repeated(
-    ranks, in_loop
+    ranks_over_each, in_loop
 ):
-    (healthy, _), (failed, log) = ranks(half_step_job, in_loop)
+    (healthy, _), (failed, log) = ranks_over_each(half_step_job, in_loop)
     assert type(failed) is brimful.HalfStepError, failed
     assert "the optimizer failed in the middle of its step" in str(failed)
     assert log == [0, 1]

@@ -44,25 +44,27 @@ def with_pairs(rank, job, *args):
 @pytest.mark.parametrize(
     "absent", [(), (0,), (3,)], ids=["all have data", "0 has none", "3 has none"]
 )
-def test_memory_that_runs_out_leaves_no_trace(ranks, absent):
+def test_memory_that_runs_out_leaves_no_trace(ranks_over_each, absent):
     job = memory_faults_job, ["memory"], POINTS, 1, absent
-    ranks(with_pairs, *job, size=SIZE, watchdog_s=WATCHDOG_S)
+    ranks_over_each(with_pairs, *job, size=SIZE, watchdog_s=WATCHDOG_S)
 
 
-def test_a_budget_that_is_too_small_leaves_no_trace(ranks):
+def test_a_budget_that_is_too_small_leaves_no_trace(ranks_over_each):
     job = memory_faults_job, ["budget"], [*POINTS, "end"], 1
-    ranks(with_pairs, *job, size=SIZE, watchdog_s=WATCHDOG_S)
+    ranks_over_each(with_pairs, *job, size=SIZE, watchdog_s=WATCHDOG_S)
 
 
 @pytest.mark.parametrize("absent", [(), (0,)], ids=["all have data", "0 has none"])
-def test_an_exception_raises_on_all_and_the_next_step_works(ranks, absent):
-    ranks(with_pairs, errors_job, [*POINTS, "end"], absent, size=SIZE, watchdog_s=WATCHDOG_S)
+def test_an_exception_raises_on_all_and_the_next_step_works(ranks_over_each, absent):
+    ranks_over_each(
+        with_pairs, errors_job, [*POINTS, "end"], absent, size=SIZE, watchdog_s=WATCHDOG_S
+    )
 
 
 @pytest.mark.parametrize("scope", [True, False], ids=["scope", "no scope"])
-def test_in_a_plain_loop_a_fault_raises_on_all_and_the_next_step_works(ranks, scope):
+def test_in_a_plain_loop_a_fault_raises_on_all_and_the_next_step_works(ranks_over_each, scope):
     job = plain_job, ["memory", "error"], POINTS, scope
-    ranks(with_pairs, *job, size=SIZE, watchdog_s=WATCHDOG_S)
+    ranks_over_each(with_pairs, *job, size=SIZE, watchdog_s=WATCHDOG_S)
 
 
 def accumulating_job(rank):
@@ -96,8 +98,8 @@ def accumulating_job(rank):
         model.zero_grad()
 
 
-def test_a_fault_while_gradients_accumulate_raises_on_all(ranks):
-    ranks(accumulating_job, size=SIZE, watchdog_s=WATCHDOG_S)
+def test_a_fault_while_gradients_accumulate_raises_on_all(ranks_over_each):
+    ranks_over_each(accumulating_job, size=SIZE, watchdog_s=WATCHDOG_S)
 
 
 def several_job(rank):
@@ -128,5 +130,5 @@ def several_job(rank):
     return fired
 
 
-def test_a_shortage_in_one_of_two_modules_with_sparse_gradients(ranks):
-    assert ranks(several_job, size=SIZE, watchdog_s=WATCHDOG_S) == [9] * SIZE
+def test_a_shortage_in_one_of_two_modules_with_sparse_gradients(ranks_over_each):
+    assert ranks_over_each(several_job, size=SIZE, watchdog_s=WATCHDOG_S) == [9] * SIZE

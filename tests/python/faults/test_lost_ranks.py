@@ -62,10 +62,10 @@ POINTS = ["forward", "between", "backward"]
 
 
 @pytest.mark.parametrize("with_sizer", [True, False], ids=["sizer", "plain"])
-def test_a_killed_rank_is_named_by_the_others(ranks, with_sizer):
+def test_a_killed_rank_is_named_by_the_others(ranks_over_each, with_sizer):
     def run(point, lost):
         job = point, None, with_sizer, lost
-        results = ranks(lost_job, *job, size=SIZE, timeout_s=TIMEOUT_S, lost=(lost,))
+        results = ranks_over_each(lost_job, *job, size=SIZE, timeout_s=TIMEOUT_S, lost=(lost,))
         assert results.pop(lost) is None
         for result in results:
             require_named(result, lost, "did not come (it left its loop, died or hangs)", SOON_S)
@@ -75,9 +75,11 @@ def test_a_killed_rank_is_named_by_the_others(ranks, with_sizer):
 
 
 @pytest.mark.parametrize("with_sizer", [True, False], ids=["sizer", "plain"])
-def test_a_rank_that_sleeps_past_the_timeout_is_named_by_the_others(ranks, with_sizer):
+def test_a_rank_that_sleeps_past_the_timeout_is_named_by_the_others(ranks_over_each, with_sizer):
     def run(point, nap_s, words):
-        results = ranks(lost_job, point, nap_s, with_sizer, 1, size=SIZE, timeout_s=TIMEOUT_S)
+        results = ranks_over_each(
+            lost_job, point, nap_s, with_sizer, 1, size=SIZE, timeout_s=TIMEOUT_S
+        )
         for rank, result in enumerate(results):
             if rank != 1 or words == "began to wait ":
                 require_named(result, 1, words, SOON_S)

@@ -81,6 +81,7 @@ class BRIMFUL_API Reducer final : public Participant {
     int64_t launches = 0;
     int64_t host_waits = 0;
     int64_t exchanges = 0;
+    int64_t host_exchanges = 0;  ///< of records, between hosts
     int64_t regroups = 0;
   };
   Counters counters() const;

@@ -37,6 +37,9 @@ struct ReducerOptions {
   std::vector<bool> renormalised;
   /// Ranks whose parameters were not updated alike raise PlanMismatch. False, on any rank: they differ on purpose.
   bool check_updates = true;
+  /// Control records go between the hosts, over a gloo group of their own that all reducers of a process group share, and not
+  /// in the last bucket. Only if all ranks set it and can connect: else the log says why not.
+  bool between_hosts = false;
 };
 
 }  // namespace brimful

@@ -58,12 +58,14 @@ class BRIMFUL_API ParticipantAttempt {
   virtual void launch_early(Fill fill) = 0;
   /// The last bucket, with what all ranks are to know of this one.
   virtual void launch_last(Fill fill, const Announcement& said) = 0;
-  /// Waits for every bucket: the one host wait of a step. Ends the attempt whatever happens.
+  /// Waits for the records of all ranks, most often with all buckets in the one host wait of a step. Buckets that are not there
+  /// yet are waited for by accept() or discard(). Ends the attempt whatever happens.
   /// @throws RankFailed if the process group broke
   virtual Ending finish() = 0;
   /// In place of all that is left: aborts the group, whose collectives this rank cannot match.
   virtual void abandon() = 0;
   /// Makes the sums in the buckets the step's gradients, times `scale`; `keep_unused`: leave None where no rank used it.
+  /// @throws RankFailed if the process group broke before all of them had come
   virtual void accept(double scale, bool keep_unused) = 0;
   /// Empties the gradients: the buckets hold a useless sum.
   virtual void discard() = 0;

@@ -2,7 +2,7 @@
 #include <pthread.h>
 #include <signal.h>
 
-namespace brimful::launch {
+namespace brimful {
 
 /// Threads that are started while it lives never get SIGPIPE. gloo writes to sockets without MSG_NOSIGNAL: where a peer has
 /// gone, the signal would end a program that does not ignore it (Python does), before gloo can report the error.
@@ -22,4 +22,4 @@ class BlockSigpipe {
   sigset_t before_;
 };
 
-}  // namespace brimful::launch
+}  // namespace brimful

@@ -1,0 +1,1 @@
+"""What it costs that ranks agree on a step."""

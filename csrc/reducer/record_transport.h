@@ -1,0 +1,101 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <brimful/step/control_record.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "reducer/attempt.h"
+#include "reducer/launcher.h"
+
+namespace brimful {
+
+/// How the control record of each rank comes to all ranks in an attempt, and when they know it.
+class RecordTransport {
+ public:
+  /// An engine's, which outlives this.
+  struct Parts {
+    GroupLink& link;
+    BucketSet& layout;
+    Launcher& launcher;
+    Stopwatch& watch;
+    const Attempt& attempt;
+  };
+  explicit RecordTransport(const Parts& parts) : parts_(parts) {}
+  virtual ~RecordTransport() = default;
+  RecordTransport(const RecordTransport&) = delete;
+  RecordTransport& operator=(const RecordTransport&) = delete;
+
+  /// Of this rank, once its tail is written; arguments as Tail::write().
+  virtual void say(const ControlRecord& record, const at::Tensor& loss_sum,
+                   const at::Tensor& updated) = 0;
+  /// The last bucket was launched.
+  virtual void send() = 0;
+  /// Until all ranks' records are here, or the group is broken; in a step that has launched no last bucket, until its other
+  /// ones have ended.
+  virtual void wait() = 0;
+  /// After wait(), of an attempt that has ended and whose group is whole.
+  /// @throws RankFailed if the group breaks
+  const std::vector<ControlRecord>& read() { return records_ = take(); }
+  const std::vector<ControlRecord>& records() const { return records_; }
+  /// The sums, and all that rides beside them, are here.
+  /// @throws RankFailed if the group breaks meanwhile
+  virtual void end_sums() = 0;
+  /// The buckets may be filled anew, whatever came.
+  virtual void drop_sums() = 0;
+  /// What this rank owes the others has reached them, as far as the group knows.
+  virtual bool has_ended() const = 0;
+
+ protected:
+  virtual std::vector<ControlRecord> take() = 0;
+  /// The sums have come.
+  void end_step();
+
+  Parts parts_;
+  std::vector<ControlRecord> records_;
+};
+
+/// In the sum of the last bucket: the wait for the records is that for the bucket.
+class InBucket final : public RecordTransport {
+ public:
+  using RecordTransport::RecordTransport;
+  void say(const ControlRecord& /*record*/, const at::Tensor& /*loss_sum*/,
+           const at::Tensor& /*updated*/) override {}
+  void send() override {}
+  void wait() override { parts_.launcher.wait_for_all(); }
+  void end_sums() override {}
+  void drop_sums() override {}
+  bool has_ended() const override { return parts_.launcher.has_ended(); }
+
+ private:
+  std::vector<ControlRecord> take() override;
+};
+
+/// Between the hosts, besides the buckets: a verdict waits for no device. A step that stands on a device does, for its loss and
+/// for which parameters were updated, since these lie there.
+class BetweenHosts final : public RecordTransport {
+ public:
+  using RecordTransport::RecordTransport;
+  void say(const ControlRecord& record, const at::Tensor& loss_sum,
+           const at::Tensor& updated) override;
+  void send() override;
+  void wait() override;
+  void end_sums() override;
+  void drop_sums() override;
+  bool has_ended() const override;
+
+ private:
+  std::vector<ControlRecord> take() override;
+  void add_figures_of_device(std::vector<ControlRecord>& records);
+
+  ControlRecord own_;
+  bool on_device_ = false;  ///< there are figures in the bucket that the record lacks
+  std::optional<Exchange> exchange_;
+  bool sums_are_due_ = false;
+};
+
+/// That of the group's reducer.
+std::unique_ptr<RecordTransport> make_record_transport(const RecordTransport::Parts& parts);
+
+}  // namespace brimful
