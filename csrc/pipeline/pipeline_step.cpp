@@ -108,6 +108,11 @@ void Pipeline::State::PipelineStep::begin() {
 
 Outcome Pipeline::State::PipelineStep::run() {
   until_it_stands();
+  // First: the other replicas do not learn what fails from here on.
+  records_.at(call_.group.rank()).stop = verdict_.stop;  // of other stages' replicas too
+  p_.engine->adopt(records_);
+  p_.engine->note_end(records_);
+  p_.engine->note_total(verdict_.weight);
   p_.doing = "the step stands: the ranks exchange what their gradients have in common";
   const auto failed = thrown_by([&] {
     Settlement(p_.options, p_.agreement, p_.tied, p_.executor->stages())
@@ -283,10 +288,6 @@ Outcome Pipeline::State::PipelineStep::stand() {
   outcome.total_ms = static_cast<double>(standing_.end_ns - standing_.begin_ns) / 1e6;
   outcome.peaks = peaks_.bytes();
   outcome.peak_bytes = peak_of(outcome.peaks, std::nullopt);
-  records_.at(call_.group.rank()).stop = verdict_.stop;  // of other stages' replicas too
-  p_.engine->adopt(records_);
-  p_.engine->note_end(records_);
-  p_.engine->note_total(outcome.weight);
   outcome.last = p_.engine->agreed().at_end;
   if (call_.rows > 0) {
     p_.recomputing->note_stood();
