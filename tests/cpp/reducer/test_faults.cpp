@@ -300,9 +300,9 @@ TEST_CASE("With a sizer no failure anywhere in a step silences a rank",
   std::vector<std::vector<Run>> runs(world_size);
   std::vector<std::vector<std::vector<at::Tensor>>> states(world_size);
   const Watchdog watchdog("the fault matrix with a sizer", std::chrono::seconds(40));
-  run_ranks({world_size}, [&](int rank, const Group& group) {
+  run_ranks({world_size}, [&, over_hosts = between_hosts](int rank, const Group& group) {
     for (const auto& item : cases) {
-      runs[rank].push_back(run_with_fault(checks, group, item, between_hosts));
+      runs[rank].push_back(run_with_fault(checks, group, item, over_hosts));
       states[rank].push_back(runs[rank].back().state);
     }
   });
@@ -384,9 +384,9 @@ TEST_CASE("In a plain loop no failure anywhere in a step silences a rank", "[red
   Checks checks;
   std::vector<std::vector<std::vector<at::Tensor>>> states(world_size);
   const Watchdog watchdog("the fault matrix in a plain loop", std::chrono::seconds(40));
-  run_ranks({world_size}, [&](int rank, const Group& group) {
+  run_ranks({world_size}, [&, over_hosts = between_hosts](int rank, const Group& group) {
     for (const auto& item : cases) {
-      states[rank].push_back(run_plain(checks, group, item, true, between_hosts));
+      states[rank].push_back(run_plain(checks, group, item, true, over_hosts));
     }
   });
   expect_equal_replicas(checks, cases, states);
@@ -403,9 +403,9 @@ TEST_CASE("A plain loop without a scope announces its failure too", "[reducer][f
   Checks checks;
   std::vector<std::vector<std::vector<at::Tensor>>> states(world_size);
   const Watchdog watchdog("the fault matrix without a scope");
-  run_ranks({world_size}, [&](int rank, const Group& group) {
+  run_ranks({world_size}, [&, over_hosts = between_hosts](int rank, const Group& group) {
     for (const auto& item : cases) {
-      states[rank].push_back(run_plain(checks, group, item, false, between_hosts));
+      states[rank].push_back(run_plain(checks, group, item, false, over_hosts));
     }
   });
   expect_equal_replicas(checks, cases, states);
