@@ -29,7 +29,7 @@ class Forecaster {
 
   /// By the last forecast, or before this job was resumed.
   const FoundPieces& found() const { return found_; }
-  void set_found(FoundPieces found) { found_ = std::move(found); }
+  void set_found(const FoundPieces& found) { found_ = found; }
 
  private:
   Rehearsal rehearse(int64_t rows, const PieceWork& work);

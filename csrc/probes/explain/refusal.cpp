@@ -261,10 +261,10 @@ Explanation explain_refusal(const ErrorText& error, const ErrorEvidence& evidenc
                                 [&](std::string_view part) { return contains(text, part); });
   const auto likely = line_behind(text, "Likely cause: ");
   const auto next = line_behind(text, "Try next: ");
-  std::optional<Verdict> verdict;
-  if (likely && next) {  // brimful looked where it happened
-    verdict = {*likely, *next};
-  } else if (!(verdict = verdict_on_limit(numbers))) {
+  // The first: brimful looked where it happened.
+  auto verdict =
+      likely && next ? std::optional(Verdict{*likely, *next}) : verdict_on_limit(numbers);
+  if (!verdict) {
     const auto use = use_in(text);
     for (const auto& process : use.others) {
       out.evidence.push_back("process " + process.pid + " has " + format_bytes(process.bytes) +
