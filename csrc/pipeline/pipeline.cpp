@@ -90,8 +90,7 @@ class Pipeline::State::InCall {
     if (pipeline.options.peers) {
       lanes_watched_ = pipeline.options.peers->look_after();
     }
-    pipeline.last_failure.reset();
-    pipeline.agreement.begin_call();
+    pipeline.begin_call();
   }
 
  private:
@@ -103,6 +102,11 @@ class Pipeline::State::InCall {
   Doing doing_;
   std::jthread lanes_watched_;
 };
+
+void Pipeline::State::begin_call() {
+  last_failure.reset();
+  agreement.begin_call();
+}
 
 bool Pipeline::State::begin_loop(const ControlRecord& first) {
   const auto entered = engine->enter("begin_loop");

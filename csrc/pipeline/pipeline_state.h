@@ -67,6 +67,7 @@ struct Pipeline::State {
   StepGroup group_of_step() const;
 
  private:
+  void begin_call();
   /// Where memory has not run out.
   int64_t first_microbatches(bool trains, int64_t rows) const;
   /// Alike on all ranks, as all that were shrunk together remember it.

@@ -34,7 +34,7 @@ HostOffer::HostOffer(GroupLink& link, bool wanted) : link_(link) {
   if (const auto hosts = link.traffic->hosts.lock(); hosts && hosts->is_whole()) {
     state_ = State::connected;
     number_ = link.traffic->hosts_number;
-    link.hosts.set(hosts);
+    link_.hosts.set(hosts);
     return;
   }
   try {
