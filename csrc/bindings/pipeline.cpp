@@ -324,6 +324,7 @@ std::unique_ptr<PythonPipeline> make_pipeline(
   return std::make_unique<PythonPipeline>(std::move(made), std::move(options), scaler,
                                           std::move(splitter));
 }
+
 void bind_loop(py::class_<PythonPipeline>& bound) {
   bound.def("begin_loop", &PythonPipeline::begin_loop, py::arg("first"))
       .def("announce_next", &PythonPipeline::announce_next, py::arg("next"))

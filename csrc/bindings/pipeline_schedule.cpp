@@ -172,6 +172,7 @@ void bind_schedule(py::module_& m) {
       .def("__repr__", &schedule_repr)
       .def("__str__", &str_of);
 }
+
 std::vector<c10::Device> devices_of_stages(const std::vector<std::vector<at::Tensor>>& parameters,
                                            const std::vector<c10::Device>& devices,
                                            const py::object& schedule, int64_t microbatches) {
