@@ -182,7 +182,7 @@ Tail make_tail(const GroupLink& link, const BucketPlan& plan, std::vector<at::Te
           c10::toRealValueType(plan.buckets.back().dtype),
           std::count(options.sparse.begin(), options.sparse.end(), true),
           // Those of a device hold figures that lie there.
-          /*carries_records=*/!link.hosts.get() || !link.device.is_cpu()};
+          /*carries_records=*/!link.hosts() || !link.device.is_cpu()};
 }
 
 void start_tuner(Engine& engine, const ReducerOptions& options) {

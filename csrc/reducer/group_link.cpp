@@ -158,8 +158,8 @@ void GroupLink::require_whole(int64_t at_step, const std::string& waiting_for) {
 }
 
 void GroupLink::abort() {
-  if (hosts.get()) {
-    hosts.get()->abort();
+  if (hosts_) {
+    hosts_->abort();
   }
   try {
     group->abort();

@@ -25,16 +25,6 @@ struct Future;
 
 namespace brimful {
 
-/// The hosts by which a reducer's control records go, if they do not go in its last bucket.
-class HostsInUse {
- public:
-  const std::shared_ptr<HostGroup>& get() const { return hosts_; }
-  void set(std::shared_ptr<HostGroup> hosts) { hosts_ = std::move(hosts); }
-
- private:
-  std::shared_ptr<HostGroup> hosts_;
-};
-
 /// A reducer's process group: waits that end when another rank has given up, and what ranks post of their failures.
 struct GroupLink {
   using Clock = std::chrono::steady_clock;
@@ -49,14 +39,13 @@ struct GroupLink {
   bool alone = false;  ///< a single rank that takes the short way: nothing to send
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< the last bucket's
   std::shared_ptr<GroupTraffic> traffic;
-  HostsInUse hosts;
   std::string configuration;  ///< of the group's members
 
   explicit GroupLink(Group of);
   /// Lets go of the group when the process ends.
   void release() {
     group.reset();
-    hosts.set(nullptr);
+    hosts_.reset();
   }
   /// The group's members were changed in place: all that is here is of those before.
   bool is_reconfigured() const;
@@ -111,6 +100,10 @@ struct GroupLink {
   /// With the hosts', which other reducers of the group have too.
   void abort();
 
+  /// By which a reducer's control records go; null: they go in its last bucket.
+  const std::shared_ptr<HostGroup>& hosts() const { return hosts_; }
+  void use_hosts(std::shared_ptr<HostGroup> hosts) { hosts_ = std::move(hosts); }
+
   /// Counts what it has done since the reducer was made.
   void count(int64_t Reducer::Counters::*what, int64_t more = 1) { counters_.*what += more; }
   const Reducer::Counters& counters() const { return counters_; }
@@ -129,6 +122,7 @@ struct GroupLink {
   void require_whole(int64_t at_step, const std::string& waiting_for);
 
  private:
+  std::shared_ptr<HostGroup> hosts_;
   Reducer::Counters counters_;
   std::exception_ptr broken_;
   Clock::time_point waiting_since_;  ///< of the last wait for others; max: none

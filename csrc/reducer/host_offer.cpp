@@ -34,11 +34,11 @@ HostOffer::HostOffer(GroupLink& link, bool wanted) : link_(link) {
   if (const auto hosts = link.traffic->hosts.lock(); hosts && hosts->is_whole()) {
     state_ = State::connected;
     number_ = link.traffic->hosts_number;
-    link_.hosts.set(hosts);
+    link.use_hosts(hosts);
     return;
   }
   try {
-    connector_.emplace(link.group, link.store);
+    connector_ = HostConnector(link.group, link.store);
     state_ = State::possible;
   } catch (const std::exception&) {
     state_ = State::impossible;
@@ -54,7 +54,7 @@ void HostOffer::settle(const std::vector<Said>& by_rank) {
       (state_ == State::connected || state_ == State::unwanted)) {
     return;
   }
-  link_.hosts.set(nullptr);
+  link_.use_hosts(nullptr);
   if (!all(
           [](const Said& theirs) { return theirs[0] >= static_cast<uint64_t>(State::possible); })) {
     log_why(by_rank);
@@ -68,7 +68,7 @@ void HostOffer::connect() {
   std::vector<uint8_t> connected(kRecordBytes);
   try {
     if (!connector_) {
-      connector_.emplace(link_.group, link_.store);  // this rank's are of another reducer
+      connector_ = HostConnector(link_.group, link_.store);  // this rank's are of another reducer
     }
     backend = connector_->connect(link_.key + "hosts");
     connected[0] = 1;
@@ -86,8 +86,8 @@ void HostOffer::connect() {
     log_why(by_rank);
     return;
   }
-  link_.hosts.set(std::make_shared<HostGroup>(std::move(backend), kRecordBytes, timeout_of(link_)));
-  link_.traffic->note_hosts(link_.hosts.get(), link_.number);
+  link_.use_hosts(std::make_shared<HostGroup>(std::move(backend), kRecordBytes, timeout_of(link_)));
+  link_.traffic->note_hosts(link_.hosts(), link_.number);
 }
 
 void HostOffer::log_why(const std::vector<Said>& by_rank) const {

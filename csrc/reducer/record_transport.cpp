@@ -33,7 +33,7 @@ void BetweenHosts::say(const ControlRecord& record, const at::Tensor& loss_sum,
 void BetweenHosts::send() {
   const auto bytes = encode(own_);
   parts_.link.count(&Reducer::Counters::host_exchanges);
-  exchange_ = parts_.link.hosts.get()->begin({bytes.begin(), bytes.end()});
+  exchange_ = parts_.link.hosts()->begin({bytes.begin(), bytes.end()});
 }
 
 void BetweenHosts::wait() {
@@ -96,7 +96,7 @@ bool BetweenHosts::has_ended() const {
 }
 
 std::unique_ptr<RecordTransport> make_record_transport(const RecordTransport::Parts& parts) {
-  if (parts.link.hosts.get()) {
+  if (parts.link.hosts()) {
     return std::make_unique<BetweenHosts>(parts);
   }
   return std::make_unique<InBucket>(parts);

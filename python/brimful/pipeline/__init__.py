@@ -158,6 +158,7 @@ class Pipeline(Looping):
     One call at a time: a step within a step raises ``ValueError``.
     """
 
+    _core: _C.Pipeline
     _named = "pipeline"
     #: Called after each step.
     _observers: tuple[Callable[[_C.Outcome], object], ...] = ()

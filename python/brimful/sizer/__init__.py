@@ -181,6 +181,7 @@ class BatchSizer(Looping):
     ``check_updates=False`` lets the ranks' parameters differ on purpose there.
     """
 
+    _core: _C.BatchSizer
     _named = "sizer"
     #: Called after each step.
     _observers: tuple[Callable[[_C.Outcome], object], ...] = ()
