@@ -35,10 +35,6 @@ GroupLink::GroupLink(Group of)
   traffic->follow(configuration);
 }
 
-bool GroupLink::is_reconfigured() const {
-  return !configuration.empty() && group && configuration != configuration_of(*group);
-}
-
 uint64_t GroupLink::next_number() {
   store = group->getStore();
   return static_cast<uint64_t>(store ? store->add("brimful/reducers/" + std::to_string(rank), 1)
@@ -56,8 +52,8 @@ FailureBoard GroupLink::board_of(uint64_t of_number) const {
   return {store, prefix_of(of_number)};
 }
 
-void GroupLink::wait_for(c10d::Work& work, c10::Device of, Clock::time_point since,
-                         const std::function<void()>& also) {
+void GroupLink::wait_for(c10d::Work& work, c10::Device of, const std::function<void()>& also,
+                         std::optional<Clock::time_point> since) {
   const auto listen = [&] {
     if (also) {
       also();
@@ -67,7 +63,7 @@ void GroupLink::wait_for(c10d::Work& work, c10::Device of, Clock::time_point sin
     }
   };
   if (!of.is_cpu() && world_size > 1) {
-    wait_on_device(group, of, work, since, listen);
+    wait_on_device(group, of, work, since.value_or(waiting_since_), listen);
     return;
   }
   while (store && world_size > 1) {
@@ -266,6 +262,11 @@ void GroupLink::throw_broken(int64_t at_step, const std::string& waiting_for,
                "the store is gone too (the rank that serves it died or hangs)";
   }
   detail::throw_rank_failed(first, at_step, kind, broken_text(at_step, first, missing, cause));
+}
+
+bool is_reconfigured(const GroupLink& link) {
+  return !link.configuration.empty() && link.group &&
+         link.configuration != configuration_of(*link.group);
 }
 
 }  // namespace brimful

@@ -47,8 +47,6 @@ struct GroupLink {
     group.reset();
     hosts_.reset();
   }
-  /// The group's members were changed in place: all that is here is of those before.
-  bool is_reconfigured() const;
   /// For open_board(): of the group's reducers, as far as this rank knows.
   uint64_t next_number();
   /// Makes key and board, which are the same on all ranks. `of_reducer`: the largest of the ranks' numbers.
@@ -78,12 +76,9 @@ struct GroupLink {
   /// @throws std::runtime_error if they have, or if the group's backend has found an error
   void require(c10::Device of);
   /// A rank that waits for one that is well does not notice that the group broke: it would wait until the group's timeout.
-  /// `also`: called twice a second meanwhile; what it throws ends the wait. Optional.
-  void wait_for(c10d::Work& work, c10::Device of, const std::function<void()>& also = nullptr) {
-    wait_for(work, of, waiting_since_, also);
-  }
-  void wait_for(c10d::Work& work, c10::Device of, Clock::time_point since,
-                const std::function<void()>& also = nullptr);
+  /// `also`: called twice a second meanwhile; what it throws ends the wait. `since`: when the wait began; none: by begin_wait().
+  void wait_for(c10d::Work& work, c10::Device of, const std::function<void()>& also = nullptr,
+                std::optional<Clock::time_point> since = std::nullopt);
   /// For a communication hook's; where that does not come, the group is broken.
   void wait_for(c10::ivalue::Future& future);
   /// Calls `fn`, which calls the group: what it throws breaks the link.
@@ -129,5 +124,8 @@ struct GroupLink {
   Clock::time_point required_at_;    ///< the group, before the last collective
   std::optional<Clock::time_point> hook_deadline_;
 };
+
+/// The group's members were changed in place: all that the link knows is of those before.
+bool is_reconfigured(const GroupLink& link);
 
 }  // namespace brimful

@@ -98,7 +98,7 @@ void Launcher::wait_for_all() {
   for (size_t i = 0; i < layout_.buckets.size(); ++i) {
     auto& bucket = layout_.buckets[i];
     if (bucket.work && !link_.is_broken()) {
-      link_.call([&] { link_.wait_for(*bucket.work, bucket.device, bucket.launched_at); });
+      link_.call([&] { link_.wait_for(*bucket.work, bucket.device, nullptr, bucket.launched_at); });
     } else if (bucket.hooked && !link_.is_broken()) {
       link_.wait_for(*bucket.hooked);
     }

@@ -165,14 +165,14 @@ bool Reducer::follow_group() {
   auto& engine = s_->engine;
   {
     const auto lock = engine.attempt().lock();
-    if (!engine.attempt().is_idle() || s_->loop.is_retired() || !engine.link().is_reconfigured()) {
+    if (!engine.attempt().is_idle() || s_->loop.is_retired() || !is_reconfigured(engine.link())) {
       return false;
     }
   }
   // All of the group together, since a process that joins makes all of its own before its first forward.
   for (const auto& loop : reducers_beside({}, engine.link().group.get())) {
     const auto reducer = loop->reducer();
-    if (reducer && reducer->s_->engine.link().is_reconfigured()) {
+    if (reducer && is_reconfigured(reducer->s_->engine.link())) {
       reducer->follow();
     }
   }
