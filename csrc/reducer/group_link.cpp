@@ -48,10 +48,6 @@ void GroupLink::open_board(uint64_t of_reducer, c10::Device of_last_bucket) {
   board.emplace(store, key);
 }
 
-FailureBoard GroupLink::board_of(uint64_t of_number) const {
-  return {store, prefix_of(of_number)};
-}
-
 void GroupLink::wait_for(c10d::Work& work, c10::Device of, const std::function<void()>& also,
                          std::optional<Clock::time_point> since) {
   const auto listen = [&] {
@@ -267,6 +263,10 @@ void GroupLink::throw_broken(int64_t at_step, const std::string& waiting_for,
 bool is_reconfigured(const GroupLink& link) {
   return !link.configuration.empty() && link.group &&
          link.configuration != configuration_of(*link.group);
+}
+
+FailureBoard board_of(const GroupLink& link, uint64_t of_number) {
+  return {link.store, prefix_of(of_number)};
 }
 
 }  // namespace brimful

@@ -67,8 +67,6 @@ struct GroupLink {
   Clock::time_point waiting_since() const { return waiting_since_; }
   /// From then on communication hooks are not waited for any more: the process ends. None: no bound.
   void end_hooks_at(std::optional<Clock::time_point> deadline) { hook_deadline_ = deadline; }
-  /// That of another reducer of the group.
-  FailureBoard board_of(uint64_t of_number) const;
   /// Whether another rank has found the group broken.
   bool is_given_up();
   /// Before a collective: a rank that was away for long asks whether the others have given up. What it then calls no
@@ -127,5 +125,7 @@ struct GroupLink {
 
 /// The group's members were changed in place: all that the link knows is of those before.
 bool is_reconfigured(const GroupLink& link);
+/// That of another reducer of the link's group.
+FailureBoard board_of(const GroupLink& link, uint64_t of_number);
 
 }  // namespace brimful

@@ -116,11 +116,11 @@ std::string SharedStep::place_of(int rank) const {
 }
 
 void SharedStep::post_parting(const GroupLink& link, const Failure& failure) const {
-  link.board_of(parting_number_).try_post(place_of(link.rank), failure);
+  board_of(link, parting_number_).try_post(place_of(link.rank), failure);
 }
 
 Failure SharedStep::failure_of(const GroupLink& link, const Turn& turn, int rank) const {
-  return posted_failure(link.board_of(turn.number), place_of(rank), rank,
+  return posted_failure(board_of(link, turn.number), place_of(rank), rank,
                         static_cast<Status>(turn.detail));
 }
 
