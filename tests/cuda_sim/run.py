@@ -1,6 +1,7 @@
-"""Runs a program on simulated CUDA devices: python run.py [--libraries FOLDER] -- COMMAND [ARGUMENT ...]
+"""Runs a program on simulated CUDA devices: python run.py [OPTION ...] -- COMMAND [ARGUMENT ...]
 
-The libraries are in FOLDER, else in the only build/*/cuda_sim of the working folder.
+The libraries are in the folder that --libraries names, else in the only build/*/cuda_sim of the working folder. With
+--guard SCRATCH the program changes no file of the machine: what it writes goes to that folder.
 """
 
 import argparse
@@ -28,9 +29,16 @@ def only_build():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--libraries", type=Path)
+    parser.add_argument("--guard", metavar="SCRATCH")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
-    os.execvpe(options.command[0], options.command, environment(options.libraries or only_build()))
+    libraries = options.libraries or only_build()
+    command, variables = options.command, environment(libraries)
+    if options.guard:  # which itself has no use for devices
+        preload = f"LD_PRELOAD={variables.pop('LD_PRELOAD')}"
+        guard = str(libraries.resolve() / "guard")
+        command = [guard, "--scratch", options.guard, "--", "env", preload, *command]
+    os.execvpe(command[0], command, variables)
 
 
 if __name__ == "__main__":
