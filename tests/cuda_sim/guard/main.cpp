@@ -128,9 +128,9 @@ void tell(const Options& options, const Redirection& redirection, int report) {
     }
   }
   if (changes.written + changes.removed > 0) {
-    say("the program wrote " + std::to_string(changes.written) + " files (" +
-        std::to_string(changes.bytes) + " bytes) and removed " + std::to_string(changes.removed) +
-        "; the machine's files are as they were");
+    say("the machine's files are as they were (the program wrote: " +
+        std::to_string(changes.written) + ", bytes: " + std::to_string(changes.bytes) +
+        ", removed: " + std::to_string(changes.removed) + ")");
   }
   for (const auto& point : redirection.read_only) {
     if (access(point.c_str(), W_OK) == 0) {

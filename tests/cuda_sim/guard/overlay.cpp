@@ -322,7 +322,8 @@ class View {
 
 /// What is there belongs to the layers.
 void hide(const std::string& folder) {
-  if (mount("tmpfs", folder.c_str(), "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m") != 0) {
+  if (access(folder.c_str(), F_OK) == 0 &&
+      mount("tmpfs", folder.c_str(), "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m") != 0) {
     give_up_on("the scratch folder cannot be hidden (folder: " + folder + ")");
   }
 }

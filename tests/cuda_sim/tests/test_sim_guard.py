@@ -161,7 +161,7 @@ def test_the_report_names_what_was_written_and_removed(tmp_path, files, redirect
         f"written 5 {files}/a\\nb",
         f"removed {files}/log.txt",
     ]
-    assert "wrote 1 files (5 bytes) and removed 1;" in words
+    assert "(the program wrote: 1, bytes: 5, removed: 1)" in words
 
 
 def test_what_a_program_makes_for_itself_is_there(tmp_path, redirects):
