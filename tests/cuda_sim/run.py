@@ -9,13 +9,18 @@ import os
 import sys
 from pathlib import Path
 
+COMPUTING = ("libcublasLt.so.13", "libcublas.so.13", "libcudnn.so.9")
+
 
 def environment(libraries):
     """What a process needs to see the simulated devices; what is set already stays."""
     runtime = Path(libraries).resolve() / "libcudart.so.13"
     if not runtime.exists():
         raise SystemExit(f"run.py: there is no {runtime}: build tests/cuda_sim (README.md)")
-    first = [str(runtime), *filter(None, [os.environ.get("LD_PRELOAD")])]
+    # Without arithmetic there is nothing to compute, and so none of NVIDIA's libraries that do.
+    names = COMPUTING if os.environ.get("SIM_CUDA_ARITHMETIC") == "0" else ()
+    own = [str(runtime), *(str(runtime.with_name(name)) for name in names)]
+    first = [*own, *filter(None, [os.environ.get("LD_PRELOAD")])]
     return {"SIM_CUDA_STRICT": "1", **os.environ, "LD_PRELOAD": ":".join(first)}
 
 

@@ -48,6 +48,24 @@ sim_cupti_copy copy_of(uint32_t call, const void* to, const void* from, size_t b
           kDefaultStream + static_cast<uint32_t>(place)};
 }
 
+/// A device without arithmetic keeps nothing: what is read from it is zeros.
+void move(void* to, const void* from, size_t bytes) {
+  if (sim::is_address_alone(to)) {
+    return;
+  }
+  if (sim::is_address_alone(from)) {
+    std::memset(to, 0, bytes);
+  } else {
+    std::memmove(to, from, bytes);
+  }
+}
+
+void fill(void* to, int value, size_t bytes) {
+  if (!sim::is_address_alone(to)) {
+    std::memset(to, value, bytes);
+  }
+}
+
 /// A copy as the profiler is to see it.
 cudaError_t copy_noted(uint32_t call, void* to, const void* from, size_t bytes,
                        CUstream_st* stream) {
@@ -60,7 +78,7 @@ cudaError_t copy_noted(uint32_t call, void* to, const void* from, size_t bytes,
   }
   stream->enqueue([=] {
     const auto start = sim_cupti_now();
-    std::memmove(to, kept_apart ? kept->data() : from, bytes);
+    move(to, kept_apart ? kept->data() : from, bytes);
     sim_cupti_note_copy(&note, start, sim_cupti_now());
   });
   if (pageable(to)) {
@@ -78,9 +96,9 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t given) {
   if (stream->defers() && pageable(from)) {
     // Pageable memory is read before the call returns, as by the real runtime.
     auto kept = std::make_shared<std::string>(static_cast<const char*>(from), bytes);
-    stream->enqueue([=] { std::memcpy(to, kept->data(), bytes); });
+    stream->enqueue([=] { move(to, kept->data(), bytes); });
   } else {
-    stream->enqueue([=] { std::memmove(to, from, bytes); });
+    stream->enqueue([=] { move(to, from, bytes); });
   }
   if (pageable(to)) {
     stream->synchronize();
@@ -117,8 +135,8 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
   SIM_ENTER();
   sim::real(stream)->enqueue([=] {
     for (size_t row = 0; row < height; ++row) {
-      std::memmove(static_cast<char*>(to) + row * to_pitch,
-                   static_cast<const char*>(from) + row * from_pitch, width);
+      move(static_cast<char*>(to) + row * to_pitch,
+           static_cast<const char*>(from) + row * from_pitch, width);
     }
   });
   if (pageable(from) || pageable(to)) {
@@ -129,13 +147,13 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   SIM_ENTER();
-  sim::real(stream)->enqueue([=] { std::memset(to, value, bytes); });
+  sim::real(stream)->enqueue([=] { fill(to, value, bytes); });
   return cudaSuccess;
 }
 
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
   SIM_ENTER();
-  sim::real(nullptr)->enqueue([=] { std::memset(to, value, bytes); });
+  sim::real(nullptr)->enqueue([=] { fill(to, value, bytes); });
   return cudaSuccess;
 }
 }

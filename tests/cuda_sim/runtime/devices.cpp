@@ -52,7 +52,44 @@ cudaDeviceProp properties_of(int device) {
   p.textureAlignment = 512;
   p.pciBusID = place;
   p.unifiedAddressing = p.canMapHostMemory = p.concurrentKernels = p.streamPrioritiesSupported = 1;
+  if (const auto& model = sim::settings().model) {
+    sim::describe(*model, &p);
+    p.totalGlobalMem = sim::settings().total_bytes;
+  }
   return p;
+}
+
+/// What a device without arithmetic says, on which torch's own host code and the libraries decide; 0 for the rest.
+int attribute_of(const cudaDeviceProp& p, cudaDeviceAttr attribute) {
+  switch (attribute) {
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      return p.maxThreadsPerMultiProcessor;
+    case cudaDevAttrMaxBlocksPerMultiprocessor:
+      return p.maxBlocksPerMultiProcessor;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      return static_cast<int>(p.sharedMemPerMultiprocessor);
+    case cudaDevAttrReservedSharedMemoryPerBlock:
+      return static_cast<int>(p.reservedSharedMemPerBlock);
+    case cudaDevAttrMaxRegistersPerMultiprocessor:
+    case cudaDevAttrMaxRegistersPerBlock:
+      return p.regsPerMultiprocessor;
+    case cudaDevAttrMaxBlockDimX:
+    case cudaDevAttrMaxBlockDimY:
+      return p.maxThreadsDim[0];
+    case cudaDevAttrMaxBlockDimZ:
+      return p.maxThreadsDim[2];
+    case cudaDevAttrMaxGridDimX:
+      return p.maxGridSize[0];
+    case cudaDevAttrMaxGridDimY:
+    case cudaDevAttrMaxGridDimZ:
+      return p.maxGridSize[1];
+    case cudaDevAttrL2CacheSize:
+      return p.l2CacheSize;
+    case cudaDevAttrCooperativeLaunch:
+      return p.cooperativeLaunch;
+    default:
+      return 0;
+  }
 }
 
 }  // namespace
@@ -140,7 +177,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       *value = 1;
       break;
     default:
-      *value = 0;
+      *value = sim::settings().arithmetic ? 0 : attribute_of(p, attribute);
   }
   return cudaSuccess;
 }

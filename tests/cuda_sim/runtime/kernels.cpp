@@ -28,6 +28,9 @@ void refuse(std::string_view name) {
 }
 
 cudaError_t launch(const void* function, void** arguments, cudaStream_t stream) {
+  if (!sim::settings().arithmetic) {
+    return cudaSuccess;
+  }
   const std::string_view name = sim::kernel_name(function);
   if (name.find("spin_kernel") == std::string_view::npos) {
     refuse(name);
@@ -89,6 +92,14 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* /*
   *attributes = {};
   attributes->maxThreadsPerBlock = 1024;
   attributes->numRegs = 32;
+  if (!sim::settings().arithmetic) {
+    cudaDeviceProp p;
+    if (const cudaError_t error = cudaGetDeviceProperties(&p, sim::current_device())) {
+      return error;
+    }
+    attributes->ptxVersion = attributes->binaryVersion = sim::architecture_of_kernels(p);
+    attributes->maxDynamicSharedSizeBytes = static_cast<int>(p.sharedMemPerBlock);
+  }
   return cudaSuccess;
 }
 
@@ -98,16 +109,23 @@ cudaError_t cudaFuncSetAttribute(const void* /*function*/, cudaFuncAttribute /*a
 }
 
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* /*function*/,
-                                                          int /*size*/, size_t /*shared*/) {
+                                                          int size, size_t shared) {
   *blocks = 1;
+  if (sim::settings().arithmetic) {
+    return cudaSuccess;
+  }
+  cudaDeviceProp p;
+  if (const cudaError_t error = cudaGetDeviceProperties(&p, sim::current_device())) {
+    return error;
+  }
+  *blocks = sim::blocks_at_once(p, size, shared);
   return cudaSuccess;
 }
 
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks,
-                                                                   const void* /*function*/,
-                                                                   int /*size*/, size_t /*shared*/,
+                                                                   const void* function, int size,
+                                                                   size_t shared,
                                                                    unsigned /*flags*/) {
-  *blocks = 1;
-  return cudaSuccess;
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, size, shared);
 }
 }

@@ -27,7 +27,7 @@ size_t whole_pages(size_t bytes) {
 /// At ascending addresses, as a driver gives them: of equal blocks torch 2.11 takes the one with the lowest.
 void* map_block(size_t bytes) {  // under the state's lock
   static uintptr_t next = uintptr_t{1} << 45;
-  void* block = mmap(reinterpret_cast<void*>(next), whole_pages(bytes), PROT_READ | PROT_WRITE,
+  void* block = mmap(reinterpret_cast<void*>(next), whole_pages(bytes), protection(),
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (block == MAP_FAILED) {
     return nullptr;
@@ -37,6 +37,14 @@ void* map_block(size_t bytes) {  // under the state's lock
 }
 
 }  // namespace
+
+int protection() {
+  return settings().arithmetic ? PROT_READ | PROT_WRITE : PROT_NONE;
+}
+
+bool is_address_alone(const void* pointer) {
+  return !settings().arithmetic && attributes_of(pointer).type == cudaMemoryTypeDevice;
+}
 
 cudaError_t allocate(void** out, size_t bytes, Kind kind) {
   *out = nullptr;

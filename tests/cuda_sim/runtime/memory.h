@@ -17,7 +17,13 @@ void give_back(int device, size_t bytes);
 void know_block(void* pointer, size_t bytes, int device);
 void forget_block(void* pointer);
 
+/// How the memory of a device lies in the host's: nobody touches that of one without arithmetic.
+int protection();
+
 /// Of which memory this is: unregistered for what the runtime does not know.
 cudaPointerAttributes attributes_of(const void* pointer);
+
+/// Whether it is memory of a device without arithmetic: it has no bytes.
+bool is_address_alone(const void* pointer);
 
 }  // namespace sim

@@ -1,5 +1,6 @@
 #include "settings.h"
 
+#include <cstdio>
 #include <cstdlib>
 
 namespace sim {
@@ -10,6 +11,33 @@ std::atomic<bool> chosen = false;
 long variable(const char* name, long otherwise) {
   const char* text = std::getenv(name);
   return text == nullptr ? otherwise : std::atol(text);
+}
+
+Settings read_settings() {
+  Settings all{
+      .devices = static_cast<int>(variable("SIM_CUDA_DEVICES", 2)),
+      .total_bytes = static_cast<size_t>(variable("SIM_CUDA_MEMORY_MB", 256)) << 20,
+      .arithmetic = variable("SIM_CUDA_ARITHMETIC", 1) != 0,
+      .operators = false,
+      .model = std::nullopt,
+  };
+  all.operators = all.arithmetic && variable("SIM_CUDA_NO_OPERATORS", 0) == 0;
+  const char* device = std::getenv("SIM_CUDA_DEVICE");
+  if (device == nullptr || *device == 0) {
+    return all;
+  }
+  if (all.arithmetic) {
+    std::fprintf(stderr,
+                 "simulated CUDA: SIM_CUDA_DEVICE is for a device without arithmetic "
+                 "(SIM_CUDA_DEVICE: %s): set SIM_CUDA_ARITHMETIC=0\n",
+                 device);
+    std::_Exit(2);
+  }
+  all.model = read_device_model(device);
+  if (std::getenv("SIM_CUDA_MEMORY_MB") == nullptr) {
+    all.total_bytes = all.model->total_bytes;
+  }
+  return all;
 }
 
 // As the real runtime, it takes the numbers up to the first that names no device.
@@ -41,12 +69,9 @@ std::vector<int> read_visible_devices() {
 }  // namespace
 
 const Settings& settings() {
-  static const Settings all{
-      .devices = static_cast<int>(variable("SIM_CUDA_DEVICES", 2)),
-      .total_bytes = static_cast<size_t>(variable("SIM_CUDA_MEMORY_MB", 256)) << 20,
-      .operators = variable("SIM_CUDA_NO_OPERATORS", 0) == 0,
-  };
-  return all;
+  static const auto* all =
+      new Settings(read_settings());  // static destructors of others still call in
+  return *all;
 }
 
 std::atomic<long>& delay_us() {

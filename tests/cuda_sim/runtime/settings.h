@@ -1,7 +1,10 @@
 #pragma once
 #include <atomic>
 #include <cstddef>
+#include <optional>
 #include <vector>
+
+#include "device_model.h"
 
 namespace sim {
 
@@ -9,7 +12,10 @@ namespace sim {
 struct Settings {
   int devices;         // SIM_CUDA_DEVICES
   size_t total_bytes;  // SIM_CUDA_MEMORY_MB, of each device
-  bool operators;      // SIM_CUDA_NO_OPERATORS is not set
+  bool
+      arithmetic;  // SIM_CUDA_ARITHMETIC; without it memory of a device is addresses alone, and kernels do nothing
+  bool operators;                    // SIM_CUDA_NO_OPERATORS is not set, and there is arithmetic
+  std::optional<DeviceModel> model;  // SIM_CUDA_DEVICE
 };
 
 const Settings& settings();

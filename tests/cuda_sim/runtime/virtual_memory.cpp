@@ -100,8 +100,8 @@ CUresult map(CUdeviceptr address, size_t bytes, size_t /*offset*/,
 
 CUresult set_access(CUdeviceptr address, size_t bytes, const CUmemAccessDesc* /*access*/,
                     size_t /*count*/) {
-  return mprotect(place(address), bytes, PROT_READ | PROT_WRITE) == 0 ? CUDA_SUCCESS
-                                                                      : CUDA_ERROR_INVALID_VALUE;
+  return mprotect(place(address), bytes, sim::protection()) == 0 ? CUDA_SUCCESS
+                                                                 : CUDA_ERROR_INVALID_VALUE;
 }
 
 // What lay there is gone, and reading it is a fault of the process.

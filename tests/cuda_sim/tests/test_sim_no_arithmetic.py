@@ -1,0 +1,121 @@
+"""Devices without arithmetic: memory is addresses alone, kernels do nothing, and torch's own host code decides."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).resolve().parents[1] / "run.py"
+
+
+def without_arithmetic(source, device=None, **environment):
+    """Runs Python source on such a device: its status and what it said."""
+    libraries = Path(os.environ["LD_PRELOAD"].split(":")[0]).parent
+    left_out = ("LD_PRELOAD", "SIM_CUDA_MEMORY_MB", "SIM_CUDA_DEVICE")
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    chosen = {"SIM_CUDA_DEVICE": device} if device else {}
+    done = subprocess.run(
+        [sys.executable, RUN, "--libraries", libraries, "--", sys.executable, "-c", source],
+        env={**kept, "SIM_CUDA_ARITHMETIC": "0", **chosen, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+SUMS = """
+import torch
+for shape in ((48000, 256), (96000, 256), (96000, 128), (48000, 10), (16, 256)):
+    x = torch.empty(shape, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = x.sum(0)
+    print(torch.cuda.max_memory_allocated() - before - (y.nbytes + 511) // 512 * 512, end=" ")
+"""
+
+
+def test_a_sum_over_rows_takes_what_it_takes_on_an_h200():
+    """What the device itself took: tools/gpu/recorded."""
+    status, said = without_arithmetic(SUMS, "h200")
+    assert status == 0, said
+    assert said.split() == ["98566656", "138412544", "98566656", "15872", "0"]
+
+
+# Linear layers, a convolution, batch normalization, an LSTM, attention in bf16, a loss and an optimizer.
+STEP = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+print(*torch.cuda.mem_get_info(), torch.cuda.get_device_name())
+print(*torch.cuda.get_device_capability(), torch.cuda.get_device_properties(0).multi_processor_count)
+resident = lambda: int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0]) >> 10
+body = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Flatten(2)).cuda()
+lstm, head = nn.LSTM(36, 16, 2, batch_first=True).cuda(), nn.Linear(16, 5).cuda()
+parameters = [*body.parameters(), *lstm.parameters(), *head.parameters()]
+optimizer = torch.optim.AdamW(parameters)
+for _ in range(2):
+    y = lstm(body(torch.randn(4, 3, 8, 8, device="cuda")))[0]
+    with torch.autocast("cuda", torch.bfloat16):
+        q = y.unsqueeze(1)
+        y = F.scaled_dot_product_attention(q, q, q).squeeze(1)
+        loss = F.cross_entropy(head(y).flatten(0, 1), torch.zeros(32, dtype=torch.long, device="cuda"))
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+print(loss.item(), all(state["exp_avg"].is_cuda for state in optimizer.state.values()))
+before = resident()
+x = torch.ones(60 << 30, dtype=torch.uint8, device="cuda")
+y = x.clone()
+print(y[-3:].tolist(), torch.cuda.memory_allocated() >= 120 << 30, resident() - before < 64)
+"""
+
+
+def test_a_training_step_and_120_gib_take_no_memory_of_the_host():
+    status, said = without_arithmetic(STEP, "h200")
+    assert status == 0, said
+    lines = said.splitlines()
+    assert lines[:2] == ["150109880320 150109880320 NVIDIA H200", "9 0 132"]
+    assert lines[2:] == ["0.0 True", "[0, 0, 0] True True"]
+
+
+PROPERTIES = """
+import torch
+p = torch.cuda.get_device_properties(0)
+print(p.total_memory, p.multi_processor_count, p.major, p.minor)
+"""
+
+
+def test_a_device_of_one_s_own_is_what_it_is_said_to_be():
+    status, said = without_arithmetic(PROPERTIES + SUMS, "24GiB,sms=82,cc=8.9")
+    assert status == 0, said
+    first, sums = said.splitlines()
+    assert first == f"{24 << 30} 82 8 9"
+    assert sums.split()[0] not in ("0", "98566656")  # of other multiprocessors
+
+
+@pytest.mark.parametrize(
+    "device", ["h20", "24GiB,sms=82", "24GiB,sms=82,cc=8.9,l2=3", "24GB,sms=1,cc=8.0"]
+)
+def test_a_word_that_names_no_device_ends_with_a_sentence(device):
+    libraries = Path(os.environ["LD_PRELOAD"].split(":")[0]).parent
+    runtime = str(libraries / "libcudart.so.13")
+    count = "cudaGetDeviceCount(ctypes.byref(ctypes.c_int()))"
+    source = f"import ctypes; ctypes.CDLL({runtime!r}).{count}"
+    status, said = without_arithmetic(source, device)
+    assert status == 2, said
+    assert (
+        f"SIM_CUDA_DEVICE names no device (SIM_CUDA_DEVICE: {device}): use one of t4, l4," in said
+    )
+    assert "24GiB,sms=82,cc=8.9" in said
+
+
+def test_a_device_s_name_is_for_devices_without_arithmetic():
+    source = "import torch; torch.cuda.init()"
+    status, said = without_arithmetic(source, "h200", SIM_CUDA_ARITHMETIC="1")
+    assert status == 2, said
+    assert "(SIM_CUDA_DEVICE: h200): set SIM_CUDA_ARITHMETIC=0" in said
