@@ -16,7 +16,24 @@ sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != R
 
 from benchmarks import common  # noqa: E402
 
-SUBSYSTEMS = ("reducer", "agree", "sizer", "rows", "ladder", "fleet", "pipeline", "probes", "cuda")
+SUBSYSTEMS = (
+    "reducer",
+    "agree",
+    "sizer",
+    "rows",
+    "ladder",
+    "fleet",
+    "pipeline",
+    "probes",
+    "cuda",
+    "device_model",
+)
+PREFIXES = {"device_model": "device"}  # of ids; else it is the folder's name
+
+
+def prefix_of(subsystem: str) -> str:
+    """Returns what the ids of a subsystem begin with, before the dot."""
+    return PREFIXES.get(subsystem, subsystem)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +102,7 @@ def _run(
     subsystem: str, arguments: argparse.Namespace, ids: dict[str, common.Id]
 ) -> Iterator[common.Figure]:
     """Yields a figure for every id of the subsystem, whatever happens."""
-    missing = [name for name in ids if name.split(".")[0] == subsystem]
+    missing = [name for name in ids if name.split(".")[0] == prefix_of(subsystem)]
     if arguments.only:
         missing = [name for name in missing if name in arguments.only]
     seam: dict[str, Any] = {"ours": arguments.ours, "stall_s": arguments.stall_s}

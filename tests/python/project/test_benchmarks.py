@@ -76,7 +76,7 @@ class TestIds:
         else:
             measured = [name for part in module.MODULES for name in part.IDS]
         assert sorted(measured) == sorted(
-            name for name in common.load_ids() if name.startswith(subsystem + ".")
+            name for name in common.load_ids() if name.startswith(run.prefix_of(subsystem) + ".")
         )
 
 

@@ -1,0 +1,1 @@
+"""How near the device without arithmetic comes to a real one."""

@@ -1,0 +1,140 @@
+"""What an H200 took for whole steps (tools/gpu/recorded), and the same steps on the device without arithmetic."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "tools" / "gpu" / "recorded").glob("steps_*.json.gz"))
+TORCH = "2.11.0+cu130"  # which the steps were recorded with
+DEVICE = "h200"
+TIMEOUT_S = 900
+# Operators for which cuDNN chooses a workspace.
+WITH_LIBRARY = ("aten.convolution", "aten._cudnn_rnn", "aten._scaled_dot_product_cudnn_attention")
+
+
+class Unavailable(Exception):
+    """Why the steps cannot be run here."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded step and the one here; `library`: whether cuDNN had a workspace to choose in it."""
+
+    model: str
+    rows: int
+    library: bool
+    there: dict[str, Any]
+    here: dict[str, Any]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the allocator's events are the same one for one."""
+        return bool(self.here["events"] == self.there["events"])
+
+    def error(self, what: str) -> float:
+        """How far `peak_over_base` or `reserved_over_base` is off, as a part of the recorded one."""
+        there = self.there[what]
+        return (self.here[what] - there) / there if there else float(self.here[what] != 0)
+
+    def total_error(self) -> float:
+        """How far the peak of all allocated bytes is off."""
+        there, here = (step["base"] + step["peak_over_base"] for step in (self.there, self.here))
+        return float((here - there) / there)
+
+    def first_difference(self) -> str:
+        """The first event that differs, here and there, and the operator that was at work where that is known."""
+        pairs = zip(self.here["events"], self.there["events"], strict=False)
+        at = next((k for k, (a, b) in enumerate(pairs) if a != b), None)
+        if at is None:
+            return "" if self.equal else "one has more events"
+        before = sum(event[0] == "a" for event in self.here["events"][:at])
+        names = [name for began, name in self.here.get("operators", ()) if began <= before]
+        here, there = (step["events"][at] for step in (self.here, self.there))
+        return f"event {at}: {here} here, {there} there{', ' + names[-1] if names else ''}"
+
+
+def python() -> str:
+    """The interpreter whose torch is asked: that of BRIMFUL_DEVICE_PYTHON, else this one."""
+    return os.environ.get("BRIMFUL_DEVICE_PYTHON", sys.executable)
+
+
+def libraries() -> Path:
+    """Where the simulated runtime was built: BRIMFUL_DEVICE_LIBRARIES, else the only build/*/cuda_sim."""
+    named = os.environ.get("BRIMFUL_DEVICE_LIBRARIES")
+    found = [Path(named)] if named else list(ROOT.glob("build/*/cuda_sim"))
+    built = [folder for folder in found if (folder / "libcudnn.so.9").exists()]
+    if len(built) != 1:
+        raise Unavailable(
+            f"needs one build of the simulated CUDA runtime (found: {len(built)}): name it by BRIMFUL_DEVICE_LIBRARIES"
+        )
+    return built[0]
+
+
+def check_torch() -> None:
+    """Raises Unavailable unless the interpreter has the recorded steps' torch."""
+    asked = "import torch; print(torch.__version__)"
+    done = subprocess.run([python(), "-c", asked], capture_output=True, text=True, timeout=60)
+    found = done.stdout.strip() or "none"
+    if found != TORCH:
+        raise Unavailable(
+            f"the steps were recorded with torch {TORCH} (found: {found}): name a Python that has it by "
+            "BRIMFUL_DEVICE_PYTHON"
+        )
+
+
+def steps(files: list[Path] | None = None) -> Iterator[Step]:
+    """Runs each file's models in a process of their own, as they were recorded, and yields their steps."""
+    check_torch()
+    for file in FILES if files is None else files:
+        with gzip.open(file, "rt") as opened:
+            cases = json.load(opened)["cases"]
+        yield from _steps_of(cases)
+
+
+def _steps_of(cases: dict[str, list[dict[str, Any]]]) -> Iterator[Step]:
+    requests = [
+        {
+            "model": model,
+            "rows": [step["rows"] for step in recorded],
+            "named": [step["rows"] for step in recorded if step["ops"] is not None],
+        }
+        for model, recorded in cases.items()
+    ]
+    run = [python(), str(ROOT / "tests" / "cuda_sim" / "run.py"), "--libraries", str(libraries())]
+    child = [python(), "-m", "benchmarks.device_model.child"]
+    done = subprocess.run(
+        [*run, "--", *child],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "SIM_CUDA_ARITHMETIC": "0",
+            "SIM_CUDA_DEVICE": DEVICE,
+        },
+        input="".join(json.dumps(request) + "\n" for request in requests),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    lines = iter([json.loads(line) for line in done.stdout.splitlines()])
+    for model, recorded in cases.items():
+        library = any(
+            operator[0].startswith(WITH_LIBRARY)
+            for step in recorded
+            for operator in step["ops"] or ()
+        )
+        for there in recorded:
+            here = next(lines, {"error": done.stderr[-300:]})
+            if "error" in here:
+                raise Unavailable(f"{model} with {there['rows']} rows: {here['error']}")
+            yield Step(model, there["rows"], library, there, here)
+        next(lines, None)

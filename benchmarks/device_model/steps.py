@@ -1,0 +1,70 @@
+"""Bytes and events of recorded steps on the device without arithmetic, against what the device itself took."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import common
+from benchmarks.device_model import recorded
+
+IDS = ("device.allocated_worst", "device.reserved_worst", "device.events_equal")
+SMALL = 1 << 20  # below it a peak is not judged by its part
+SEGMENT = 20 << 20  # of torch's allocator, from which blocks up to 10 MiB are cut
+
+
+def measure(quick: bool) -> Iterator[common.Figure]:
+    """Yields the worst errors over all steps, and the share of steps whose events are equal."""
+    conditions: dict[str, Any] = {
+        **common.machine_conditions(),
+        "device": recorded.DEVICE,
+        "of_torch": recorded.TORCH,
+    }
+    try:
+        steps = list(recorded.steps(recorded.FILES[:1] if quick else None))
+    except (recorded.Unavailable, subprocess.SubprocessError) as error:
+        for name in IDS:
+            yield common.unmeasured(name, str(error), conditions=conditions)
+        return
+    for name, errors in (
+        (IDS[0], {_place(step): _allocated(step) for step in steps}),
+        (IDS[1], {_place(step): _reserved(step) for step in steps}),
+    ):
+        without = {_place(step): errors[_place(step)] for step in steps if not step.library}
+        found = {
+            "worst_of_models": _by_model(errors),
+            "worst_without_library": max(without.values(), default=None),
+        }
+        yield _figure(name, "fraction", max(errors.values()), len(steps), {**conditions, **found})
+    plain = [step for step in steps if not step.library]
+    different = {_place(step): step.first_difference() for step in plain if not step.equal}
+    share = sum(step.equal for step in plain) / len(plain)
+    yield _figure(IDS[2], "fraction", share, len(plain), {**conditions, "different": different})
+
+
+def _figure(name: str, unit: str, value: float, rounds: int, conditions: Any) -> common.Figure:
+    return common.Figure(name, unit, value, value, value, rounds=rounds, conditions=conditions)
+
+
+def _place(step: recorded.Step) -> str:
+    return f"{step.model}, {step.rows} rows"
+
+
+def _allocated(step: recorded.Step) -> float:
+    own = abs(step.error("peak_over_base")) if step.there["peak_over_base"] >= SMALL else 0.0
+    return max(own, abs(step.total_error()))
+
+
+def _reserved(step: recorded.Step) -> float:
+    """Within one segment there is no error."""
+    off = abs(step.here["reserved_over_base"] - step.there["reserved_over_base"])
+    return 0.0 if off <= SEGMENT else abs(step.error("reserved_over_base"))
+
+
+def _by_model(errors: dict[str, float]) -> dict[str, float]:
+    worst: dict[str, float] = {}
+    for place, error in errors.items():
+        model = place.rsplit(", ", 1)[0]
+        worst[model] = max(worst.get(model, 0.0), round(error, 4))
+    return worst

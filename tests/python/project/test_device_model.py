@@ -1,0 +1,73 @@
+"""The comparison of recorded steps with those of the device without arithmetic."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from benchmarks.device_model import child, recorded, steps
+
+MIB = 1 << 20
+
+
+def step(here, there, library=False, operators=()):
+    keys = ("base", "peak_over_base", "reserved_over_base", "events")
+    found = dict(zip(keys, here, strict=True)) | {"operators": operators}
+    return recorded.Step("a model", 2, library, dict(zip(keys, there, strict=True)), found)
+
+
+def test_the_first_event_that_differs_has_the_operator_at_work():
+    there = [["a", 8], ["a", 16], ["f", 0], ["a", 4]]
+    here = [["a", 8], ["a", 16], ["f", 1], ["a", 4]]
+    found = step(
+        (0, 24, 0, here), (0, 24, 0, there), operators=((0, "one"), (1, "two"), (3, "four"))
+    )
+    assert not found.equal
+    assert found.first_difference() == "event 2: ['f', 1] here, ['f', 0] there, two"
+    assert step((0, 24, 0, there), (0, 24, 0, there)).first_difference() == ""
+    assert "more events" in step((0, 24, 0, there[:2]), (0, 24, 0, there)).first_difference()
+
+
+@pytest.mark.parametrize(
+    "here, there, allocated, reserved",
+    [
+        ((0, 10 * MIB, 40 * MIB), (0, 10 * MIB, 40 * MIB), 0, 0),
+        ((0, 8 * MIB, 60 * MIB), (0, 10 * MIB, 80 * MIB), 0.2, 0),  # one segment less
+        ((0, 11 * MIB, 50 * MIB), (0, 10 * MIB, 100 * MIB), 0.1, 0.5),
+        ((0, 100, 0), (9000, 1000, 0), 0.99, 0),  # too small to be judged alone: of the total
+        ((11 * MIB, 10 * MIB, 0), (10 * MIB, 10 * MIB, 0), 0.05, 0),  # what was there before
+    ],
+)
+def test_errors_are_of_peaks_and_totals_and_segments_are_whole(here, there, allocated, reserved):
+    found = step((*here, []), (*there, []))
+    assert steps._allocated(found) == pytest.approx(allocated)
+    assert steps._reserved(found) == pytest.approx(reserved)
+
+
+def test_a_trace_of_the_allocator_is_read_as_it_was_recorded():
+    trace = [
+        {"action": "segment_alloc", "addr": 1, "size": 64},
+        {"action": "alloc", "addr": 1, "size": 8},
+        {"action": "free_requested", "addr": 1, "size": 8},
+        {"action": "free_completed", "addr": 1, "size": 8},
+        {"action": "alloc", "addr": 1, "size": 4},
+        {"action": "free_completed", "addr": 9, "size": 4},  # of before
+        {"action": "free_completed", "addr": 1, "size": 4},
+    ]
+    assert child.events_of(trace) == [["segment_alloc", 64], ["a", 8], ["f", 1], ["a", 4], ["f", 3]]
+
+
+def test_another_torch_s_steps_are_not_compared(monkeypatch):
+    monkeypatch.setattr(recorded, "TORCH", "1.0")
+    with pytest.raises(recorded.Unavailable, match=r"recorded with torch 1\.0 \(found: "):
+        next(recorded.steps())
+
+
+def test_the_recorded_steps_are_of_sixteen_models():
+    cases = [json.loads(gzip.decompress(file.read_bytes()))["cases"] for file in recorded.FILES]
+    assert sum(len(models) for models in cases) == 16
+    assert all(len(found) >= 5 for models in cases for found in models.values())
