@@ -9,6 +9,7 @@
 #include "ladder/ladder.h"
 #include "sizer/forecaster.h"
 #include "sizer/splitting.h"
+#include "step/pieces_run.h"
 #include "step/retry.h"
 #include "step/step_engine.h"
 

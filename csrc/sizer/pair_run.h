@@ -1,7 +1,6 @@
 #pragma once
 #include <brimful/sizer/grad_scaler.h>
 #include <brimful/sizer/pairs.h>
-#include <brimful/step/prologue.h>
 #include <brimful/step/step.h>
 #include <brimful/step/transaction.h>
 
@@ -9,6 +8,7 @@
 
 #include "ladder/surroundings.h"
 #include "sizer/pair_layout.h"
+#include "step/prologue.h"
 
 namespace brimful {
 

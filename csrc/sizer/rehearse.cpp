@@ -8,6 +8,7 @@
 #include "base/thrown_by.h"
 #include "sizer/loss_scale.h"
 #include "sizer/step_trace.h"
+#include "step/pieces_run.h"
 
 namespace brimful {
 namespace {
@@ -83,7 +84,7 @@ bool Rehearser::trace(int64_t rows) {
 void Rehearser::trace_few(int64_t rows, KeptBatch& few) {
   const StepTrace trace(options_.device);
   size_t of_first = 0;
-  group_.rehearse(rows, as_in_step_, [&] {
+  rehearse(group_, rows, as_in_step_, [&] {
     of_first = trace.size();
     few.restore();
   });

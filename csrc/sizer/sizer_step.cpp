@@ -84,7 +84,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
       AttemptResult result;
       {
         const auto as_before = c10::make_scope_exit([&] { s_.norms_.after_step(); });
-        result = s_.engine_.group().run(attempt_, *this);
+        result = PiecesRun(s_.engine_.group(), attempt_, *this).run();
       }
       stands = retry.end_attempt(settle(result, retry, peak));
     }
@@ -244,7 +244,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
   decltype(PieceWork::backward) backward_;
   Climb climb_;
   Outcome outcome_;
-  StepGroup::Attempt attempt_;
+  PiecesAttempt attempt_;
   std::optional<ValueOnHost> scale_;
   std::optional<Plan> plan_;
   std::optional<Retry> retry_;

@@ -89,16 +89,6 @@ void StepGroup::require_one_device() const {
   for_each_parameter(participants_, outside_, check);
 }
 
-void StepGroup::require_no_backward() const {
-  for_each_parameter(participants_, outside_, [](const at::Tensor& parameter) {
-    TORCH_CHECK_VALUE(
-        !parameter.grad().defined(),
-        "the loss function ran backward itself, and its gradients would count twice (a parameter "
-        "has one, shape: ",
-        parameter.sizes(), "); only return the loss: the step runs backward");
-  });
-}
-
 bool follow_group(const StepGroup& group) {
   bool followed = false;
   for (const auto& participant : group.participants()) {

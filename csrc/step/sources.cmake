@@ -18,6 +18,7 @@ brimful_sources(HEAVY
   outcome.cpp
   piece_history.cpp
   pieces.cpp
+  pieces_run.cpp
   remedy.cpp
   repetition.cpp
   report.cpp

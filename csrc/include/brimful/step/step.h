@@ -1,35 +1,18 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
-#include <brimful/step/attempt_task.h>
 #include <brimful/step/control_record.h>
 #include <brimful/step/failure.h>
 #include <brimful/step/kept_batch.h>
 #include <brimful/step/participant.h>
 #include <brimful/step/piece_work.h>
-#include <brimful/step/prologue.h>
 
-#include <exception>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 namespace brimful {
 class KeptGradients;
-
-/// How an attempt ended on this rank; how the step ends, all ranks' records show.
-struct AttemptResult {
-  Status own = Status::ok;  ///< ok, retry (of a late gradient), out_of_memory or error
-  std::exception_ptr
-      error;  ///< set for `error` only: an out-of-memory error pins the tensors of its frames
-  std::string text;              ///< of the error, out of memory or not
-  int64_t buckets_launched = 0;  ///< when the work ended
-  bool retry_alone = false;      ///< no bucket was launched: no other rank needs to know
-  bool same_split = false;       ///< AttemptTask::may_do_as_it_was said so
-  std::vector<ControlRecord>
-      records;  ///< by rank; empty with retry_alone, and after leaving lockstep
-};
 
 /// The participants of a step in launch order, as one. Gradients of parameters outside them (a single process) are
 /// scaled and emptied with theirs. Not thread-safe.
@@ -50,25 +33,6 @@ class BRIMFUL_API StepGroup {
 
   /// @throws c10::ValueError if parameters that are trained lie on several devices
   void require_one_device() const;
-
-  struct Attempt {
-    std::vector<int64_t> split;  ///< rows per piece; empty: this rank has no data
-    double ref = 1;              ///< total weight that losses are divided by, equal on all ranks
-    ControlRecord
-        record;  ///< what is announced (verdict: ok or no_data); weight and loss are filled in
-    int buffer_source = 0;
-    bool lockstep = false;     ///< pieces of weight 0 run too; no retry alone
-    bool retries_left = true;  ///< false: what would be repeated fails the step instead
-    bool can_shrink = true;    ///< false: running out of memory now fails the step
-    /// What runs before the pieces. Optional; outlives the attempt.
-    Prologue* prologue = nullptr;
-  };
-  /// Runs the pieces and takes part in all collectives whatever happens, then waits for them.
-  /// @throws RankFailed if the process group broke
-  AttemptResult run(const Attempt& attempt, AttemptTask& task);
-  /// Runs rows [0, rows) twice, forward and backward, for what that does to memory: nothing leaves this rank, no gradient
-  /// stays. `between` is called after the first time. Before run(), never instead of it.
-  void rehearse(int64_t rows, const PieceWork& work, const std::function<void()>& between);
   /// Takes part in a step that has failed here before it began; `meets`: one whose prologue begins with meet().
   std::vector<ControlRecord> run_failed(FailureKind kind, const std::string& text,
                                         const ControlRecord& record, bool meets = false);
@@ -77,8 +41,8 @@ class BRIMFUL_API StepGroup {
   void keep_gradients();
   KeptGradients& kept() { return *kept_; }
 
-  // An attempt whose work another class runs (a pipeline), in parts: begin_attempt(), then the work, in which
-  // begin_piece() is the caller's to call, then complete(), or drain() where any of it failed, and always finish(), which
+  // An attempt, whose work another class runs, in parts: begin_attempt(), then the work, in which begin_piece() is the
+  // caller's to call, then complete(), or drain() where any of it failed, and always finish(), which
   // has the records of all ranks.
   void begin_attempt(int buffer_source);
   void complete(const Announcement& said);
@@ -103,20 +67,7 @@ class BRIMFUL_API StepGroup {
   void publish_failure(FailureKind kind, const std::string& text);
 
  private:
-  void require_no_backward() const;
-  void set_order();
-  void leave_lockstep(const AttemptResult& result);
-  /// Returns what its backward begins with.
-  at::Tensor begin_backward(const PieceLoss& piece, double ref, bool last);
-  void note_error(AttemptTask& task, AttemptResult& result) const;
-  /// Memory ran out behind the last gradient: nothing of the step is missing, so it stands, unless this fails.
-  bool complete_behind(AttemptTask& task, const Announcement& said, AttemptResult& result);
-  void end_after_error(const Attempt& attempt, AttemptTask& task, const Announcement& said,
-                       AttemptResult& result);
-  void end_failed(const Attempt& attempt, Status verdict, AttemptResult& result);
   void launch(Fill fill, const Announcement& said);
-  int64_t launched() const;
-  bool gradients_complete() const;
 
   std::vector<std::shared_ptr<Participant>> participants_;
   std::vector<at::Tensor> outside_;

@@ -6,7 +6,7 @@
 
 namespace brimful {
 
-/// What one attempt runs and decides, as a StepGroup asks for it.
+/// What one attempt runs and decides, as a PiecesRun asks for it.
 class AttemptTask {
  public:
   virtual ~AttemptTask() = default;

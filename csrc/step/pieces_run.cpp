@@ -1,0 +1,255 @@
+// How pieces run, and what a rank still owes the others when one of them fails.
+#include "step/pieces_run.h"
+
+#include <ATen/ATen.h>
+#include <brimful/memory/stats.h>
+#include <brimful/step/oom.h>
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+
+#include "memory/oom_observer.h"
+#include "step/behind_error.h"
+#include "step/each_parameter.h"
+#include "step/engine_queue.h"
+#include "step/failure_board.h"
+
+namespace brimful {
+namespace {
+std::optional<c10::Device> device_of(const StepGroup& group) {
+  if (!group.outside().empty()) {
+    return group.outside().back().device();
+  }
+  const auto& participants = group.participants();
+  for (auto each = participants.rbegin(); each != participants.rend(); ++each) {
+    if (const auto& parameters = (*each)->parameters(); !parameters.empty()) {
+      return parameters.back().device();
+    }
+  }
+  return std::nullopt;
+}
+
+/// Since then, without what the prologue has waited for others.
+float work_ms(std::chrono::steady_clock::time_point started, const Prologue* prologue) {
+  auto worked = std::chrono::steady_clock::now() - started;
+  worked -= prologue != nullptr ? prologue->waited() : decltype(worked)::zero();
+  return std::chrono::duration<float, std::milli>(worked).count();
+}
+
+/// A piece's, by its weight, beside those before it.
+at::Tensor with_loss(const at::Tensor& loss_sum, const PieceLoss& piece) {
+  const auto weighted = piece.loss.detach().reshape({}).to(at::kDouble) * piece.weight;
+  return loss_sum.defined() ? loss_sum + weighted : weighted;
+}
+
+void require_no_backward(const StepGroup& group) {
+  for_each_parameter(group.participants(), group.outside(), [](const at::Tensor& parameter) {
+    TORCH_CHECK_VALUE(
+        !parameter.grad().defined(),
+        "the loss function ran backward itself, and its gradients would count twice (a "
+        "parameter has one, shape: ",
+        parameter.sizes(), "); only return the loss: the step runs backward");
+  });
+}
+
+bool gradients_complete(const StepGroup& group) {
+  const auto& all = group.participants();
+  return !all.empty() && std::all_of(all.begin(), all.end(), [](const auto& participant) {
+    return participant->attempt().progress().complete;
+  });
+}
+
+/// `backward`: of a loss, with the seed that it begins with.
+template <typename Backward>
+void run_backward(const StepGroup& group, const PieceLoss& piece, double ref, bool last,
+                  const Backward& backward) {
+  for (const auto& participant : group.participants()) {
+    participant->attempt().begin_piece(last, piece.loss);
+  }
+  const auto seed =
+      at::full_like(piece.loss, piece.weight / ref, at::TensorOptions().requires_grad(false));
+  run_backward_cleanly(device_of(group).value_or(piece.loss.device()),
+                       [&] { backward(piece.loss, seed); });
+}
+}  // namespace
+
+AttemptResult PiecesRun::run() {
+  const EvidenceScope evidence(device_of(group_));
+  const memory::RetryScope retries;
+  group_.begin_attempt(attempt_.buffer_source);
+  auto& record = said_.record;
+  record.ref = fingerprint(attempt_.ref);
+  try {
+    const auto started = std::chrono::steady_clock::now();
+    if (attempt_.prologue != nullptr && !attempt_.prologue->run()) {
+      group_.complete(said_);
+    } else {
+      int64_t begin = 0;
+      for (size_t i = 0; i < attempt_.split.size(); ++i) {
+        const bool last = i + 1 == attempt_.split.size();
+        const auto piece = task_.forward(begin, begin + attempt_.split[i]);
+        begin += attempt_.split[i];
+        require_loss(piece);
+        if (i == 0) {
+          require_no_backward(group_);
+        }
+        if (piece.weight > 0) {
+          said_.loss_sum = with_loss(said_.loss_sum, piece);
+          record.weight += piece.weight;
+        }
+        if (piece.weight > 0 || attempt_.lockstep) {
+          run_backward(group_, piece, attempt_.ref, last,
+                       [&](const auto& loss, const auto& seed) { task_.backward(loss, seed); });
+        }
+      }
+      record.work_ms = work_ms(started, attempt_.prologue);
+      record.ref = task_.mark();
+      task_.finish_buffers();
+      group_.complete(said_);
+    }
+  } catch (...) {
+    result_.error = std::current_exception();
+  }
+  if (result_.error) {
+    is_out_of_memory(
+        result_.error);  // read at once: operators fail while an error of Python is set
+  }
+  // Behind the handler: the exception no longer pins the frames in which memory ran out.
+  for (const auto& participant : group_.participants()) {
+    result_.buckets_launched += participant->attempt().progress().launched;
+  }
+  if (result_.error) {
+    end_after_error();
+  } else {
+    result_.records = group_.finish();
+  }
+  return std::move(result_);
+}
+
+void PiecesRun::end_after_error() {
+  note_error();
+  const bool ran_out = result_.own == Status::out_of_memory;
+  if (ran_out && group_.outside().empty() && gradients_complete(group_) && complete_behind()) {
+    result_.records = group_.finish();
+    return;
+  }
+  if (attempt_.lockstep && group_.world_size() > 1) {
+    leave_lockstep();
+    return;
+  }
+  result_.same_split = result_.own == Status::out_of_memory && task_.may_do_as_it_was(result_.text);
+  const bool can_retry =
+      attempt_.retries_left &&
+      (result_.own == Status::retry ||
+       (result_.own == Status::out_of_memory && (attempt_.can_shrink || result_.same_split)));
+  const bool met =
+      attempt_.prologue != nullptr && attempt_.prologue->has_met() && group_.world_size() > 1;
+  if (can_retry && result_.own == Status::out_of_memory && result_.buckets_launched == 0 && !met) {
+    result_.retry_alone = true;
+    return;
+  }
+  const auto verdict = can_retry                              ? Status::retry
+                       : result_.own == Status::out_of_memory ? Status::out_of_memory
+                                                              : Status::error;
+  end_failed(verdict);
+}
+
+void PiecesRun::note_error() {
+  result_.text = to_string(result_.error);
+  const bool again = group_.late_gradient() || task_.starts_over();
+  const bool ran_out =
+      is_out_of_memory(result_.error) || (!again && task_.is_too_fine(result_.text));
+  result_.own = again ? Status::retry : ran_out ? Status::out_of_memory : Status::error;
+  if (result_.own != Status::error) {
+    result_.error = nullptr;
+  }
+}
+
+bool PiecesRun::complete_behind() {
+  try {
+    task_.finish_buffers();
+    group_.complete(said_);
+    result_.own = Status::ok;
+  } catch (...) {  // a sparse gradient could not be made ready, or a hook failed: drain instead
+    result_.error = std::current_exception();
+  }
+  if (result_.own == Status::ok) {
+    return true;
+  }
+  result_.text = to_string(result_.error);
+  if (is_out_of_memory(result_.error)) {
+    result_.error = nullptr;
+  } else {
+    result_.own = Status::error;
+  }
+  return false;
+}
+
+void PiecesRun::end_failed(Status verdict) {
+  if (is_failure(verdict)) {
+    group_.publish_failure(verdict, result_.text);
+  }
+  const auto leave = [&] {
+    if (attempt_.prologue != nullptr) {
+      attempt_.prologue->leave(verdict);
+    }
+    group_.drain(attempt_.record, verdict);
+  };
+  if (!result_.error) {
+    leave();
+    result_.records = group_.finish();
+    return;
+  }
+  const bool drained = behind_error(leave);
+  if (!drained) {  // the others wait for what this rank cannot send
+    group_.abandon(Status::error, result_.text);
+  }
+  if (!drained || !behind_error([&] { result_.records = group_.finish(); })) {
+    std::rethrow_exception(result_.error);
+  }
+}
+
+void PiecesRun::leave_lockstep() {
+  const auto peer = group_.participants()[0]->board().find_other(group_.step(), group_.rank(),
+                                                                 group_.world_size());
+  group_.abandon(result_.own == Status::out_of_memory ? Status::out_of_memory : Status::error,
+                 result_.text);
+  if (peer) {
+    detail::throw_rank_failed(peer->rank, group_.step() - 1, peer->kind,
+                              "rank " + std::to_string(peer->rank) +
+                                  " failed between collectives of the model: " + to_string(*peer) +
+                                  " (here: " + result_.text + ")");
+  }
+}
+
+void rehearse(StepGroup& group, int64_t rows, const PieceWork& work,
+              const std::function<void()>& between) {
+  for (const auto& participant : group.participants()) {
+    participant->attempt().begin(0);
+  }
+  try {
+    at::Tensor loss_sum;
+    for (const bool second : {false, true}) {
+      const auto piece = work.forward(0, rows);
+      require_loss(piece);
+      if (!second) {
+        require_no_backward(group);
+      }
+      if (piece.weight > 0) {
+        loss_sum = with_loss(loss_sum, piece);  // for its memory alone
+        run_backward(group, piece, 1, false, work.backward);
+      }
+      if (!second) {
+        between();
+      }
+    }
+  } catch (...) {
+    is_out_of_memory(std::current_exception());  // read at once, as in a step
+    group.discard();
+    throw;
+  }
+  group.discard();
+}
+
+}  // namespace brimful
