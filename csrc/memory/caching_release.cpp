@@ -20,19 +20,11 @@ bool CachingBlocks::release_oversize(const Wanted& wanted) {
   }
   auto& cached = pools_[wanted.pool].cached;
   const auto needed = std::max(wanted.bytes, limit);
-  const auto large_enough = cached.lower_bound(least_fit(needed));
-  if (large_enough != cached.end()) {
-    const auto block = block_of(*large_enough);
-    if (block->second.is_expandable) {
-      return false;
-    }
-    release(block);
-    return true;
-  }
   int64_t released = 0;
-  while (released < needed && !cached.empty() && std::get<0>(*cached.rbegin()) >= limit) {
-    const auto block = block_of(*cached.rbegin());
-    if (block->second.is_expandable) {
+  while (released < needed && !cached.empty()) {
+    const auto large_enough = cached.lower_bound(least_fit(needed));
+    const auto block = block_of(large_enough != cached.end() ? *large_enough : *cached.rbegin());
+    if (block->second.bytes < limit || block->second.is_expandable) {
       return false;
     }
     released += block->second.bytes;
@@ -42,23 +34,20 @@ bool CachingBlocks::release_oversize(const Wanted& wanted) {
 }
 
 void CachingBlocks::release_all() {
-  ++releases_;
-  std::vector<uint64_t> pending;
-  for (const auto& [address, block] : blocks_) {
-    if (block.state == State::pending) {
-      pending.push_back(address);
+  const auto all_that_are = [&](State state) {
+    std::vector<uint64_t> addresses;
+    for (const auto& [address, block] : blocks_) {
+      if (block.state == state) {
+        addresses.push_back(address);
+      }
     }
-  }
-  for (const auto address : pending) {
+    return addresses;
+  };
+  ++releases_;
+  for (const auto address : all_that_are(State::pending)) {
     complete(address);
   }
-  std::vector<uint64_t> cached;
-  for (const auto& [address, block] : blocks_) {
-    if (block.state == State::cached) {
-      cached.push_back(address);
-    }
-  }
-  for (const auto address : cached) {
+  for (const auto address : all_that_are(State::cached)) {
     const auto block = blocks_.find(address);
     if (block->second.is_expandable) {
       unmap(block);
