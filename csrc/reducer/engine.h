@@ -27,8 +27,8 @@ class EngineDriver {
   virtual bool begin_backward(Attempt::Lock& lock) = 0;
   /// The engine has thrown this from the hook of a gradient, in a backward of the driver's.
   virtual void note_error(std::exception_ptr error) = 0;
-  /// A loss of this gradient begins a backward too.
-  virtual void watch_gradient(const at::Tensor& gradient) = 0;
+  /// A loss of this gradient begins a backward too. False for a leaf.
+  virtual bool watch_gradient(const at::Tensor& gradient) = 0;
   /// A step that the driver does not begin is about to, or an exchange: settles what the driver's own steps owe.
   virtual void give_way(bool to_step) = 0;
   /// The ranks are in steps of different models, or one has failed, as all of them know.

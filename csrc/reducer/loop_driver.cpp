@@ -2,6 +2,7 @@
 #include "reducer/loop_driver.h"
 
 #include <ATen/core/grad_mode.h>
+#include <brimful/error.h>
 #include <brimful/log.h>
 #include <brimful/step/stop.h>
 #include <torch/csrc/autograd/engine.h>
@@ -11,16 +12,46 @@
 #include <utility>
 
 #include "reducer/graph_hooks.h"
+#include "step/failures.h"
 #include "step/no_capture.h"
 
 namespace brimful {
-LoopDriver::LoopDriver(Engine& engine, const ReducerOptions& options)
-    : engine_(engine),
-      link_(engine.link()),
-      attempt_(engine.attempt()),
-      predivide_(options.gradient_predivide_factor.value_or(link_.world_size)),
-      forwards_(link_, options.forwards_announced),
-      uneven_(engine) {}
+namespace {
+/// What this rank says of a turn in which another one is in a step.
+std::string step_of(const Turn& turn, const GroupLink& link) {
+  if (turn.kind == TurnKind::close) {
+    return "at the end of its backward";
+  }
+  std::string text = turn.kind == TurnKind::exchange ? "before a loop of " : "";
+  text += "model " + std::to_string(turn.number);
+  for (const auto& other : reducers_beside({}, link.group.get())) {
+    if (other->engine().link().number == turn.number) {
+      text += " with parameter " + other->engine().layout().name_of(0);
+    }
+  }
+  return text;
+}
+
+// autograd.grad leaves no gradient, and backward(inputs=...) of some parameters is this rank's own. All of them, as far as
+// they can be inputs, are what a backward without inputs reaches.
+bool is_whole(Engine& engine, const GradientHooks::Selected& selected, bool& warned) {
+  if (selected.empty()) {
+    return true;
+  }
+  const auto& parameters = engine.layout().parameters;
+  const auto chosen = engine.gradient_hooks().reached_by(selected);
+  const auto possible = static_cast<size_t>(
+      std::count_if(parameters.begin(), parameters.end(),
+                    [](const at::Tensor& parameter) { return parameter.requires_grad(); }));
+  if (chosen > 0 && chosen < possible && !std::exchange(warned, true)) {
+    log(LogLevel::warning,
+        c10::str("the gradients of a backward of some parameters stay this rank's own (inputs: ",
+                 chosen, " of ", possible,
+                 " parameters); for gradients of all ranks pass all of them, or no inputs"));
+  }
+  return chosen > 0 && chosen >= possible;
+}
+}  // namespace
 
 void LoopDriver::attach(std::weak_ptr<LoopDriver> self, std::weak_ptr<Engine> engine) {
   self_ = std::move(self);
@@ -54,6 +85,28 @@ void LoopDriver::give_way(bool to_step) {
   if (to_step) {
     forwards_.forget();
   }
+}
+
+/// All ranks know why: a step of another model here, or a rank that failed.
+void LoopDriver::throw_step_ended(const SharedStep& step) {
+  note_all_know();
+  std::vector<Failure> failures;
+  std::string steps;
+  for (int rank = 0; rank < link_.world_size; ++rank) {
+    const auto& turn = step.said()[rank];
+    if (turn.kind == TurnKind::failed) {
+      failures.push_back(step.failure_of(link_, turn, rank));
+    } else {
+      steps += (steps.empty() ? "rank " : ", rank ") + std::to_string(rank) + ": " +
+               step_of(turn, link_);
+    }
+  }
+  if (!failures.empty()) {
+    throw_step_failed(attempt_.step(), failures);
+  }
+  throw PlanMismatch("the ranks are in steps of different models (" + steps +
+                     "; numbers count wrappers of the group); run the models' backwards, and name "
+                     "them to a BatchSizer, in one order on all ranks");
 }
 
 void LoopDriver::prepare_forward() {
@@ -97,11 +150,11 @@ void LoopDriver::watch(const at::Tensor& output) {
       return;  // the step says when backward begins
     }
   }
-  forwards_.note_output(begin_backward_at(output));
+  forwards_.note_output(watch_gradient(output));
 }
 
 /// Every backward that reaches the tensor is the step's. False for a leaf.
-bool LoopDriver::begin_backward_at(const at::Tensor& tensor) {
+bool LoopDriver::watch_gradient(const at::Tensor& tensor) {
   return on_backward(tensor, [weak = self_] {
     if (const auto loop = weak.lock()) {
       auto lock = loop->attempt_.lock();
@@ -110,26 +163,6 @@ bool LoopDriver::begin_backward_at(const at::Tensor& tensor) {
       }
     }
   });
-}
-
-// autograd.grad leaves no gradient, and backward(inputs=...) of some parameters is this rank's own. All of them, as far as
-// they can be inputs, are what a backward without inputs reaches.
-bool LoopDriver::is_whole(const GradientHooks::Selected& selected) {
-  if (selected.empty()) {
-    return true;
-  }
-  const auto& parameters = engine_.layout().parameters;
-  const auto chosen = engine_.gradient_hooks().reached_by(selected);
-  const auto possible = static_cast<size_t>(
-      std::count_if(parameters.begin(), parameters.end(),
-                    [](const at::Tensor& parameter) { return parameter.requires_grad(); }));
-  if (chosen > 0 && chosen < possible && !std::exchange(warned_, true)) {
-    log(LogLevel::warning,
-        c10::str("the gradients of a backward of some parameters stay this rank's own (inputs: ",
-                 chosen, " of ", possible,
-                 " parameters); for gradients of all ranks pass all of them, or no inputs"));
-  }
-  return chosen > 0 && chosen >= possible;
 }
 
 /// Calls end_plain_backward(), or plain_backward_died().
@@ -157,7 +190,7 @@ void LoopDriver::watch_end_of_backward() {
 bool LoopDriver::begin_plain_backward(Attempt::Lock& lock, bool through_output) {
   const bool due = through_output || forwards_.may_have_backward();
   const auto* selected = torch::autograd::get_current_graph_task_exec_info();
-  if (link_.alone || !due || selected == nullptr || !is_whole(*selected)) {
+  if (link_.alone || !due || selected == nullptr || !is_whole(engine_, *selected, warned_)) {
     return false;  // nothing to send, or not a training step's backward
   }
   require_not_taken();
@@ -212,28 +245,6 @@ void LoopDriver::end_plain_backward() {
     throw;
   }
   step->finish(/*keeps=*/true);
-}
-
-void LoopDriver::take_sums(const std::vector<ControlRecord>& records, bool keeps) {
-  step_.stands = true;
-  uneven_.forget_meeting();
-  if (const auto with_data = uneven_.note_data(records)) {
-    drop_sums();
-    call_off();
-    uneven_.throw_ended(with_data);
-  }
-  step_.stops = stops(records);
-  if (keeps) {
-    engine_.accept(predivide_ / uneven_.averaged_over(), true);
-  } else {
-    engine_.accept_nothing();
-  }
-}
-
-void LoopDriver::drop_sums() {
-  step_.stands = false;
-  uneven_.forget_meeting();
-  engine_.discard();
 }
 
 bool LoopDriver::join_step(bool keep_gradients) {
@@ -291,11 +302,6 @@ void LoopDriver::require_all(bool has_data) {
     call_off();
     uneven_.throw_ended(with_data);
   }
-}
-
-void LoopDriver::call_off() {
-  forwards_.close();
-  scope_.called_off = scope_.open;
 }
 
 }  // namespace brimful

@@ -8,13 +8,13 @@
 #include <vector>
 
 #include "base/thrown_by.h"
-#include "reducer/loop_driver.h"
+#include "reducer/loop_step.h"
 #include "step/attempts.h"
 #include "step/failures.h"
 
 namespace brimful {
 namespace {
-using Loops = std::vector<std::shared_ptr<LoopDriver>>;
+using Loops = std::vector<std::shared_ptr<LoopStep>>;
 
 StepAttempts attempts_of(const Loops& loops) {
   std::vector<ParticipantAttempt*> attempts;
@@ -26,7 +26,7 @@ StepAttempts attempts_of(const Loops& loops) {
 }
 
 /// Throws on every rank if a rank failed the step, or the ranks' parameters differ.
-void require_success(const LoopDriver& first, const Ending& ending) {
+void require_success(const LoopStep& first, const Ending& ending) {
   if (worst(ending.records) < Status::retry) {
     if (!ending.divergence.empty()) {
       detail::throw_plan_mismatch(ending.divergence);
@@ -46,7 +46,7 @@ void require_success(const LoopDriver& first, const Ending& ending) {
 }
 }  // namespace
 
-std::shared_ptr<PlainStep> PlainStep::join(LoopDriver& loop, const std::weak_ptr<LoopDriver>& self,
+std::shared_ptr<PlainStep> PlainStep::join(LoopStep& loop, const std::weak_ptr<LoopStep>& self,
                                            const ControlRecord& record) {
   auto& traffic = *loop.engine().link().traffic;
   const std::lock_guard<std::mutex> lock(traffic.mutex);
@@ -112,12 +112,12 @@ void PlainStep::finish(bool keeps) {
   }
 }
 
-void PlainStep::abort(LoopDriver& by, FailureKind kind, const std::string& text) {
+void PlainStep::abort(LoopStep& by, FailureKind kind, const std::string& text) {
   over_ = true;
   auto all = loops();
   if (std::none_of(all.begin(), all.end(), [&](const auto& loop) { return loop.get() == &by; })) {
     // It is being destroyed.
-    all.push_back({std::shared_ptr<LoopDriver>(), &by});
+    all.push_back({std::shared_ptr<LoopStep>(), &by});
   }
   auto& link = by.engine().link();
   const bool asks = link.traffic->several && !link.alone && !by.engine().attempt().is_managed();

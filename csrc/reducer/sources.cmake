@@ -25,7 +25,7 @@ brimful_sources(HEAVY
   launch.cpp
   launcher.cpp
   loop_driver.cpp
-  loop_failures.cpp
+  loop_step.cpp
   owners.cpp
   place.cpp
   plain_step.cpp

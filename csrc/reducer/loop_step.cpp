@@ -1,4 +1,6 @@
-// How a plain loop's failures reach the other ranks, and theirs this one.
+// How a plain loop's steps end, and how failures reach the other ranks, and theirs this one.
+#include "reducer/loop_step.h"
+
 #include <brimful/error.h>
 #include <brimful/log.h>
 #include <brimful/step/oom.h>
@@ -28,7 +30,42 @@ void announce(const std::function<void()>& action) noexcept {
 }
 }  // namespace
 
-void LoopDriver::publish_failure(FailureKind kind, const std::string& text) {
+LoopStep::LoopStep(Engine& engine, const ReducerOptions& options)
+    : engine_(engine),
+      link_(engine.link()),
+      attempt_(engine.attempt()),
+      predivide_(options.gradient_predivide_factor.value_or(link_.world_size)),
+      forwards_(link_, options.forwards_announced),
+      uneven_(engine) {}
+
+void LoopStep::take_sums(const std::vector<ControlRecord>& records, bool keeps) {
+  step_.stands = true;
+  uneven_.forget_meeting();
+  if (const auto with_data = uneven_.note_data(records)) {
+    drop_sums();
+    call_off();
+    uneven_.throw_ended(with_data);
+  }
+  step_.stops = stops(records);
+  if (keeps) {
+    engine_.accept(predivide_ / uneven_.averaged_over(), true);
+  } else {
+    engine_.accept_nothing();
+  }
+}
+
+void LoopStep::drop_sums() {
+  step_.stands = false;
+  uneven_.forget_meeting();
+  engine_.discard();
+}
+
+void LoopStep::call_off() {
+  forwards_.close();
+  scope_.called_off = scope_.open;
+}
+
+void LoopStep::publish_failure(FailureKind kind, const std::string& text) {
   const Failure failure{link_.rank, 0, attempt_.step(), kind, text};
   if (plain_ && plain_->has_parted()) {
     plain_->post_parting(link_, failure);
@@ -37,44 +74,7 @@ void LoopDriver::publish_failure(FailureKind kind, const std::string& text) {
   }
 }
 
-/// What this rank says of a turn in which another one is in a step.
-std::string LoopDriver::step_of(const Turn& turn) const {
-  if (turn.kind == TurnKind::close) {
-    return "at the end of its backward";
-  }
-  std::string text = turn.kind == TurnKind::exchange ? "before a loop of " : "";
-  text += "model " + std::to_string(turn.number);
-  for (const auto& other : reducers_beside({}, link_.group.get())) {
-    if (other->link_.number == turn.number) {
-      text += " with parameter " + other->engine_.layout().name_of(0);
-    }
-  }
-  return text;
-}
-
-/// All ranks know why: a step of another model here, or a rank that failed.
-void LoopDriver::throw_step_ended(const SharedStep& step) {
-  note_all_know();
-  std::vector<Failure> failures;
-  std::string steps;
-  for (int rank = 0; rank < link_.world_size; ++rank) {
-    const auto& turn = step.said()[rank];
-    if (turn.kind == TurnKind::failed) {
-      failures.push_back(step.failure_of(link_, turn, rank));
-    } else {
-      steps += (steps.empty() ? "rank " : ", rank ") + std::to_string(rank) + ": " + step_of(turn);
-    }
-  }
-  if (!failures.empty()) {
-    throw_step_failed(attempt_.step(), failures);
-  }
-  throw PlanMismatch("the ranks are in steps of different models (" + steps +
-                     "; numbers count wrappers of the group); run the models' backwards, and name "
-                     "them to a BatchSizer, in one order on all ranks");
-}
-
-/// Every rank knows of this failure: no scope, and no forward that did not end, announces it again.
-void LoopDriver::note_all_know() {
+void LoopStep::note_all_know() {
   for (const auto& other : reducers_beside({}, link_.group.get())) {
     other->scope_.step = other->attempt_.step() - 1;
     other->step_.stands = false;
@@ -82,7 +82,7 @@ void LoopDriver::note_all_know() {
   }
 }
 
-void LoopDriver::end_failed_backward(const std::exception_ptr& error) {
+void LoopStep::end_failed_backward(const std::exception_ptr& error) {
   if (scope_.open) {  // there may be no error then
     step_.own_error = nullptr;
     scope_.died = true;
@@ -93,7 +93,7 @@ void LoopDriver::end_failed_backward(const std::exception_ptr& error) {
   abort_step(failure.kind, failure.text);
 }
 
-void LoopDriver::plain_backward_died() noexcept {
+void LoopStep::plain_backward_died() noexcept {
   announce([&] {
     if (!attempt_.is_plain()) {
       return;
@@ -115,7 +115,7 @@ void LoopDriver::plain_backward_died() noexcept {
   });
 }
 
-void LoopDriver::abort_step(FailureKind kind, const std::string& text) {
+void LoopStep::abort_step(FailureKind kind, const std::string& text) {
   if (!attempt_.is_plain_step()) {
     plain_ = std::make_shared<PlainStep>(self_);
     const auto lock = attempt_.lock();
@@ -130,7 +130,7 @@ void LoopDriver::abort_step(FailureKind kind, const std::string& text) {
   step->abort(*this, kind, text);
 }
 
-void LoopDriver::note_died() {
+void LoopStep::note_died() {
   const auto lock = attempt_.lock();
   forwards_.drop();
   scope_.died = false;
@@ -139,7 +139,7 @@ void LoopDriver::note_died() {
   step_.aborted = true;
 }
 
-void LoopDriver::settle_owed() {
+void LoopStep::settle_owed() {
   if (link_.is_broken()) {
     return;
   }
@@ -149,7 +149,7 @@ void LoopDriver::settle_owed() {
   settle();
 }
 
-void LoopDriver::settle() {
+void LoopStep::settle() {
   if (!step_.aborted) {
     return;
   }
@@ -166,21 +166,21 @@ void LoopDriver::settle() {
   engine_.discard();
 }
 
-void LoopDriver::begin_scope() {
+void LoopStep::begin_scope() {
   settle();
   scope_.open = true;
   scope_.called_off = false;
   scope_.step = attempt_.step();
 }
 
-void LoopDriver::end_scope_ok() {
+void LoopStep::end_scope_ok() {
   scope_.open = false;
   if (scope_.died) {
     abort_step(Status::error, kUnknownFailure);  // its error was swallowed inside the scope
   }
 }
 
-void LoopDriver::end_scope_failed(FailureKind kind, const std::string& text) {
+void LoopStep::end_scope_failed(FailureKind kind, const std::string& text) {
   scope_.open = false;
   if (std::exchange(scope_.called_off, false)) {
     return;
@@ -201,7 +201,7 @@ void LoopDriver::end_scope_failed(FailureKind kind, const std::string& text) {
   }
 }
 
-void LoopDriver::announce_failure(FailureKind kind, const std::string& text, int64_t patience_ms) {
+void LoopStep::announce_failure(FailureKind kind, const std::string& text, int64_t patience_ms) {
   if (link_.alone) {
     return;
   }
@@ -223,7 +223,7 @@ void LoopDriver::announce_failure(FailureKind kind, const std::string& text, int
   }
 }
 
-void LoopDriver::announce_unwinding() noexcept {
+void LoopStep::announce_unwinding() noexcept {
   announce([&] {
     if (!link_.is_broken() && (owes() || (attempt_.is_of_loop() && step_.stands))) {
       announce_failure(Status::error, kUnwinding, kUnwindingPatience);
@@ -231,7 +231,7 @@ void LoopDriver::announce_unwinding() noexcept {
   });
 }
 
-bool LoopDriver::owes() const {
+bool LoopStep::owes() const {
   return taken_.empty() && (step_.aborted || forwards_.is_open() || forwards_.lost_backward() ||
                             attempt_.is_plain_step());
 }
