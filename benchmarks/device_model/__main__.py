@@ -1,16 +1,19 @@
-"""Each recorded step here and there: python -m benchmarks.device_model [FILE ...]"""
+"""Each recorded step here and there: python -m benchmarks.device_model [--leave-out size|model] [FILE ...]"""
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from benchmarks.device_model import recorded
 
 
 def main() -> None:
-    files = [Path(name) for name in sys.argv[1:]] or None
-    for step in recorded.steps(files):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--leave-out", choices=("size", "model"), default="")
+    parser.add_argument("files", nargs="*", type=Path)
+    given = parser.parse_args()
+    for step in recorded.steps(given.files or None, given.leave_out):
         print(
             f"{step.model}, {step.rows} rows:",
             *(

@@ -1,10 +1,14 @@
 """Steps on a device, as its allocator saw them: python -m benchmarks.device_model.child, requests in JSON on stdin.
 
-A request: {"model": "ResNet-50 fp32", "rows": [1, 2], "named": [1]}. For each number of rows a line comes back:
+A request: {"model": "ResNet-50 fp32", "rows": [1, 2], "named": [1], "leave_out": ""}. For each number of rows a line
+comes back:
 
 - `rows`; `base`: bytes allocated before the step; `peak_over_base`, `reserved_over_base`: the most in it, above that;
 - `events` as in tools/gpu/recorded;
 - `operators`, for the sizes in `named`: each of torch's operators, after the number of allocations before it.
+
+`leave_out` says which recorded workspaces are not known, so that no row proves itself: "size", those of this model at
+the size that is measured; "model", those of this model.
 
 The last line is {"done": model} or {"error": words}.
 
@@ -15,6 +19,7 @@ and each model of a file after the others in one process: blocks of earlier ones
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -81,12 +86,21 @@ def events_of(trace: list[dict[str, Any]]) -> list[list[Any]]:
     return events
 
 
-def measure(name: str, sizes: list[int], named: list[int]) -> Iterator[dict[str, Any]]:
+def leave_out(model: str, rows: int) -> None:
+    """Uses the recorded workspaces without those of this model at this size; of all sizes if it is 0."""
+    ctypes.CDLL("libcudnn.so.9").sim_cudnn_leave_out(model.encode(), ctypes.c_int64(rows))
+
+
+def measure(
+    name: str, sizes: list[int], named: list[int], left_out: str
+) -> Iterator[dict[str, Any]]:
     """Yields what a step takes at each size."""
     make, batch, loss = case_of(name)
     torch.manual_seed(0)
     model = make().to("cuda")
     for rows in sizes:
+        if left_out:
+            leave_out(name, rows if left_out == "size" else 0)
         x = batch(rows).to("cuda")
 
         def step(model: torch.nn.Module = model, x: torch.Tensor = x) -> None:
@@ -130,7 +144,9 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            for found in measure(request["model"], request["rows"], request["named"]):
+            for found in measure(
+                request["model"], request["rows"], request["named"], request["leave_out"]
+            ):
                 print(json.dumps(found, separators=(",", ":")), flush=True)
             last = {"done": request["model"]}
         except Exception as error:  # goes back in words

@@ -91,21 +91,25 @@ def check_torch() -> None:
         )
 
 
-def steps(files: list[Path] | None = None) -> Iterator[Step]:
-    """Runs each file's models in a process of their own, as they were recorded, and yields their steps."""
+def steps(files: list[Path] | None = None, leave_out: str = "") -> Iterator[Step]:
+    """Runs each file's models in a process of their own, as they were recorded, and yields their steps.
+
+    `leave_out`: "size" or "model", whose recorded workspaces are not known (child.py).
+    """
     check_torch()
     for file in FILES if files is None else files:
         with gzip.open(file, "rt") as opened:
             cases = json.load(opened)["cases"]
-        yield from _steps_of(cases)
+        yield from _steps_of(cases, leave_out)
 
 
-def _steps_of(cases: dict[str, list[dict[str, Any]]]) -> Iterator[Step]:
+def _steps_of(cases: dict[str, list[dict[str, Any]]], leave_out: str) -> Iterator[Step]:
     requests = [
         {
             "model": model,
             "rows": [step["rows"] for step in recorded],
             "named": [step["rows"] for step in recorded if step["ops"] is not None],
+            "leave_out": leave_out,
         }
         for model, recorded in cases.items()
     ]

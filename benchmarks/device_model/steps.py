@@ -10,41 +10,48 @@ from benchmarks import common
 from benchmarks.device_model import recorded
 
 IDS = ("device.allocated_worst", "device.reserved_worst", "device.events_equal")
+LEFT_OUT = ("model", "size")
 SMALL = 1 << 20  # below it a peak is not judged by its part
 SEGMENT = 20 << 20  # of torch's allocator, from which blocks up to 10 MiB are cut
 
 
 def measure(quick: bool) -> Iterator[common.Figure]:
-    """Yields the worst errors over all steps, and the share of steps whose events are equal."""
+    """Yields the worst errors over all steps, and the share of steps whose events are equal.
+
+    Recorded workspaces of cuDNN prove nothing of themselves: the errors are the worst without those of the model,
+    and without those of its size alone.
+    """
     conditions: dict[str, Any] = {
         **common.machine_conditions(),
         "device": recorded.DEVICE,
         "of_torch": recorded.TORCH,
     }
+    files = recorded.FILES[:1] if quick else None
     try:
-        steps = list(recorded.steps(recorded.FILES[:1] if quick else None))
+        taken = {left_out: list(recorded.steps(files, left_out)) for left_out in LEFT_OUT}
     except (recorded.Unavailable, subprocess.SubprocessError) as error:
         for name in IDS:
             yield common.unmeasured(name, str(error), conditions=conditions)
         return
-    for name, errors in (
-        (IDS[0], {_place(step): _allocated(step) for step in steps}),
-        (IDS[1], {_place(step): _reserved(step) for step in steps}),
-    ):
-        without = {_place(step): errors[_place(step)] for step in steps if not step.library}
+    for name, error_of in ((IDS[0], _allocated), (IDS[1], _reserved)):
+        worst = {of: {_place(step): error_of(step) for step in taken[of]} for of in LEFT_OUT}
+        plain = [error_of(step) for step in taken["model"] if not step.library]
         found = {
-            "worst_of_models": _by_model(errors),
-            "worst_without_library": max(without.values(), default=None),
+            "worst_of_models": {of: _by_model(errors) for of, errors in worst.items()},
+            "worst_without_library": max(plain, default=None),
         }
-        yield _figure(name, "fraction", max(errors.values()), len(steps), {**conditions, **found})
-    plain = [step for step in steps if not step.library]
-    different = {_place(step): step.first_difference() for step in plain if not step.equal}
-    share = sum(step.equal for step in plain) / len(plain)
-    yield _figure(IDS[2], "fraction", share, len(plain), {**conditions, "different": different})
+        value = max(error for errors in worst.values() for error in errors.values())
+        yield _figure(name, value, len(worst["model"]), {**conditions, **found})
+    plain_steps = [step for step in taken["model"] if not step.library]
+    different = {_place(step): step.first_difference() for step in plain_steps if not step.equal}
+    share = sum(step.equal for step in plain_steps) / len(plain_steps)
+    yield _figure(IDS[2], share, len(plain_steps), {**conditions, "different": different})
 
 
-def _figure(name: str, unit: str, value: float, rounds: int, conditions: Any) -> common.Figure:
-    return common.Figure(name, unit, value, value, value, rounds=rounds, conditions=conditions)
+def _figure(name: str, value: float, rounds: int, conditions: Any) -> common.Figure:
+    return common.Figure(
+        name, "fraction", value, value, value, rounds=rounds, conditions=conditions
+    )
 
 
 def _place(step: recorded.Step) -> str:

@@ -2,9 +2,11 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "descriptor.h"
 #include "tensor.h"
+#include "workspace.h"
 
 namespace {
 
@@ -137,12 +139,20 @@ int cudnnGetRNNWeightParams(void* /*handle*/, void* descriptor, int32_t pseudo_l
   return kCudnnSuccess;
 }
 
-int cudnnGetRNNTempSpaceSizes(void* /*handle*/, void* /*descriptor*/, int /*mode*/, void* /*batch*/,
+int cudnnGetRNNTempSpaceSizes(void* /*handle*/, void* descriptor, int mode, void* of_batch,
                               size_t* workspace, size_t* reserve) {
-  for (size_t* asked : {workspace, reserve}) {
-    if (asked != nullptr) {
-      *asked = 0;
-    }
+  const Net& net = *net_of(descriptor);
+  const auto& batch = *static_cast<Batch*>(of_batch);
+  std::string key = mode == 0 ? "inference" : "training";
+  for (const int number : {net.mode, net.type, net.bidirectional, net.input, net.hidden,
+                           net.projection, net.layers, batch.longest}) {
+    key += " " + std::to_string(number);
+  }
+  if (workspace != nullptr) {
+    *workspace = sim::workspace_for("recurrent " + key, batch.rows);
+  }
+  if (reserve != nullptr) {
+    *reserve = mode == 0 ? 0 : sim::workspace_for("reserve " + key, batch.rows);
   }
   return kCudnnSuccess;
 }

@@ -1,10 +1,191 @@
-// The workspaces of cuDNN's plans. None is known yet: all are 0, and peaks lack them.
+// The workspaces of cuDNN's plans, from steps that were recorded (workspaces.inc). To make that list each workspace is asked
+// for under a size of its own, an odd one, which shows among the allocator's events: SIM_CUDA_PROBE_WORKSPACES names the
+// file that has the operations by these sizes.
+#include "workspace.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
 #include "descriptor.h"
 
 namespace sim {
+namespace {
 
-size_t workspace_of_graph(const Content& /*graph*/) {
+struct Row {
+  int64_t rows, bytes;
+};
+
+struct Recorded {
+  std::string model;
+  std::vector<Row> rows;
+};
+
+struct Tables {
+  std::mutex mutex;
+  std::multimap<std::string, Recorded> recorded;
+  std::map<std::pair<std::string, int64_t>, int64_t> probes;
+  std::string without;
+  int64_t without_rows = 0;
+};
+
+Tables& tables() {
+  static auto* all = [] {
+    auto* made = new Tables;
+    const std::vector<std::pair<std::string, Recorded>> rows{
+#define SIM_WORKSPACES(operation, model, ...) {operation, {model, {__VA_ARGS__}}},
+#include "workspaces.inc"
+#undef SIM_WORKSPACES
+    };
+    made->recorded.insert(rows.begin(), rows.end());
+    return made;
+  }();
+  return *all;
+}
+
+int64_t probe(const char* file, const std::string& operation, int64_t rows) {
+  constexpr int64_t kFirst = 1000003;
+  auto& probes = tables().probes;
+  const auto [at, is_new] =
+      probes.try_emplace({operation, rows}, kFirst + 2 * static_cast<int64_t>(probes.size()));
+  if (is_new) {
+    if (FILE* out = std::fopen(file, "a")) {
+      std::fprintf(out, "%lld\t%lld\t%s\n", static_cast<long long>(at->second),
+                   static_cast<long long>(rows), operation.c_str());
+      std::fclose(out);
+    }
+  }
+  return at->second;
+}
+
+/// On the line through two rows; in proportion to the only one.
+int64_t on_line(const std::map<int64_t, int64_t>& known, int64_t rows) {
+  if (known.empty()) {
+    return 0;
+  }
+  auto right = known.lower_bound(rows);
+  if (right != known.end() && right->first == rows) {
+    return right->second;
+  }
+  if (known.size() == 1) {
+    return known.begin()->second * rows / known.begin()->first;
+  }
+  if (right == known.begin()) {
+    ++right;
+  } else if (right == known.end()) {
+    --right;
+  }
+  const auto left = std::prev(right);
+  const double slope = static_cast<double>(right->second - left->second) /
+                       static_cast<double>(right->first - left->first);
+  const double bytes =
+      static_cast<double>(left->second) + slope * static_cast<double>(rows - left->first);
+  return std::max<int64_t>(static_cast<int64_t>(bytes), 0);
+}
+
+}  // namespace
+
+int64_t workspace_for(const std::string& operation, int64_t rows) {
+  Tables& all = tables();
+  const std::lock_guard lock(all.mutex);
+  if (const char* file = std::getenv("SIM_CUDA_PROBE_WORKSPACES")) {
+    return probe(file, operation, rows);
+  }
+  std::map<int64_t, int64_t> known;
+  const auto [first, last] = all.recorded.equal_range(operation);
+  for (auto at = first; at != last; ++at) {
+    const bool left_out = at->second.model == all.without;
+    for (const Row& row : at->second.rows) {
+      if (!left_out || (all.without_rows != 0 && row.rows != all.without_rows)) {
+        known[row.rows] = row.bytes;
+      }
+    }
+  }
+  return on_line(known, rows);
+}
+
+namespace {
+
+// As cudnn_graph.h has them.
+enum { kForward = 10, kBackwardFilter = 11, kBackwardData = 12 };
+enum {
+  kDilations = 102,
+  kStrides = 103,
+  kPaddings = 105,
+  kForwardConvolution = 702,
+  kForwardWeights = 703,
+  kForwardInput = 704,
+  kDataConvolution = 708,
+  kDataWeights = 709,
+  kDataInput = 710,
+  kFilterConvolution = 714,
+  kFilterWeights = 715,
+  kFilterInput = 716,
+  kGraphOperations = 801,
+  kDataType = 901,
+  kDimensions = 902,
+  kTensorStrides = 903
+};
+
+std::string words(const std::vector<int64_t>& numbers, size_t from) {
+  std::string all;
+  for (size_t k = from; k < numbers.size(); ++k) {
+    all += (k == from ? "" : "x") + std::to_string(numbers[k]);
+  }
+  return all;
+}
+
+}  // namespace
+
+size_t workspace_of_graph(const Content& graph) {
+  const Shared operation = graph.part(kGraphOperations);
+  if (operation == nullptr) {
+    return 0;
+  }
+  struct Place {
+    int kind;
+    const char* name;
+    int convolution, weights, input;
+  };
+  constexpr Place kPlaces[] = {
+      {kForward, "forward", kForwardConvolution, kForwardWeights, kForwardInput},
+      {kBackwardData, "input", kDataConvolution, kDataWeights, kDataInput},
+      {kBackwardFilter, "weights", kFilterConvolution, kFilterWeights, kFilterInput}};
+  for (const Place& place : kPlaces) {
+    const Shared convolution = operation->part(place.convolution);
+    const Shared weights = operation->part(place.weights);
+    const Shared input = operation->part(place.input);
+    if (operation->kind != place.kind || convolution == nullptr || weights == nullptr ||
+        input == nullptr) {
+      continue;
+    }
+    const auto sizes = input->numbers(kDimensions);
+    const auto strides = input->numbers(kTensorStrides);
+    const bool channels_last = strides.size() > 1 && strides[1] == 1 && sizes[1] != 1;
+    const std::string key =
+        std::string(place.name) + " " + std::to_string(input->enumerator(kDataType)) + " " +
+        words(sizes, 1) + (channels_last ? " last " : " first ") +
+        words(weights->numbers(kDimensions), 0) + " " + words(convolution->numbers(kStrides), 0) +
+        " " + words(convolution->numbers(kPaddings), 0) + " " +
+        words(convolution->numbers(kDilations), 0);
+    return static_cast<size_t>(workspace_for(key, sizes.empty() ? 0 : sizes[0]));
+  }
   return 0;
 }
 
 }  // namespace sim
+
+extern "C" {
+
+/// From now on the list is used without this model's rows, or without one of them, which so does not prove itself.
+void sim_cudnn_leave_out(const char* model, int64_t rows) {
+  sim::Tables& all = sim::tables();
+  const std::lock_guard lock(all.mutex);
+  all.without = model;
+  all.without_rows = rows;
+}
+}

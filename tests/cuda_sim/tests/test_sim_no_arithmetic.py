@@ -83,6 +83,28 @@ def test_a_training_step_and_120_gib_take_no_memory_of_the_host():
     assert lines[2:] == ["0.0 True", "[0, 0, 0] True True"]
 
 
+CONVOLUTIONS = """
+import torch
+layer = torch.nn.Conv2d(16, 16, 3, padding=1, bias=False).cuda()
+for rows in (64, 128, 192, 256, 4096):
+    x = torch.empty(rows, 16, 16, 16, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        y = layer(x)
+    print(torch.cuda.max_memory_allocated() - before - y.nbytes, end=" ")
+    del x, y
+"""
+
+
+def test_a_convolution_takes_the_recorded_workspace_and_one_on_the_line_between_rows():
+    """128 rows took 4203536 bytes, 256 took 8397840, and 64 none: tools/gpu/recorded. Blocks are of 512 bytes."""
+    status, said = without_arithmetic(CONVOLUTIONS, "h200")
+    assert status == 0, said
+    whole = [(bytes_ + 511) // 512 * 512 for bytes_ in (0, 4203536, 6300688, 8397840, 134226992)]
+    assert [int(word) for word in said.split()] == whole
+
+
 PROPERTIES = """
 import torch
 p = torch.cuda.get_device_properties(0)
@@ -98,15 +120,19 @@ def test_a_device_of_one_s_own_is_what_it_is_said_to_be():
     assert sums.split()[0] not in ("0", "98566656")  # of other multiprocessors
 
 
+def count_devices():
+    """Python source that asks the runtime for its devices, without torch."""
+    libraries = Path(os.environ["LD_PRELOAD"].split(":")[0]).parent
+    runtime = str(libraries / "libcudart.so.13")
+    count = "cudaGetDeviceCount(ctypes.byref(ctypes.c_int()))"
+    return f"import ctypes; ctypes.CDLL({runtime!r}).{count}"
+
+
 @pytest.mark.parametrize(
     "device", ["h20", "24GiB,sms=82", "24GiB,sms=82,cc=8.9,l2=3", "24GB,sms=1,cc=8.0"]
 )
 def test_a_word_that_names_no_device_ends_with_a_sentence(device):
-    libraries = Path(os.environ["LD_PRELOAD"].split(":")[0]).parent
-    runtime = str(libraries / "libcudart.so.13")
-    count = "cudaGetDeviceCount(ctypes.byref(ctypes.c_int()))"
-    source = f"import ctypes; ctypes.CDLL({runtime!r}).{count}"
-    status, said = without_arithmetic(source, device)
+    status, said = without_arithmetic(count_devices(), device)
     assert status == 2, said
     assert (
         f"SIM_CUDA_DEVICE names no device (SIM_CUDA_DEVICE: {device}): use one of t4, l4," in said
@@ -115,7 +141,6 @@ def test_a_word_that_names_no_device_ends_with_a_sentence(device):
 
 
 def test_a_device_s_name_is_for_devices_without_arithmetic():
-    source = "import torch; torch.cuda.init()"
-    status, said = without_arithmetic(source, "h200", SIM_CUDA_ARITHMETIC="1")
+    status, said = without_arithmetic(count_devices(), "h200", SIM_CUDA_ARITHMETIC="1")
     assert status == 2, said
     assert "(SIM_CUDA_DEVICE: h200): set SIM_CUDA_ARITHMETIC=0" in said

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks.device_model import child, recorded, steps
+from benchmarks.device_model import child, recorded, steps, workspaces
 
 MIB = 1 << 20
 
@@ -59,6 +59,20 @@ def test_a_trace_of_the_allocator_is_read_as_it_was_recorded():
         {"action": "free_completed", "addr": 1, "size": 4},
     ]
     assert child.events_of(trace) == [["segment_alloc", 64], ["a", 8], ["f", 1], ["a", 4], ["f", 3]]
+
+
+@pytest.mark.parametrize(
+    "here, there, found",
+    [
+        ([8, 101, 16], [8, 4, 16], [(101, 4)]),
+        ([8, 101, 16], [8, 16], [(101, 0)]),
+        ([101, 8, 103, 8], [8, 8, 8], [(101, 0), (103, 8)]),  # one of equal sizes is missing
+        ([101, 103], [7, 9], [(101, 7), (103, 9)]),
+        ([8, 101], [9, 4], None),
+    ],
+)
+def test_workspaces_are_found_among_the_allocations(here, there, found):
+    assert workspaces.found_in(here, there, {101, 103}) == found
 
 
 def test_another_torch_s_steps_are_not_compared(monkeypatch):

@@ -1,0 +1,11 @@
+#pragma once
+#include <cstdint>
+#include <string>
+
+namespace sim {
+
+/// The bytes of workspace that this device takes for an operation at this many rows: those of the recorded steps, on a
+/// line between the recorded rows and beyond them. An operation that no step had takes none.
+int64_t workspace_for(const std::string& operation, int64_t rows);
+
+}  // namespace sim
