@@ -39,6 +39,7 @@ brimful_sources(HEAVY
   executor/draw_watch.cpp
   executor/executor.cpp
   executor/keywords.cpp
+  executor/placed_stages.cpp
   executor/progress.cpp
   executor/random_state.cpp
   executor/rank_backward.cpp

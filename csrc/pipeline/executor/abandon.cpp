@@ -32,7 +32,7 @@ void Executor::Impl::note_failure(int rank, int index, std::exception_ptr error)
     if (!job_.result.failure) {
       ActionFailure failure(rank, index, std::move(error));
       failure.action = job_.schedule.ranks[rank][index];
-      const auto& run = runs_[failure.action.stage];
+      const auto& run = placed_.runs()[failure.action.stage];
       failure.stage = run.stage->name;
       failure.shapes = run.flights[failure.action.microbatch].input_shapes();
       job_.result.failure = std::move(failure);
@@ -115,15 +115,15 @@ void Executor::Impl::abandon() {
     if (places_[i].idle.load(std::memory_order_acquire)) {
       continue;
     }
-    const auto& order = job_.schedule.ranks[first_rank() + i];
+    const auto& order = job_.schedule.ranks[placed_.first_rank() + i];
     const auto done = places_[i].done.load(std::memory_order_relaxed);
     if (done < std::ssize(order)) {
       text += (text.empty() ? "" : ", ") + to_string(order[done]) + " (" +
               to_sentence(order[done]) + ")";
     }
-    for (size_t stage = 0; stage < runs_.size(); ++stage) {
-      if (rank_of_stage_[stage] == first_rank() + i) {
-        drop_late_gradients(*runs_[stage].stage);
+    for (const auto& run : placed_.runs()) {
+      if (placed_.rank_of(run.index) == placed_.first_rank() + i) {
+        drop_late_gradients(*run.stage);
       }
     }
   }

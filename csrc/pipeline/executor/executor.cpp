@@ -109,102 +109,21 @@ bool Executor::Impl::is_forked() const {
   return ::getpid() != process_;
 }
 
-void Executor::Impl::place_stages(const Schedule& schedule) {
-  const bool all_here = !options.peers;
-  TORCH_CHECK_VALUE((!all_here || schedule.stages == std::ssize(stages)) &&
-                        std::ssize(schedule.ranks) == all_ranks(),
-                    "the schedule is for another pipeline (", schedule.name,
-                    ": stages: ", schedule.stages, ", ranks: ", schedule.ranks.size(),
-                    "; pipeline: stages", all_here ? "" : " of this process", ": ", stages.size(),
-                    ", ranks: ", all_ranks(), ")");
-  auto placed = pipeline::rank_of_stage(schedule);
-  const auto here =
-      std::count_if(placed.begin(), placed.end(), [&](int rank) { return is_here(rank); });
-  TORCH_CHECK_VALUE(here == std::ssize(stages),
-                    "the schedule gives the ranks of this process another number of stages (",
-                    schedule.name, ": ", here, ", pipeline: ", stages.size(), ")");
-  if (placed != rank_of_stage_) {
-    rank_of_stage_ = std::move(placed);
-    connect();
-  }
-}
-
-Channel* Executor::Impl::connect(int from, int to, int number) {
-  if (is_here(from) && is_here(to)) {
-    const auto& devices = options.devices;
-    channels_.push_back(std::make_unique<LocalChannel>(
-        bells_[to - first_rank()], signals_.cancelled,
-        CopyLane::between(devices[from - first_rank()], devices[to - first_rank()])));
-  } else if (is_here(from) || is_here(to)) {
-    channels_.push_back(options.peers->channel(from, to, number));
-  } else {
-    return nullptr;
-  }
-  return channels_.back().get();
-}
-
-void Executor::Impl::connect() {
-  const auto count = static_cast<int>(rank_of_stage_.size());
-  runs_.clear();
-  runs_.resize(count);
-  channels_.clear();
-  size_t next = 0;
-  for (int stage = 0; stage < count; ++stage) {
-    auto& run = runs_[stage];
-    run.index = stage;
-    const int rank = rank_of_stage_[stage];
-    if (is_here(rank)) {
-      run.stage = &stages[next++];
-      run.device = options.devices[rank - first_rank()];
-    }
-  }
-  for (int stage = 0; stage + 1 < count; ++stage) {
-    const int rank = rank_of_stage_[stage];
-    const int following = rank_of_stage_[stage + 1];
-    auto* const forward = connect(rank, following, 2 * stage);
-    auto* const backward = connect(following, rank, 2 * stage + 1);
-    runs_[stage].outputs = runs_[stage + 1].inputs = forward;
-    runs_[stage].output_gradients = runs_[stage + 1].input_gradients = backward;
-  }
-}
-
-void Executor::Impl::prepare(const Schedule& schedule, const StepWork& work, StepResult& result) {
-  const auto microbatches = static_cast<size_t>(schedule.microbatches);
-  for (const auto& order : schedule.ranks) {
-    for (const auto& action : order) {
-      TORCH_CHECK_VALUE(action.microbatch >= 0 && action.microbatch < schedule.microbatches,
-                        "the schedule has an action of a microbatch that is not there (action: ",
-                        to_string(action), ", microbatches: ", schedule.microbatches, ")");
-    }
-  }
-  for (auto& run : runs_) {
-    run.begin(schedule, rank_of_stage_);
-    const bool may = run.stage != nullptr && work.loss && !work.rungs.empty();
-    run.again.rung = may ? work.rungs.at(run.stage - stages.data()) : StageRung::none;
-    if (is_recomputed(run.again.rung)) {
-      turns_.expect_backward(run.index);
-    }
-  }
-  for (const auto& channel : channels_) {
-    channel->reset(schedule.microbatches, work.rows);
-  }
-  result.losses.resize(work.loss ? microbatches : 0);
-  result.outputs.resize(work.loss ? 0 : microbatches);
-  result.times.resize(all_ranks());
-}
-
 StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
   TORCH_CHECK(!abandoned_.is, "the pipeline was abandoned (under way: ", abandoned_.text,
               "); make a new one");
   TORCH_CHECK_VALUE(!is_forked(),
                     "a pipeline cannot be used in a forked process (made in process: ", process_,
                     "); make it there");
-  place_stages(schedule);
+  placed_.place(schedule);
   Job job{schedule, work};
   job.caller.emplace();
   job.result.begin_ns = now_ns();
   turns_.resize(schedule.stages);
-  prepare(schedule, work, job.result);
+  placed_.begin(schedule, work, turns_);
+  job.result.losses.resize(work.loss ? static_cast<size_t>(schedule.microbatches) : 0);
+  job.result.outputs.resize(work.loss ? 0 : static_cast<size_t>(schedule.microbatches));
+  job.result.times.resize(all_ranks());
   job.keep_casts = at::autocast::is_autocast_cache_enabled();
   for (const auto device : options.devices) {
     job.autocast |= at::autocast::is_autocast_enabled(device.type());
@@ -223,9 +142,7 @@ StepResult Executor::Impl::run(const Schedule& schedule, const StepWork& work) {
     left.cancelled = left.abandoned = true;
     return left;
   }
-  for (const auto& channel : channels_) {
-    channel->flush();
-  }
+  placed_.flush();
   auto result = std::move(job_.result);
   end_job();
   skips_.clear();
@@ -251,7 +168,7 @@ void Executor::Impl::wake_ranks() {
 void Executor::Impl::finish(const Schedule& schedule, StepResult& result) {
   result.cancelled = signals_.ended.exchange(false, std::memory_order_acq_rel);
   std::string left;
-  for (auto& run : runs_) {
+  for (auto& run : placed_.runs()) {
     result.peak_live.push_back(run.held.peak);
     result.peak_live_bytes.push_back(run.held.peak_bytes);
     result.split_notes.push_back(split_note_of(run));
@@ -266,12 +183,7 @@ void Executor::Impl::finish(const Schedule& schedule, StepResult& result) {
   result.drew_together = turns_.end(!is_cancelled && left.empty());
   if (is_cancelled || !left.empty()) {  // what was under way pins memory
     result.caller_gradients.clear();
-    for (auto& run : runs_) {
-      run.drop();
-    }
-    for (const auto& channel : channels_) {
-      channel->reset(schedule.microbatches, 0);
-    }
+    placed_.drop_all(schedule.microbatches);
   }
   TORCH_CHECK_VALUE(is_cancelled || left.empty(), "the schedule has ended with work left (", left,
                     " and what comes after it); check() says what is missing");
@@ -309,18 +221,9 @@ void Executor::Impl::run_rank(int rank) {
   const auto scope = job_.work.thread_scope ? job_.work.thread_scope() : nullptr;
   RankRun run(job_.work, skips_, job_.result, options.trace, places_[rank].waits, turns_, rank,
               signals_.cancelled);
-  run_actions(first_rank() + rank, run);
+  run_actions(placed_.first_rank() + rank, run);
   if (signals_.cancelled.load(std::memory_order_acquire)) {
-    drop_stages(first_rank() + rank);
-  }
-}
-
-// By the thread that made what they hold.
-void Executor::Impl::drop_stages(int rank) {
-  for (auto& stage : runs_) {
-    if (rank_of_stage_[stage.index] == rank) {
-      stage.drop();
-    }
+    placed_.drop(placed_.first_rank() + rank);
   }
 }
 
@@ -328,7 +231,7 @@ void Executor::Impl::run_actions(int rank, RankRun& run) {
   const auto& order = job_.schedule.ranks[rank];
   auto& times = job_.result.times[rank];
   int64_t began = 0;
-  auto& place = places_[rank - first_rank()];
+  auto& place = places_[rank - placed_.first_rank()];
   if (options.trace) {
     times.reserve(order.size());
     began = now_ns();
@@ -348,7 +251,7 @@ void Executor::Impl::run_actions(int rank, RankRun& run) {
       if (options.before_action) {
         options.before_action(rank, static_cast<int>(i), action);
       }
-      run.run(runs_[action.stage], action);
+      run.run(placed_.runs()[action.stage], action);
     } catch (const PeerFailed&) {
       job_.result.peer_failed = true;
       cancel();
@@ -380,10 +283,10 @@ void Executor::Impl::drain(int rank, size_t from, RankRun& run) {
   if (!options.peers) {
     return;
   }
-  drop_stages(rank);  // what comes needs memory
+  placed_.drop(rank);  // what comes needs memory
   const auto& order = job_.schedule.ranks[rank];
   for (size_t i = from; i < order.size(); ++i) {
-    run.make_up(runs_[order[i].stage], order[i]);
+    run.make_up(placed_.runs()[order[i].stage], order[i]);
   }
 }
 

@@ -11,11 +11,10 @@
 #include <optional>
 #include <thread>
 
+#include "pipeline/executor/placed_stages.h"
 #include "pipeline/executor/rank_run.h"
 #include "pipeline/executor/turns.h"
 #include "pipeline/transport/bell.h"
-#include "pipeline/transport/local_channel.h"
-#include "pipeline/transport/peers.h"
 
 namespace brimful::pipeline {
 
@@ -28,7 +27,7 @@ class Executor::Impl : public std::enable_shared_from_this<Executor::Impl> {
   std::string abandoned() const;
   std::vector<RankProgress> progress() const;
   /// Of all processes.
-  int all_ranks() const { return options.peers ? options.peers->size() : ranks(); }
+  int all_ranks() const { return placed_.all_ranks(); }
 
   const std::vector<Stage> stages;
   const ExecutorOptions options;
@@ -72,15 +71,8 @@ class Executor::Impl : public std::enable_shared_from_this<Executor::Impl> {
     std::vector<at::Tensor> late_gradients;  ///< that an abandoned action may be adding to
   };
 
-  /// Of this process, and the schedule's number of the first of them.
+  /// Of this process.
   int ranks() const { return static_cast<int>(options.devices.size()); }
-  int first_rank() const { return options.peers ? options.peers->rank() : 0; }
-  /// The rank's place in this process; none of them for one in another.
-  bool is_here(int rank) const { return rank >= first_rank() && rank < first_rank() + ranks(); }
-  void place_stages(const Schedule& schedule);
-  void connect();
-  Channel* connect(int from, int to, int number);
-  void prepare(const Schedule& schedule, const StepWork& work, StepResult& result);
   void wake_ranks();
   void begin_job(Job job);
   void end_job();
@@ -88,7 +80,6 @@ class Executor::Impl : public std::enable_shared_from_this<Executor::Impl> {
   void thread_main(int rank);
   void run_rank(int rank);
   void run_actions(int rank, RankRun& run);
-  void drop_stages(int rank);
   void drain(int rank, size_t from, RankRun& run);
   void note_failure(int rank, int index, std::exception_ptr error);
   void cancel();
@@ -121,10 +112,8 @@ class Executor::Impl : public std::enable_shared_from_this<Executor::Impl> {
   std::mutex failure_mutex_;
   SkipBoard skips_;
   Turns turns_;
-  std::vector<int> rank_of_stage_;
-  std::vector<StageRun> runs_;  ///< by stage; empty ones for those of other processes
-  std::vector<std::unique_ptr<Channel>> channels_;  ///< that end or begin here
-  const uint64_t number_;                           ///< no other executor has it
+  PlacedStages placed_{stages, options, bells_, signals_.cancelled};
+  const uint64_t number_;  ///< no other executor has it
   Abandoned abandoned_;
   std::atomic<int> threads_left_{ranks()};
   std::vector<std::jthread> threads_;  ///< last: they use all of the above

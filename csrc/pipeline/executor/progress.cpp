@@ -28,7 +28,7 @@ std::vector<RankProgress> Executor::Impl::progress() const {
   for (int i = 0; job_.is_on && i < ranks(); ++i) {
     const auto& place = places_[i];
     RankProgress own;
-    own.rank = first_rank() + i;
+    own.rank = placed_.first_rank() + i;
     const auto& order = job_.schedule.ranks[own.rank];
     own.actions = std::ssize(order);
     own.done = place.done.load(std::memory_order_relaxed);
