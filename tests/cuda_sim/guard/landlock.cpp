@@ -52,6 +52,11 @@ bool refuse_writes(const Options& options) {
   if (version < 3) {  // a program could still cut a file to nothing
     return false;
   }
+  if (version < 4 && !options.network) {
+    give_up(
+        "the network cannot be kept out of reach here (that takes Linux 6.7), and the program was "
+        "not run; pass --network to let it through");
+  }
   Rules wanted{kChanges, 0};
   if (version >= 4 && !options.network) {
     wanted.network = kConnect;

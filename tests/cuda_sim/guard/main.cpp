@@ -164,11 +164,10 @@ int guarded(int count, char** arguments) {
               ") nor refuse it (Landlock, Linux 6.2), and the program was not run; run it in a "
               "container "
               "that may be thrown away");
+    } else {
+      say("what the program writes is refused outside of " + options.scratch + " (" + why + ")");
     }
     run(options.command);
-  }
-  if (!redirected) {
-    say("what the program writes is refused outside of " + options.scratch + " (" + why + ")");
   }
   const int status = wait_for_program();
   if (redirected) {
