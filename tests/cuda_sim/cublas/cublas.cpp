@@ -1,7 +1,8 @@
 // cuBLAS on a device without arithmetic: handles keep what they are told, and whatever computes is done at once. Results on
 // the host, of a handle whose pointer mode is the host's, are not written.
-#include <cstdint>
-#include <cstdio>
+#include <cstddef>
+
+#include "without_arithmetic.h"
 
 namespace {
 
@@ -17,7 +18,8 @@ Handle* of(void* handle) {
   return static_cast<Handle*>(handle);
 }
 
-int set(void* handle, int Handle::*field, int value) {
+template <typename T>
+int set(void* handle, T Handle::*field, T value) {
   if (handle == nullptr) {
     return kNotInitialized;
   }
@@ -25,7 +27,8 @@ int set(void* handle, int Handle::*field, int value) {
   return kSuccess;
 }
 
-int get(void* handle, int Handle::*field, int* value) {
+template <typename T>
+int get(void* handle, T Handle::*field, T* value) {
   if (handle == nullptr) {
     return kNotInitialized;
   }
@@ -48,19 +51,11 @@ int cublasDestroy_v2(void* handle) {
 }
 
 int cublasSetStream_v2(void* handle, void* stream) {
-  if (handle == nullptr) {
-    return kNotInitialized;
-  }
-  of(handle)->stream = stream;
-  return kSuccess;
+  return set(handle, &Handle::stream, stream);
 }
 
 int cublasGetStream_v2(void* handle, void** stream) {
-  if (handle == nullptr) {
-    return kNotInitialized;
-  }
-  *stream = of(handle)->stream;
-  return kSuccess;
+  return get(handle, &Handle::stream, stream);
 }
 
 /// torch gives one of its own: nothing is allocated here.
@@ -106,12 +101,7 @@ int cublasGetVersion_v2(void* /*handle*/, int* version) {
 }
 
 int cublasGetProperty(int which, int* value) {
-  const int parts[] = {kVersion / 10000, kVersion / 100 % 100, kVersion % 100};
-  if (which < 0 || which > 2) {
-    return kInvalidValue;
-  }
-  *value = parts[which];
-  return kSuccess;
+  return sim::part_of_version(kVersion, which, value) ? kSuccess : kInvalidValue;
 }
 
 size_t cublasGetCudartVersion() {
@@ -128,18 +118,9 @@ const char* cublasGetStatusString(int status) {
 }
 
 // What computes.
-#define SIM_DONE(name)                         \
-  extern "C" int sim_done_##name() asm(#name); \
-  int sim_done_##name() {                      \
-    return kSuccess;                           \
-  }
+#define SIM_DONE(name) SIM_ANSWERS(name, kSuccess)
 #include "done.inc"
 
 // The rest fails, with its name.
-#define SIM_ABSENT(name)                                                                \
-  extern "C" int sim_absent_##name() asm(#name);                                        \
-  int sim_absent_##name() {                                                             \
-    std::fprintf(stderr, "simulated CUDA: there is no " #name " without arithmetic\n"); \
-    return kNotSupported;                                                               \
-  }
+#define SIM_ABSENT(name) SIM_REFUSES(name, kNotSupported)
 #include "absent.inc"

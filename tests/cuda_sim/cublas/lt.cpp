@@ -1,8 +1,9 @@
 // cuBLASLt on a device without arithmetic: descriptors keep nothing, and the one algorithm that there is needs no workspace
 // of its own. torch allocates the workspace that it offers before it asks.
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
+
+#include "without_arithmetic.h"
 
 namespace {
 
@@ -99,11 +100,7 @@ const char* cublasLtGetStatusString(int status) {
 }
 
 // What computes, and what a descriptor is told.
-#define SIM_DONE(name)                         \
-  extern "C" int sim_done_##name() asm(#name); \
-  int sim_done_##name() {                      \
-    return kSuccess;                           \
-  }
+#define SIM_DONE(name) SIM_ANSWERS(name, kSuccess)
 SIM_DONE(cublasLtMatmul)
 SIM_DONE(cublasLtMatrixTransform)
 SIM_DONE(cublasLtMatmulDescSetAttribute)
@@ -112,10 +109,5 @@ SIM_DONE(cublasLtMatmulPreferenceSetAttribute)
 SIM_DONE(cublasLtMatrixTransformDescSetAttribute)
 
 // The rest fails, with its name.
-#define SIM_ABSENT(name)                                                                \
-  extern "C" int sim_absent_##name() asm(#name);                                        \
-  int sim_absent_##name() {                                                             \
-    std::fprintf(stderr, "simulated CUDA: there is no " #name " without arithmetic\n"); \
-    return kNotSupported;                                                               \
-  }
+#define SIM_ABSENT(name) SIM_REFUSES(name, kNotSupported)
 #include "lt_absent.inc"

@@ -5,6 +5,7 @@
 #include "descriptor.h"
 #include "tensor.h"
 #include "version.h"
+#include "without_arithmetic.h"
 
 namespace {
 
@@ -51,13 +52,7 @@ size_t cudnnGetCudartVersion() {
 }
 
 int cudnnGetProperty(int which, int* value) {
-  const int version = sim::cudnn_version();
-  const int parts[] = {version / 10000, version / 100 % 100, version % 100};
-  if (which < 0 || which > 2) {
-    return kCudnnBadParam;
-  }
-  *value = parts[which];
-  return kCudnnSuccess;
+  return sim::part_of_version(sim::cudnn_version(), which, value) ? kCudnnSuccess : kCudnnBadParam;
 }
 
 const char* cudnnGetErrorString(int status) {
@@ -116,14 +111,9 @@ int cudnnSetFilterNdDescriptor(void* filter, int type, int /*format*/, int dimen
 
 int cudnnGetFilterNdDescriptor(void* filter, int wanted, int* type, int* format, int* dimensions,
                                int* sizes) {
-  const auto* from = static_cast<sim::Tensor*>(filter);
-  *type = from->type;
+  int strides[sim::kMaxDimensions];
   *format = 0;
-  *dimensions = from->dimensions;
-  for (int k = 0; k < wanted && k < from->dimensions; ++k) {
-    sizes[k] = from->sizes[k];
-  }
-  return kCudnnSuccess;
+  return cudnnGetTensorNdDescriptor(filter, wanted, type, dimensions, sizes, strides);
 }
 
 // --- Batch normalization ------------------------------------------------------------------------------
@@ -177,11 +167,7 @@ SIM_DESCRIPTOR(Pooling)
 SIM_DESCRIPTOR(SpatialTransformer)
 
 // What computes, and what a descriptor is told that nobody asks for again.
-#define SIM_DONE(name)                         \
-  extern "C" int sim_done_##name() asm(#name); \
-  int sim_done_##name() {                      \
-    return kCudnnSuccess;                      \
-  }
+#define SIM_DONE(name) SIM_ANSWERS(name, kCudnnSuccess)
 SIM_DONE(cudnnBatchNormalizationBackwardEx)
 SIM_DONE(cudnnBatchNormalizationForwardInference)
 SIM_DONE(cudnnBatchNormalizationForwardTrainingEx)
@@ -203,10 +189,5 @@ SIM_DONE(cudnnSpatialTfSamplerBackward)
 SIM_DONE(cudnnSpatialTfSamplerForward)
 
 // The rest fails, with its name.
-#define SIM_ABSENT(name)                                                                \
-  extern "C" int sim_absent_##name() asm(#name);                                        \
-  int sim_absent_##name() {                                                             \
-    std::fprintf(stderr, "simulated CUDA: there is no " #name " without arithmetic\n"); \
-    return kCudnnNotSupported;                                                          \
-  }
+#define SIM_ABSENT(name) SIM_REFUSES(name, kCudnnNotSupported)
 #include "absent.inc"

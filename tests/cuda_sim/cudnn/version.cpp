@@ -2,10 +2,10 @@
 // its version what to ask. Its wheel's folder has the version in its name.
 #include "version.h"
 
+#include <dirent.h>
 #include <link.h>
 
 #include <cstdio>
-#include <filesystem>
 #include <string>
 
 namespace sim {
@@ -27,16 +27,20 @@ int note_packages(dl_phdr_info* library, size_t /*bytes*/, void* found) {
 int read_version() {
   std::string packages;
   dl_iterate_phdr(&note_packages, &packages);
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(packages, error)) {
+  // Not by std::filesystem, whose functions torch 2.11 exports too.
+  DIR* const entries = opendir(packages.c_str());
+  int version = kOtherwise;
+  while (const auto* entry = entries != nullptr ? readdir(entries) : nullptr) {
     int cuda = 0, major = 0, minor = 0, patch = 0;
-    const std::string name = entry.path().filename().string();
-    if (std::sscanf(name.c_str(), "nvidia_cudnn_cu%d-%d.%d.%d", &cuda, &major, &minor, &patch) ==
+    if (std::sscanf(entry->d_name, "nvidia_cudnn_cu%d-%d.%d.%d", &cuda, &major, &minor, &patch) ==
         4) {
-      return major * 10000 + minor * 100 + patch;
+      version = major * 10000 + minor * 100 + patch;
     }
   }
-  return kOtherwise;
+  if (entries != nullptr) {
+    closedir(entries);
+  }
+  return version;
 }
 
 }  // namespace

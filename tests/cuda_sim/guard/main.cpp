@@ -162,8 +162,8 @@ int guarded(int count, char** arguments) {
     } else if (!refuse_writes(options)) {
       give_up("this system can neither redirect what a program writes (" + why +
               ") nor refuse it (Landlock, Linux 6.2), and the program was not run; run it in a "
-              "container "
-              "that may be thrown away");
+              "container that "
+              "may be thrown away");
     } else {
       say("what the program writes is refused outside of " + options.scratch + " (" + why + ")");
     }

@@ -103,13 +103,13 @@ bool write_file(const char* path, const std::string& text) {
 
 bool own_namespaces(const Options& options, bool& by_user) {
   const int wanted = CLONE_NEWNS | (options.network ? 0 : CLONE_NEWNET);
-  const auto user = std::to_string(geteuid());
-  const auto group = std::to_string(getegid());
   if (unshare(wanted) == 0) {  // a privileged user's, who may copy files of every owner
     by_user = false;
     return true;
   }
   by_user = true;
+  const auto user = std::to_string(geteuid());  // which are nobody's afterwards
+  const auto group = std::to_string(getegid());
   if (unshare(CLONE_NEWUSER | wanted) != 0) {
     return false;
   }
@@ -289,7 +289,7 @@ class View {
     if (mount(path.c_str(), at.c_str(), nullptr, MS_BIND | MS_REC, nullptr) != 0 ||
         (read_only && !make_read_only(at, AT_RECURSIVE))) {
       give_up_on("a path can be shown to the program neither redirected nor read-only (path: " +
-                 path + ")");
+                 path + "); pass --refuse");
     }
     if (read_only && path != kSystem && is_folder(path)) {
       made_.read_only.push_back(path);

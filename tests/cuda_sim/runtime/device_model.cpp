@@ -2,6 +2,7 @@
 #include "device_model.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -39,31 +40,50 @@ const std::vector<Named>& named() {
   std::_Exit(2);
 }
 
-/// Memory, multiprocessors and compute capability; returns whether the text gives all three, and nothing else.
-bool parse(const char* text, DeviceModel* model) {
+/// Takes a number from the front of the text.
+template <typename T>
+bool take_number(std::string_view* text, T* value) {
+  const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), *value);
+  text->remove_prefix(end - text->data());
+  return error == std::errc();
+}
+
+/// Takes a word from the front of the text.
+bool take_word(std::string_view* text, std::string_view word) {
+  const bool is_there = text->substr(0, word.size()) == word;
+  text->remove_prefix(is_there ? word.size() : 0);
+  return is_there;
+}
+
+/// Memory, multiprocessors or compute capability; returns whether the text gives one of them, and nothing else.
+bool parse_part(std::string_view text, DeviceModel* model) {
+  if (take_word(&text, "sms=")) {
+    return take_number(&text, &model->multiprocessors) && text.empty();
+  }
+  if (take_word(&text, "cc=")) {
+    return take_number(&text, &model->major) && take_word(&text, ".") &&
+           take_number(&text, &model->minor) && text.empty();
+  }
+  constexpr double kMost =
+      1 << 20;  // with either unit far beyond what there is; infinity is not below it
+  double size = 0;
+  if (!take_number(&text, &size) || !(size > 0 && size < kMost) ||
+      (text != "GiB" && text != "MiB")) {
+    return false;
+  }
+  model->total_bytes = static_cast<size_t>(size * (text == "GiB" ? 1 << 30 : 1 << 20));
+  return true;
+}
+
+/// Returns whether the text gives all three.
+bool parse(std::string_view text, DeviceModel* model) {
   *model = {"Simulated GPU", 0, 0, 0, 0, 40};
-  const std::string_view all = text;
-  for (size_t begin = 0; begin <= all.size();) {
-    const size_t end = std::min(all.find(',', begin), all.size());
-    const std::string part(all.substr(begin, end - begin));
-    begin = end + 1;
-    double size = 0;
-    int used = 0;
-    const auto whole = [&] { return used == static_cast<int>(part.size()); };
-    if (std::sscanf(part.c_str(), "%lfGiB%n", &size, &used) == 1 && whole() && size > 0) {
-      model->total_bytes = static_cast<size_t>(size * (1 << 30));
-    } else if (used = 0;
-               std::sscanf(part.c_str(), "%lfMiB%n", &size, &used) == 1 && whole() && size > 0) {
-      model->total_bytes = static_cast<size_t>(size * (1 << 20));
-    } else if (used = 0;
-               std::sscanf(part.c_str(), "sms=%d%n", &model->multiprocessors, &used) != 1 ||
-               !whole()) {
-      if (used = 0;
-          std::sscanf(part.c_str(), "cc=%d.%d%n", &model->major, &model->minor, &used) != 2 ||
-          !whole()) {
-        return false;
-      }
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    if (!parse_part(text.substr(begin, end - begin), model)) {
+      return false;
     }
+    begin = end + 1;
   }
   return model->total_bytes > 0 && model->multiprocessors > 0 && model->major > 0;
 }

@@ -21,6 +21,21 @@ MODES = {"redirected": [], "in memory": ["--in-memory"], "refused": ["--refuse"]
 CANNOT = 125
 
 
+def bare():
+    """The variables of a program that needs no devices."""
+    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+
+
+def started(tmp_path, source):
+    """Starts Python source, whose output can be read."""
+    return subprocess.Popen(
+        [GUARD, "--scratch", tmp_path / "scratch", "--", sys.executable, "-c", source],
+        env=bare(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 def guarded(tmp_path, source, *options, command=None):
     """Runs Python source in the folder of the files: status, output, words of the guard."""
     files = tmp_path / "files"
@@ -30,7 +45,7 @@ def guarded(tmp_path, source, *options, command=None):
             *(command or [sys.executable, "-c", source]),
         ],
         cwd=files if files.exists() else tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
+        env=bare(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -302,12 +317,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 print("ready", flush=True)
 time.sleep(50)
 """
-    with subprocess.Popen(
-        [GUARD, "--scratch", tmp_path / "scratch", "--", sys.executable, "-c", source],
-        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as running:
+    with started(tmp_path, source) as running:
         assert running.stdout.readline() == "ready\n"
         running.send_signal(signal.SIGTERM)
         assert running.wait(30) == 5
@@ -317,12 +327,7 @@ def test_a_guard_that_is_killed_leaves_no_program(tmp_path, redirects, refuses):
     if not can("redirected", redirects, refuses):
         pytest.skip("this system cannot guard a program")
     source = "import os, time; print(os.getpid(), flush=True); time.sleep(50)"
-    with subprocess.Popen(
-        [GUARD, "--scratch", tmp_path / "scratch", "--", sys.executable, "-c", source],
-        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as running:
+    with started(tmp_path, source) as running:
         program = int(running.stdout.readline())
         running.kill()
     for _ in range(100):
@@ -389,7 +394,7 @@ assert torch.load("model.pt").sum() == 4
             *("--guard", tmp_path / "scratch", "--", sys.executable, "-c", source),
         ],
         cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
+        env=bare(),
         capture_output=True,
         text=True,
         timeout=100,

@@ -129,7 +129,12 @@ def count_devices():
 
 
 @pytest.mark.parametrize(
-    "device", ["h20", "24GiB,sms=82", "24GiB,sms=82,cc=8.9,l2=3", "24GB,sms=1,cc=8.0"]
+    "device",
+    [
+        *("h20", "24GiB,sms=82", "24GiB,sms=82,cc=8.9,l2=3", "24GB,sms=1,cc=8.0"),
+        *("infGiB,sms=1,cc=8.0", "nanGiB,sms=1,cc=8.0", "-1GiB,sms=1,cc=8.0", "1GiB,sms=-1,cc=8.0"),
+        *("1GiB,sms=1x,cc=8.0", "1GiB,sms=1,cc=8", "1GiB,,sms=1,cc=8.0", ","),
+    ],
 )
 def test_a_word_that_names_no_device_ends_with_a_sentence(device):
     status, said = without_arithmetic(count_devices(), device)
