@@ -1,4 +1,5 @@
 // How ranks, processes or threads of this machine, find each other: sockets whose names hold the communicator's id.
+#include <cuda_runtime_api.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -63,8 +64,15 @@ int connect_to(const std::string& id, int peer) {
 
 ncclResult_t join(ncclComm_t* out, int size, const std::string& id, int rank) {
   auto comm = std::unique_ptr<ncclComm>(new ncclComm{rank, size, id});
+  cudaGetDevice(&comm->device);
   auto& wires = comm->links->wires;
   wires.resize(size);
+  int own[2] = {-1, -1};  // what a rank sends itself, as for torch's all_to_all
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, own) != 0) {
+    return ncclSystemError;
+  }
+  wires[rank].in = own[0];
+  wires[rank].out = own[1];
   const int listener = listen_as(id, rank, size);
   if (listener < 0) {
     return ncclSystemError;
@@ -119,12 +127,15 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int size, int rank, int 
   return sim_nccl::join(comm, size, sim_nccl::text_of(ids[0]), rank);
 }
 
-ncclResult_t ncclCommInitAll(ncclComm_t* all, int size, const int* /*devices*/) {
+ncclResult_t ncclCommInitAll(ncclComm_t* all, int size, const int* devices) {
   ncclUniqueId id;
   ncclGetUniqueId(&id);
   std::vector<std::thread> threads;
   for (int i = 0; i < size; ++i) {
-    threads.emplace_back([=] { sim_nccl::join(all + i, size, sim_nccl::text_of(id), i); });
+    threads.emplace_back([=] {
+      cudaSetDevice(devices == nullptr ? i : devices[i]);
+      sim_nccl::join(all + i, size, sim_nccl::text_of(id), i);
+    });
   }
   for (std::thread& thread : threads) {
     thread.join();

@@ -1,5 +1,5 @@
 // The collectives, in terms of who sends what to whom.
-#include <cstring>
+#include <algorithm>
 
 #include "communicator.h"
 
@@ -25,6 +25,20 @@ struct Reduction {
   int root;  // -1: every rank gets its result
 };
 
+/// Nothing, if the values of a rank are not known.
+std::string reduced(const std::vector<std::string>& values, const Reduction& r) {
+  std::vector<const char*> from;
+  for (const std::string& of_rank : values) {
+    if (of_rank.empty()) {
+      return {};
+    }
+    from.push_back(of_rank.data());
+  }
+  std::string result(r.count * width(r.type), 0);
+  sim_nccl::reduce(result.data(), from, r.count, r.type, r.op);
+  return result;
+}
+
 ncclResult_t begin_reduction(const Reduction& r, ncclComm_t comm, cudaStream_t stream) {
   if (r.op > ncclAvg) {
     return ncclInvalidUsage;
@@ -35,9 +49,6 @@ ncclResult_t begin_reduction(const Reduction& r, ncclComm_t comm, cudaStream_t s
   auto room = std::make_shared<std::vector<std::string>>(comm->size);
   Transfer t = empty(comm, stream);
   for (int peer = 0; peer < comm->size; ++peer) {
-    if (receives) {
-      (*room)[peer].resize(bytes);
-    }
     if (peer == rank) {
       continue;
     }
@@ -45,18 +56,12 @@ ncclResult_t begin_reduction(const Reduction& r, ncclComm_t comm, cudaStream_t s
       t.sends.push_back({peer, bytes_of(r.own) + peer * r.stride, bytes});
     }
     if (receives) {
-      t.receives.push_back({peer, (*room)[peer].data(), bytes});
+      t.receives.push_back({peer, nullptr, bytes, &(*room)[peer]});
     }
   }
-  if (receives) {
-    t.before = [=] { std::memcpy((*room)[rank].data(), bytes_of(r.own) + rank * r.stride, bytes); };
-    t.after = [=] {
-      std::vector<const char*> from;
-      for (const std::string& data : *room) {
-        from.push_back(data.data());
-      }
-      sim_nccl::reduce(r.result, from, r.count, r.type, r.op);
-    };
+  if (receives && bytes > 0) {
+    t.before = [=] { (*room)[rank] = sim_nccl::read(bytes_of(r.own) + rank * r.stride, bytes); };
+    t.after = [=] { sim_nccl::write(r.result, reduced(*room, r), bytes); };
   }
   return begin(std::move(t));
 }
@@ -74,7 +79,7 @@ ncclResult_t begin_pieces(const void* from, size_t from_stride, void* to, size_t
       t.receives.push_back({peer, target + peer * bytes, bytes});
     }
   }
-  t.before = [=] { std::memmove(target + rank * bytes, source + rank * from_stride, bytes); };
+  t.before = [=] { sim_nccl::move(target + rank * bytes, source + rank * from_stride, bytes); };
   return begin(std::move(t));
 }
 
@@ -124,7 +129,7 @@ ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataTyp
       t.sends.push_back({peer, bytes_of(from), bytes});
     }
   }
-  t.before = [=] { std::memmove(to, from, bytes); };
+  t.before = [=] { sim_nccl::move(to, from, bytes); };
   return begin(std::move(t));
 }
 

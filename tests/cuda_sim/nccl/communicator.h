@@ -2,6 +2,7 @@
 #include <nccl.h>
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -9,9 +10,19 @@
 
 namespace sim_nccl {
 
+/// What a wire holds of messages: they say how many bytes there are, and move those alone that are known.
+struct Messages {
+  std::string arriving;     // what was read of the next one
+  uint64_t here = 0;        // bytes that came and that nobody has taken
+  std::string values;       // these bytes, if they are known
+  uint64_t taken = 0;       // bytes that were taken here and of which the sender has not heard
+  uint64_t on_the_way = 0;  // bytes that were sent and of which nobody said that they are taken
+};
+
 /// To one peer and from it.
 struct Wire {
   int in = -1, out = -1;
+  Messages messages{};
 };
 
 /// Outlives the communicator while work of a stream uses it.
@@ -26,16 +37,24 @@ struct Links {
   std::atomic<ncclResult_t> error{ncclSuccess};
 };
 
-/// Bytes to send or to receive.
+/// Bytes to send or to receive. What is received into a room is there to be read on the host, and empty if it is not
+/// known.
 struct Part {
   int peer;
   char* data;
   size_t left;
+  std::string* room = nullptr;
 };
 
 /// Moves the parts of each peer in their order, those of different peers together. A peer that is gone is an
 /// asynchronous error; then, as NCCL's kernels, it waits for the abort.
 void exchange(Links& links, std::vector<Part> sends, std::vector<Part> receives);
+/// The same by messages, for devices without arithmetic. As with bytes, a send of more than a socket holds waits for
+/// the one who receives.
+void exchange_messages(Links& links, const std::vector<Part>& sends,
+                       const std::vector<Part>& receives);
+/// Waits for the abort, after a peer has gone.
+void give_up(Links& links);
 
 /// What a call asks for: a collective, or one message.
 struct Transfer {
@@ -58,6 +77,13 @@ size_t width(ncclDataType_t type);
 void reduce(void* to, const std::vector<const char*>& from, size_t count, ncclDataType_t type,
             ncclRedOp_t op);
 
+/// What lies in memory of a device; empty: it is not known.
+std::string read(const void* from, size_t bytes);
+/// Puts it there; empty: it is not known any more.
+void write(void* to, const std::string& values, size_t bytes);
+/// Between memory of devices, which may overlap.
+void move(void* to, const void* from, size_t bytes);
+
 /// The address of memory that is only read.
 inline char* bytes_of(const void* data) {
   return static_cast<char*>(const_cast<void*>(data));
@@ -69,5 +95,6 @@ struct ncclComm {
   int rank, size;
   std::string id;
   int splits = 0;
+  int device = 0;  // whose default stream is meant by none
   std::shared_ptr<sim_nccl::Links> links = std::make_shared<sim_nccl::Links>();
 };

@@ -1,11 +1,12 @@
 // Groups of calls, and what is done of them: one piece of work of a stream for each communicator.
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
+#include "../runtime/sim_cuda.h"
 #include "communicator.h"
-
-extern "C" void sim_cuda_enqueue(cudaStream_t stream, void (*work)(void*), void* data);
 
 namespace sim_nccl {
 namespace {
@@ -28,7 +29,11 @@ void run(const Work& work) {
     sends.insert(sends.end(), transfer.sends.begin(), transfer.sends.end());
     receives.insert(receives.end(), transfer.receives.begin(), transfer.receives.end());
   }
-  exchange(*work.links, std::move(sends), std::move(receives));
+  if (sim_cuda_has_arithmetic() != 0) {
+    exchange(*work.links, std::move(sends), std::move(receives));
+  } else {
+    exchange_messages(*work.links, sends, receives);
+  }
   for (const Transfer& transfer : work.transfers) {
     if (transfer.after && !work.links->aborted) {
       transfer.after();
@@ -39,6 +44,9 @@ void run(const Work& work) {
 void enqueue(std::vector<Transfer> transfers) {
   const cudaStream_t stream = transfers.front().stream;
   auto links = transfers.front().comm->links;
+  int device = 0;
+  cudaGetDevice(&device);
+  cudaSetDevice(transfers.front().comm->device);
   auto* work = new Work{std::move(links), std::move(transfers)};
   sim_cuda_enqueue(
       stream,
@@ -47,6 +55,7 @@ void enqueue(std::vector<Transfer> transfers) {
         run(*owned);
       },
       work);
+  cudaSetDevice(device);
 }
 
 }  // namespace

@@ -36,13 +36,14 @@ bool move_some(const pollfd& ready, Part& part) {
   return moved < 0 && (errno == EAGAIN || errno == EINTR);
 }
 
-void wait_for_abort(const Links& links) {
+}  // namespace
+
+void give_up(Links& links) {
+  links.error = ncclRemoteError;
   while (!links.aborted) {
     std::this_thread::sleep_for(std::chrono::milliseconds(kLookForAbortMs));
   }
 }
-
-}  // namespace
 
 Links::~Links() {
   for (const Wire& wire : wires) {
@@ -52,6 +53,12 @@ Links::~Links() {
 }
 
 void exchange(Links& links, std::vector<Part> sends, std::vector<Part> receives) {
+  for (Part& part : receives) {
+    if (part.room != nullptr) {
+      part.room->resize(part.left);
+      part.data = part.room->data();
+    }
+  }
   while (!links.aborted) {
     std::vector<pollfd> ready;
     std::vector<Part*> parts;
@@ -71,8 +78,7 @@ void exchange(Links& links, std::vector<Part> sends, std::vector<Part> receives)
     poll(ready.data(), ready.size(), kLookForAbortMs);
     for (size_t i = 0; i < ready.size(); ++i) {
       if (ready[i].revents != 0 && !move_some(ready[i], *parts[i])) {
-        links.error = ncclRemoteError;
-        wait_for_abort(links);
+        give_up(links);
         return;
       }
     }

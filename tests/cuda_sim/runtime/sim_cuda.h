@@ -40,6 +40,14 @@ int sim_cuda_defers(cudaStream_t stream);
 /// Runs `work` in a thread of the stream, whatever SIM_CUDA_DELAY_US is: for work that may wait for another process.
 void sim_cuda_enqueue(cudaStream_t stream, void (*work)(void*), void* data);
 
+/// Whether devices compute: SIM_CUDA_ARITHMETIC.
+int sim_cuda_has_arithmetic();
+/// Copies what lies in memory of a device to the host, unless `to` is null. Returns 0, and copies nothing, where it is
+/// not known.
+int sim_cuda_read(void* to, const void* from, size_t bytes);
+/// Copies from the host to memory of a device; null: what lies there is not known from now on.
+void sim_cuda_write(void* to, const void* from, size_t bytes);
+
 /// How many devices the machine has, whatever CUDA_VISIBLE_DEVICES leaves of them.
 int sim_cuda_machine_devices();
 /// Bytes of a device of the machine, what this process has of it and what the other process has of it.

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 MIB = 1 << 20
+RUN = Path(__file__).resolve().parents[1] / "run.py"
 
 _process = ctypes.CDLL(None)
 sim = _process if hasattr(_process, "sim_cuda_calls") else None
@@ -43,6 +44,22 @@ def program(source, **environment):
     done = subprocess.run(
         [sys.executable, "-c", source],
         env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def without_arithmetic(source, device=None, **environment):
+    """Runs Python source on such a device: its status and what it said."""
+    libraries = Path(os.environ["LD_PRELOAD"].split(":")[0]).parent
+    left_out = ("LD_PRELOAD", "SIM_CUDA_MEMORY_MB", "SIM_CUDA_DEVICE")
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    chosen = {"SIM_CUDA_DEVICE": device} if device else {}
+    done = subprocess.run(
+        [sys.executable, RUN, "--libraries", libraries, "--", sys.executable, "-c", source],
+        env={**kept, "SIM_CUDA_ARITHMETIC": "0", **chosen, **environment},
         capture_output=True,
         text=True,
         timeout=100,

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from simulation import program
 from torch import nn
 
 
@@ -33,6 +34,9 @@ def collectives(rank):
     swapped = torch.empty(2, device="cuda")
     dist.all_to_all_single(swapped, torch.tensor([10.0 * rank, 10.0 * rank + 1], device="cuda"))
     assert swapped.tolist() == [float(rank), 10.0 + rank]
+    apart = list(torch.empty(2, 1, device="cuda"))
+    dist.all_to_all(apart, [torch.full((1,), 10.0 * rank + peer, device="cuda") for peer in (0, 1)])
+    assert torch.cat(apart).tolist() == [float(rank), 10.0 + rank]
 
 
 def messages(rank):
@@ -159,3 +163,25 @@ def test_a_communicator_that_was_not_made_is_aborted_as_by_nccl():
     assert nccl.ncclCommAbort(None) == 0
     assert nccl.ncclCommDestroy(None) == 0
     assert nccl.ncclCommRevoke(None, 0) == 4  # ncclInvalidArgument
+
+
+TWO_DEVICES = """
+import torch
+from torch.cuda import nccl
+
+xs = [torch.full((4,), i + 1.0, device=f"cuda:{i}") for i in (0, 1)]
+nccl.all_reduce(xs)
+print(*(x.tolist() for x in xs))
+model = torch.nn.DataParallel(torch.nn.Linear(4, 1, bias=False).cuda())
+model(torch.ones(6, 4, device="cuda")).sum().backward()
+print(model.module.weight.grad.tolist())
+"""
+
+
+def test_two_devices_of_one_process_that_use_their_default_streams():
+    status, said = program(TWO_DEVICES)
+    assert status == 0, said
+    assert said.splitlines() == [
+        "[3.0, 3.0, 3.0, 3.0] [3.0, 3.0, 3.0, 3.0]",
+        "[[6.0, 6.0, 6.0, 6.0]]",
+    ]

@@ -1,30 +1,10 @@
 """Devices without arithmetic: memory is addresses alone, kernels do nothing, and torch's own host code decides."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-RUN = Path(__file__).resolve().parents[1] / "run.py"
-
-
-def without_arithmetic(source, device=None, **environment):
-    """Runs Python source on such a device: its status and what it said."""
-    libraries = Path(os.environ["LD_PRELOAD"].split(":")[0]).parent
-    left_out = ("LD_PRELOAD", "SIM_CUDA_MEMORY_MB", "SIM_CUDA_DEVICE")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    chosen = {"SIM_CUDA_DEVICE": device} if device else {}
-    done = subprocess.run(
-        [sys.executable, RUN, "--libraries", libraries, "--", sys.executable, "-c", source],
-        env={**kept, "SIM_CUDA_ARITHMETIC": "0", **chosen, **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    return done.returncode, done.stdout + done.stderr
-
+from simulation import without_arithmetic
 
 SUMS = """
 import torch
