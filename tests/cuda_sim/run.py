@@ -9,7 +9,10 @@ import os
 import sys
 from pathlib import Path
 
-COMPUTING = ("libcublasLt.so.13", "libcublas.so.13", "libcudnn.so.9")
+COMPUTING = (
+    *("libcublasLt.so.13", "libcublas.so.13", "libcudnn.so.9"),
+    *("libcufft.so.12", "libcusolver.so.12", "libnvrtc.so.13"),
+)
 
 
 def environment(libraries):

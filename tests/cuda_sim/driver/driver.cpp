@@ -5,9 +5,10 @@
 
 #include <cstdint>
 
-extern "C" {
+#include "../runtime/sim_cuda.h"
+#include "made_up_module.h"
 
-int sim_cuda_active(int device);
+extern "C" {
 
 CUresult cuInit(unsigned /*flags*/) {
   return CUDA_ERROR_NO_DEVICE;
@@ -21,6 +22,16 @@ CUresult cuDriverGetVersion(int* version) {
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
   return CUDA_SUCCESS;
+}
+
+/// Both enumerations have the same numbers.
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+  if (sim_cuda_has_arithmetic() != 0) {
+    return CUDA_ERROR_NOT_SUPPORTED;
+  }
+  const auto same = static_cast<cudaDeviceAttr>(attribute);
+  return cudaDeviceGetAttribute(value, same, device) == cudaSuccess ? CUDA_SUCCESS
+                                                                    : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
@@ -49,8 +60,9 @@ CUresult cuCtxSetCurrent(CUcontext context) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuGetErrorString(CUresult /*error*/, const char** text) {
-  *text = "not supported by the simulated driver";
+CUresult cuGetErrorString(CUresult error, const char** text) {
+  *text = error == CUDA_ERROR_NO_BINARY_FOR_GPU ? sim::kNoModules
+                                                : "not supported by the simulated driver";
   return CUDA_SUCCESS;
 }
 }
@@ -61,27 +73,20 @@ CUresult cuGetErrorString(CUresult /*error*/, const char** text) {
   CUresult sim_absent_##name() {                      \
     return CUDA_ERROR_NOT_SUPPORTED;                  \
   }
+SIM_ABSENT(cuCtxGetDevice)
+SIM_ABSENT(cuCtxGetLimit)
+SIM_ABSENT(cuCtxSetLimit)
 SIM_ABSENT(cuGetExportTable)
-SIM_ABSENT(cuDeviceGetAttribute)
-SIM_ABSENT(cuFuncGetAttribute)
-SIM_ABSENT(cuFuncSetAttribute)
-SIM_ABSENT(cuFuncSetCacheConfig)
-SIM_ABSENT(cuLaunchCooperativeKernel)
-SIM_ABSENT(cuLaunchKernel)
 SIM_ABSENT(cuLaunchKernelEx)
 SIM_ABSENT(cuLinkAddData_v2)
 SIM_ABSENT(cuLinkComplete)
 SIM_ABSENT(cuLinkCreate_v2)
 SIM_ABSENT(cuMemGetAddressRange_v2)
-SIM_ABSENT(cuModuleGetFunction)
 SIM_ABSENT(cuModuleGetGlobal_v2)
-SIM_ABSENT(cuModuleLoad)
-SIM_ABSENT(cuModuleLoadData)
-SIM_ABSENT(cuModuleLoadDataEx)
-SIM_ABSENT(cuModuleUnload)
-SIM_ABSENT(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 SIM_ABSENT(cuPointerGetAttribute)
 SIM_ABSENT(cuPointerGetAttributes)
+SIM_ABSENT(cuStreamIsCapturing)
 SIM_ABSENT(cuStreamWaitValue32_v2)
 SIM_ABSENT(cuStreamWriteValue32_v2)
+SIM_ABSENT(cuTensorMapEncodeIm2col)
 SIM_ABSENT(cuTensorMapEncodeTiled)

@@ -24,6 +24,10 @@ constexpr Text kTexts[] = {
     SIM_ERROR(cudaErrorLaunchFailure, "unspecified launch failure"),
     SIM_ERROR(cudaErrorAssert, "device-side assert triggered"),
     SIM_ERROR(cudaErrorNotSupported, "operation not supported"),
+    SIM_ERROR(cudaErrorStreamCaptureUnsupported,
+              "simulated CUDA: there are no CUDA graphs on a device without arithmetic: run the "
+              "step itself, without "
+              "torch.cuda.graph and make_graphed_callables"),
 };
 
 const Text* find(cudaError_t error) {

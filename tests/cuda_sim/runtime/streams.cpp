@@ -14,6 +14,12 @@ cudaStreamCaptureStatus status_of(cudaStream_t stream) {
              : cudaStreamCaptureStatusNone;
 }
 
+/// The text of the error says what is not there on a device without arithmetic.
+cudaError_t refuse_capture() {
+  return sim::fail(sim::settings().arithmetic ? cudaErrorNotSupported
+                                              : cudaErrorStreamCaptureUnsupported);
+}
+
 }  // namespace
 
 extern "C" {
@@ -80,6 +86,19 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t func
   SIM_ENTER();
   sim::real(stream)->enqueue([=] { function(stream, cudaSuccess, data); });
   return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t /*stream*/, cudaStreamCaptureMode /*mode*/) {
+  SIM_ENTER();
+  return refuse_capture();
+}
+
+cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t /*stream*/, cudaGraph_t /*graph*/,
+                                          const cudaGraphNode_t* /*before*/,
+                                          const cudaGraphEdgeData* /*edges*/, size_t /*count*/,
+                                          cudaStreamCaptureMode /*mode*/) {
+  SIM_ENTER();
+  return refuse_capture();
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {

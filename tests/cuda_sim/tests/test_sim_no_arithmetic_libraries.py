@@ -1,0 +1,83 @@
+"""NVIDIA's libraries on devices without arithmetic: what goes on without them, and what ends with a sentence."""
+
+from simulation import without_arithmetic
+
+GOES_ON = """
+import os, pathlib, torch
+from torch import fft, special
+
+cache = pathlib.Path(os.environ["PYTORCH_KERNEL_CACHE_PATH"])
+x = torch.rand(4, 64, 96, device="cuda", requires_grad=True)
+half = torch.rand(64, device="cuda", dtype=torch.half)
+whole = torch.arange(1, 9, device="cuda")
+complex_ = torch.rand(8, device="cuda", dtype=torch.complex64)
+for result in (
+    *(fft.fft(x).abs(), fft.irfft2(fft.rfft2(x)), fft.hfft(x), fft.fftn(x, dim=(0, 1, 2)).real),
+    *(fft.fft(half), torch.stft(x.flatten(1), 64, return_complex=True).abs(), fft.fft(x, 97).real),
+    *(special.bessel_j0(x), special.i1e(x), special.zeta(x.detach() + 1, half[0]), torch.lgamma(half)),
+    *(torch.gcd(whole, whole), torch.lcm(whole, whole), torch.sinc(complex_), complex_.prod()),
+    torch.cuda.jiterator._create_jit_fn("template <typename T> T twice(T x) { return 2 * x; }")(x.detach()),
+):
+    if result.requires_grad and result.grad_fn is not None:
+        x.grad = None
+        result.sum().backward()
+        assert x.grad.shape == x.shape
+torch.cuda.synchronize()
+print(*(list(cache.iterdir()) if cache.exists() else []), "went on")
+"""
+
+
+def test_cufft_s_and_jiterator_s_operators_go_on_and_leave_no_kernels_behind(tmp_path):
+    """A kernel that was made up must not be there for a device that computes."""
+    cache = {"PYTORCH_KERNEL_CACHE_PATH": str(tmp_path / "kernels")}
+    status, said = without_arithmetic(GOES_ON, "h200", **cache)
+    assert status == 0 and "went on" in said.splitlines(), said
+
+
+TRANSFORMS = """
+import torch
+torch.backends.cuda.cufft_plan_cache.max_size = 0
+for shape, dtype in (((8, 512), torch.float32), ((8, 512), torch.float64), ((4, 64, 64), torch.complex64)):
+    x = torch.empty(shape, dtype=dtype, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = torch.fft.rfft(x) if not x.is_complex() else torch.fft.fft2(x)
+    print(torch.cuda.max_memory_allocated() - before - (y.nbytes + 511) // 512 * 512, end=" ")
+"""
+
+
+def test_a_transform_takes_a_complex_number_for_each_point():
+    status, said = without_arithmetic(TRANSFORMS, "h200")
+    assert status == 0, said
+    assert said.split() == [str(8 * 512 * 8), str(8 * 512 * 16), str(4 * 64 * 64 * 8)]
+
+
+SENTENCES = """
+import torch
+
+def graph():
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.ones(3, device="cuda")
+
+square = torch.eye(4, device="cuda")
+for ask in (
+    *(lambda: torch.linalg.eigh(square), lambda: torch.linalg.solve(square, square)),
+    *(lambda: torch.linalg.cholesky(square), lambda: torch.linalg.svd(square), lambda: torch.linalg.qr(square)),
+    graph,
+):
+    try:
+        ask()
+    except RuntimeError as error:
+        print("said:", str(error).splitlines()[0])
+"""
+
+
+def test_cusolver_and_graphs_end_with_a_sentence():
+    status, said = without_arithmetic(SENTENCES, "h200")
+    assert status == 0, said
+    *solver, graph = [line for line in said.splitlines() if line.startswith("said:")]
+    there_is_none = "simulated CUDA: there is no cuSOLVER on a device without arithmetic: solve and"
+    assert len(solver) == 5 and all(there_is_none in line for line in solver), said
+    assert (
+        "simulated CUDA: there are no CUDA graphs on a device without arithmetic: run the" in graph
+    )
