@@ -1,5 +1,8 @@
 """NVIDIA's libraries on devices without arithmetic: what goes on without them, and what ends with a sentence."""
 
+import shutil
+
+import pytest
 from simulation import without_arithmetic
 
 GOES_ON = """
@@ -81,3 +84,45 @@ def test_cusolver_and_graphs_end_with_a_sentence():
     assert (
         "simulated CUDA: there are no CUDA graphs on a device without arithmetic: run the" in graph
     )
+
+
+KERNEL = """
+import torch, triton
+from triton import language as tl
+
+@triton.jit
+def twice(x, n, block: tl.constexpr):
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    tl.store(x + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
+
+def ask(x):
+    twice[(8,)](x, 1000, block=128)
+"""
+COMPILED = """
+import torch
+
+ask = torch.compile(lambda x: x.sin() + 1)
+"""
+ASK = """
+try:
+    ask(torch.ones(1000, device="cuda"))
+except RuntimeError as error:
+    print("said:", str(error).splitlines()[0])
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="Triton builds its launcher with a C compiler")
+@pytest.mark.parametrize("asks", [KERNEL, pytest.param(COMPILED, marks=pytest.mark.slow)])
+def test_triton_and_torch_compile_end_with_a_sentence(asks, tmp_path):
+    file = tmp_path / "program.py"  # where Triton reads its kernel's source
+    file.write_text(asks + ASK)
+    variables = {
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    run = f"import runpy; runpy.run_path({str(file)!r})"
+    status, said = without_arithmetic(run, "h200", **variables)
+    assert status == 0, said
+    (line,) = [line for line in said.splitlines() if line.startswith("said:")]
+    assert "simulated CUDA: compiled kernels are not loaded on a device without arithmetic" in line
