@@ -20,11 +20,12 @@ def environment(libraries):
     runtime = Path(libraries).resolve() / "libcudart.so.13"
     if not runtime.exists():
         raise SystemExit(f"run.py: there is no {runtime}: build tests/cuda_sim (README.md)")
+    names, defaults = (), {}
     if os.environ.get("SIM_CUDA_ARITHMETIC") == "0":
-        # There is nothing to compute, and so none of NVIDIA's libraries that do. Triton is told of its driver by name.
-        names, defaults = COMPUTING, {"TRITON_LIBCUDA_PATH": str(runtime.parent)}
-    else:
-        names, defaults = (), {}
+        # There is nothing to compute, and so none of NVIDIA's libraries that do.
+        names = COMPUTING
+        # Triton is told of its driver, which takes none of its kernels; torch's operators do without them.
+        defaults = {"TRITON_LIBCUDA_PATH": str(runtime.parent), "TORCH_DISABLE_NATIVE_JIT": "1"}
     own = [str(runtime), *(str(runtime.with_name(name)) for name in names)]
     first = [*own, *filter(None, [os.environ.get("LD_PRELOAD")])]
     return {"SIM_CUDA_STRICT": "1", **defaults, **os.environ, "LD_PRELOAD": ":".join(first)}
