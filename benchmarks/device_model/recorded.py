@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((ROOT / "tools" / "gpu" / "recorded").glob("steps_*.json.gz"))
+from benchmarks.device_model import device
+
+FILES = sorted((device.ROOT / "tools" / "gpu" / "recorded").glob("steps_*.json.gz"))
 TORCH = "2.11.0+cu130"  # which the steps were recorded with
-DEVICE = "h200"
 TIMEOUT_S = 900
 # Operators for which cuDNN chooses a workspace.
 WITH_LIBRARY = ("aten.convolution", "aten._cudnn_rnn", "aten._scaled_dot_product_cudnn_attention")
-
-
-class Unavailable(Exception):
-    """Why the steps cannot be run here."""
 
 
 @dataclass(frozen=True)
@@ -62,30 +56,15 @@ class Step:
         return f"event {at}: {here} here, {there} there{', ' + names[-1] if names else ''}"
 
 
-def python() -> str:
-    """The interpreter whose torch is asked: that of BRIMFUL_DEVICE_PYTHON, else this one."""
-    return os.environ.get("BRIMFUL_DEVICE_PYTHON", sys.executable)
-
-
-def libraries() -> Path:
-    """Where the simulated runtime was built: BRIMFUL_DEVICE_LIBRARIES, else the only build/*/cuda_sim."""
-    named = os.environ.get("BRIMFUL_DEVICE_LIBRARIES")
-    found = [Path(named)] if named else list(ROOT.glob("build/*/cuda_sim"))
-    built = [folder for folder in found if (folder / "libcudnn.so.9").exists()]
-    if len(built) != 1:
-        raise Unavailable(
-            f"needs one build of the simulated CUDA runtime (found: {len(built)}): name it by BRIMFUL_DEVICE_LIBRARIES"
-        )
-    return built[0]
-
-
 def check_torch() -> None:
-    """Raises Unavailable unless the interpreter has the recorded steps' torch."""
+    """Raises device.Unavailable unless the interpreter has the recorded steps' torch."""
     asked = "import torch; print(torch.__version__)"
-    done = subprocess.run([python(), "-c", asked], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [device.python(), "-c", asked], capture_output=True, text=True, timeout=60
+    )
     found = done.stdout.strip() or "none"
     if found != TORCH:
-        raise Unavailable(
+        raise device.Unavailable(
             f"the steps were recorded with torch {TORCH} (found: {found}): name a Python that has it by "
             "BRIMFUL_DEVICE_PYTHON"
         )
@@ -113,17 +92,10 @@ def _steps_of(cases: dict[str, list[dict[str, Any]]], leave_out: str) -> Iterato
         }
         for model, recorded in cases.items()
     ]
-    run = [python(), str(ROOT / "tests" / "cuda_sim" / "run.py"), "--libraries", str(libraries())]
-    child = [python(), "-m", "benchmarks.device_model.child"]
     done = subprocess.run(
-        [*run, "--", *child],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "SIM_CUDA_ARITHMETIC": "0",
-            "SIM_CUDA_DEVICE": DEVICE,
-        },
+        device.command("benchmarks.device_model.child"),
+        cwd=device.ROOT,
+        env=device.environment(),
         input="".join(json.dumps(request) + "\n" for request in requests),
         capture_output=True,
         text=True,
@@ -139,6 +111,6 @@ def _steps_of(cases: dict[str, list[dict[str, Any]]], leave_out: str) -> Iterato
         for there in recorded:
             here = next(lines, {"error": done.stderr[-300:]})
             if "error" in here:
-                raise Unavailable(f"{model} with {there['rows']} rows: {here['error']}")
+                raise device.Unavailable(f"{model} with {there['rows']} rows: {here['error']}")
             yield Step(model, there["rows"], library, there, here)
         next(lines, None)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import common
-from benchmarks.device_model import recorded
+from benchmarks.device_model import device, recorded
 
 IDS = ("device.allocated_worst", "device.reserved_worst", "device.events_equal")
 LEFT_OUT = ("model", "size")
@@ -23,13 +23,13 @@ def measure(quick: bool) -> Iterator[common.Figure]:
     """
     conditions: dict[str, Any] = {
         **common.machine_conditions(),
-        "device": recorded.DEVICE,
+        "device": device.NAME,
         "of_torch": recorded.TORCH,
     }
     files = recorded.FILES[:1] if quick else None
     try:
         taken = {left_out: list(recorded.steps(files, left_out)) for left_out in LEFT_OUT}
-    except (recorded.Unavailable, subprocess.SubprocessError) as error:
+    except (device.Unavailable, subprocess.SubprocessError) as error:
         for name in IDS:
             yield common.unmeasured(name, str(error), conditions=conditions)
         return

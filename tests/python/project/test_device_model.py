@@ -6,10 +6,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks.device_model import child, recorded, steps, workspaces
+from benchmarks.device_model import (
+    child,
+    device,
+    host_bytes,
+    large,
+    llama,
+    recorded,
+    seconds,
+    steps,
+    workspaces,
+)
 
 MIB = 1 << 20
 
@@ -77,7 +88,7 @@ def test_workspaces_are_found_among_the_allocations(here, there, found):
 
 def test_another_torch_s_steps_are_not_compared(monkeypatch):
     monkeypatch.setattr(recorded, "TORCH", "1.0")
-    with pytest.raises(recorded.Unavailable, match=r"recorded with torch 1\.0 \(found: "):
+    with pytest.raises(device.Unavailable, match=r"recorded with torch 1\.0 \(found: "):
         next(recorded.steps())
 
 
@@ -85,3 +96,35 @@ def test_the_recorded_steps_are_of_sixteen_models():
     cases = [json.loads(gzip.decompress(file.read_bytes()))["cases"] for file in recorded.FILES]
     assert sum(len(models) for models in cases) == 16
     assert all(len(found) >= 5 for models in cases for found in models.values())
+
+
+def test_the_large_model_has_the_parameters_of_llama_7b():
+    with torch.device("meta"):
+        model = llama.Llama()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 6_738_415_616
+
+
+@pytest.mark.parametrize(
+    "on_device, value", [(8000, 100.0), (7999, None)], ids=["all there", "states are missing"]
+)
+def test_the_host_s_bytes_are_those_above_an_empty_process(monkeypatch, on_device, value):
+    """Of a model whose states are on the device: two bytes each for parameter, gradient and two moments."""
+    answers = {
+        0: {"host_bytes": 50, "parameters": 0, "device_bytes": 512},
+        large.LAYERS: {"host_bytes": 150, "parameters": 1000, "device_bytes": on_device},
+    }
+    monkeypatch.setattr(host_bytes, "_taken", answers.__getitem__)
+    (figure,) = host_bytes.measure(quick=False)
+    assert figure.value == value
+    assert (figure.reason is None) == (value is not None)
+
+
+def test_the_worse_of_two_ratios_of_seconds_counts(monkeypatch):
+    taken = {
+        "ResNet-50 fp32": {"cuda": [1.0, 1.0, 1.0], "cpu": [10.0, 10.0, 10.0]},
+        "GPT-2 fp32": {"cuda": [1.0, 3.0, 2.0], "cpu": [10.0, 10.0, 10.0]},
+    }
+    monkeypatch.setattr(seconds, "_taken", lambda model, *_: taken[model])
+    (figure,) = seconds.measure(quick=False)
+    assert figure.value == pytest.approx(0.2)
+    assert figure.low == pytest.approx(0.1) and figure.high == pytest.approx(0.3)
