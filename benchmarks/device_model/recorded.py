@@ -18,6 +18,8 @@ TIMEOUT_S = 900
 # Operators for which cuDNN chooses a workspace.
 WITH_LIBRARY = ("aten.convolution", "aten._cudnn_rnn", "aten._scaled_dot_product_cudnn_attention")
 
+Cases = dict[str, list[dict[str, Any]]]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -77,12 +79,18 @@ def steps(files: list[Path] | None = None, leave_out: str = "") -> Iterator[Step
     """
     check_torch()
     for file in FILES if files is None else files:
-        with gzip.open(file, "rt") as opened:
-            cases = json.load(opened)["cases"]
-        yield from _steps_of(cases, leave_out)
+        yield from run(read(file), leave_out)
 
 
-def _steps_of(cases: dict[str, list[dict[str, Any]]], leave_out: str) -> Iterator[Step]:
+def read(file: Path) -> Cases:
+    """Returns the recorded steps of a file by their model."""
+    with gzip.open(file, "rt") as opened:
+        cases: Cases = json.load(opened)["cases"]
+    return cases
+
+
+def run(cases: Cases, leave_out: str = "") -> Iterator[Step]:
+    """Runs these models in one process, at the sizes of these steps, and yields their steps, whatever torch it has."""
     requests = [
         {
             "model": model,

@@ -1,7 +1,7 @@
 """The comparison of recorded steps with those of the device without arithmetic."""
 
-import gzip
-import json
+import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from benchmarks.device_model import (
 )
 
 MIB = 1 << 20
+SIMULATED = hasattr(ctypes.CDLL(None), "sim_cuda_calls")
+PLACES = (2, 8)  # of nine sizes: 16 rows, and the largest
+CLOSE = 0.01
 
 
 def step(here, there, library=False, operators=()):
@@ -93,7 +96,7 @@ def test_another_torch_s_steps_are_not_compared(monkeypatch):
 
 
 def test_the_recorded_steps_are_of_sixteen_models():
-    cases = [json.loads(gzip.decompress(file.read_bytes()))["cases"] for file in recorded.FILES]
+    cases = [recorded.read(file) for file in recorded.FILES]
     assert sum(len(models) for models in cases) == 16
     assert all(len(found) >= 5 for models in cases for found in models.values())
 
@@ -128,3 +131,45 @@ def test_the_worse_of_two_ratios_of_seconds_counts(monkeypatch):
     (figure,) = seconds.measure(quick=False)
     assert figure.value == pytest.approx(0.2)
     assert figure.low == pytest.approx(0.1) and figure.high == pytest.approx(0.3)
+
+
+def blocks(step):
+    """Its allocations and what frees which of them, without segments, which depend on what was there before."""
+    made = {}
+    found = []
+    for place, (action, what) in enumerate(step["events"]):
+        if action == "a":
+            made[place] = len(made)
+            found.append((action, what))
+        elif action == "f":
+            found.append((action, made[what]))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.smoke
+@pytest.mark.skipif(not SIMULATED, reason="runs on the device without arithmetic")
+def test_twelve_models_take_what_they_took_on_an_h200(monkeypatch):
+    """Event by event with the torch that was recorded. Later ones have workspaces that weigh in small steps alone."""
+    libraries = Path(os.environ["LD_PRELOAD"].split(":")[0]).parent
+    monkeypatch.setenv("BRIMFUL_DEVICE_LIBRARIES", str(libraries))
+    monkeypatch.delenv("BRIMFUL_DEVICE_PYTHON", raising=False)
+    monkeypatch.delenv("LD_PRELOAD")
+    cases = {
+        model: [steps[place] for place in PLACES]
+        for file in recorded.FILES
+        for model, steps in recorded.read(file).items()
+        if len(steps) == 9
+    }
+    assert len(cases) == 12
+    found = list(recorded.run(cases))
+    assert len(found) == 24
+    if torch.__version__ == recorded.TORCH:
+        judged = found
+        for taken in found:
+            if not taken.library:
+                assert blocks(taken.here) == blocks(taken.there), taken.first_difference()
+    else:
+        judged = [taken for taken in found if taken.rows == cases[taken.model][-1]["rows"]]
+    for taken in judged:
+        assert abs(taken.error("peak_over_base")) < CLOSE, (taken.model, taken.rows)
