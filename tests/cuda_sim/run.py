@@ -11,7 +11,7 @@ from pathlib import Path
 
 COMPUTING = (
     *("libcublasLt.so.13", "libcublas.so.13", "libcudnn.so.9"),
-    *("libcufft.so.12", "libcusolver.so.12", "libnvrtc.so.13"),
+    *("libcufft.so.12", "libcusolver.so.12", "libcusparse.so.12", "libnvrtc.so.13"),
 )
 
 

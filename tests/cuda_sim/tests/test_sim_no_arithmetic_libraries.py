@@ -55,6 +55,31 @@ def test_a_transform_takes_a_complex_number_for_each_point():
     assert said.split() == [str(8 * 512 * 8), str(8 * 512 * 16), str(4 * 64 * 64 * 8)]
 
 
+SPARSE = """
+import torch
+
+square = torch.ones(4, 4, device="cuda")
+indices = torch.arange(4)
+rows = torch.sparse_csr_tensor(torch.arange(5), indices, torch.ones(4), (4, 4), device="cuda")
+points = torch.sparse_coo_tensor(torch.stack([indices, indices]), torch.ones(4), (4, 4), device="cuda")
+results = (
+    *(rows @ square, rows @ square[0], rows @ rows, rows + rows, torch.sparse.mm(points, points)),
+    *(torch.sparse.sampled_addmm(rows, square, square), points.coalesce(), points.to_sparse_csr()),
+    torch.triangular_solve(square, rows).solution,
+)
+torch.cuda.synchronize()
+print(*(tuple(result.shape) for result in results))
+"""
+
+
+def test_products_sums_and_solutions_of_sparse_matrices_go_on():
+    status, said = without_arithmetic(SPARSE, "h200")
+    assert status == 0, said
+    shapes = ["(4, 4)"] * 9
+    shapes[1] = "(4,)"
+    assert " ".join(shapes) in said.splitlines(), said
+
+
 SENTENCES = """
 import torch
 
