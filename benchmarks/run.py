@@ -87,7 +87,7 @@ def _subsystems(arguments: argparse.Namespace) -> list[str]:
     if arguments.subsystems:
         return list(dict.fromkeys(arguments.subsystems))
     wanted = {figure_id.split(".")[0] for figure_id in arguments.only}
-    return [subsystem for subsystem in SUBSYSTEMS if not wanted or subsystem in wanted]
+    return [name for name in SUBSYSTEMS if not wanted or prefix_of(name) in wanted]
 
 
 def _has_benchmarks(subsystem: str) -> bool:

@@ -1,5 +1,6 @@
 """The benchmark harness: a figure is right, or it is null with its reason."""
 
+import argparse
 import dataclasses
 import importlib
 import json
@@ -203,6 +204,11 @@ def test_what_is_not_measured_is_written_with_its_reason(tmp_path, monkeypatch, 
         assert all(line["value"] is None and reason in line["reason"] for line in lines)
     assert run.main(["--only", "reducer.nothing"]) == 1
     assert "reducer.nothing" in capsys.readouterr().out
+
+
+def test_a_figure_is_of_the_subsystem_whose_ids_begin_so():
+    only = argparse.Namespace(subsystems=[], only=["device.ops", "reducer.wide_w2"])
+    assert run._subsystems(only) == ["reducer", "device_model"]
 
 
 def test_a_fault_that_ends_badly_is_found(monkeypatch, no_limit):

@@ -16,6 +16,7 @@ from benchmarks.device_model import (
     host_bytes,
     large,
     llama,
+    operators,
     recorded,
     seconds,
     steps,
@@ -173,3 +174,17 @@ def test_twelve_models_take_what_they_took_on_an_h200(monkeypatch):
         judged = [taken for taken in found if taken.rows == cases[taken.model][-1]["rows"]]
     for taken in judged:
         assert abs(taken.error("peak_over_base")) < CLOSE, (taken.model, taken.rows)
+
+
+def test_operators_that_need_what_is_not_there_are_not_counted():
+    outcomes = {"add": "runs", "eigh": "sentence", "histogram": "none", "cov": "error", "x": "ends"}
+    found = operators.figure([(name, outcome, "why") for name, outcome in outcomes.items()], {})
+    assert (found.value, found.rounds) == (1 / 3, 3)
+    assert found.conditions["failed"] == {"cov": "why", "x": "why"}
+    assert (found.conditions["sentence"], found.conditions["none"]) == (["eigh"], ["histogram"])
+
+
+def test_operators_are_not_judged_without_the_runtime(monkeypatch, tmp_path):
+    monkeypatch.setenv("BRIMFUL_DEVICE_LIBRARIES", str(tmp_path))
+    (figure,) = operators.measure(quick=True)
+    assert figure.value is None and "needs one build of the simulated CUDA runtime" in figure.reason
