@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks import common
-from benchmarks.device_model import host_bytes, operators, seconds, steps
+from benchmarks.device_model import host_bytes, interval, operators, seconds, steps
 
-MODULES = (steps, seconds, host_bytes, operators)
+MODULES = (steps, interval, seconds, host_bytes, operators)
 
 
 def figures(quick: bool, only: Sequence[str] = (), **_: object) -> Iterator[common.Figure]:

@@ -72,14 +72,17 @@ def check_torch() -> None:
         )
 
 
-def steps(files: list[Path] | None = None, leave_out: str = "") -> Iterator[Step]:
+def steps(
+    files: list[Path] | None = None, leave_out: str = "", unknown: str = ""
+) -> Iterator[Step]:
     """Runs each file's models in a process of their own, as they were recorded, and yields their steps.
 
-    `leave_out`: "size" or "model", whose recorded workspaces are not known (child.py).
+    `leave_out`: "size" or "model", whose recorded workspaces are not known (child.py). `unknown`: "least" or "most",
+    what such a workspace is taken to be; else it is on the line between the known ones.
     """
     check_torch()
     for file in FILES if files is None else files:
-        yield from run(read(file), leave_out)
+        yield from run(read(file), leave_out, unknown)
 
 
 def read(file: Path) -> Cases:
@@ -89,7 +92,7 @@ def read(file: Path) -> Cases:
     return cases
 
 
-def run(cases: Cases, leave_out: str = "") -> Iterator[Step]:
+def run(cases: Cases, leave_out: str = "", unknown: str = "") -> Iterator[Step]:
     """Runs these models in one process, at the sizes of these steps, and yields their steps, whatever torch it has."""
     requests = [
         {
@@ -103,7 +106,7 @@ def run(cases: Cases, leave_out: str = "") -> Iterator[Step]:
     done = subprocess.run(
         device.command("benchmarks.device_model.child"),
         cwd=device.ROOT,
-        env=device.environment(),
+        env=device.environment() | {"SIM_CUDA_UNKNOWN": unknown},
         input="".join(json.dumps(request) + "\n" for request in requests),
         capture_output=True,
         text=True,

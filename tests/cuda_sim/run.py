@@ -1,12 +1,16 @@
 """Runs a program on simulated CUDA devices: python run.py [OPTION ...] -- COMMAND [ARGUMENT ...]
 
 The libraries are in the folder that --libraries names, else in the only build/*/cuda_sim of the working folder. With
---guard SCRATCH the program changes no file of the machine: what it writes goes to that folder.
+--guard SCRATCH the program changes no file of the machine: what it writes goes to that folder. With --interval it
+is run twice on a device without arithmetic, with the least and with the most that figures which are not known can be.
 """
 
 import argparse
+import json
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 COMPUTING = (
@@ -38,14 +42,46 @@ def only_build():
     return found[0].parent
 
 
+def peaks(command, variables, unknown):
+    """Runs the program: its status, and for each device what the process took that took the most of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report"
+        report.touch()
+        set_ = {"SIM_CUDA_UNKNOWN": unknown, "SIM_CUDA_REPORT": str(report)}
+        status = subprocess.run(command, env={**variables, **set_}).returncode
+        lines = [json.loads(line)["peak_bytes"] for line in report.read_text().splitlines()]
+    return status, [max(of_device) for of_device in zip(*lines, strict=True)]
+
+
+def run_twice(command, variables):
+    """Says on stderr between which bytes the peaks lie; returns the first status that is not 0."""
+    if variables.get("SIM_CUDA_ARITHMETIC") != "0":
+        raise SystemExit(
+            "run.py: --interval is for devices without arithmetic: set SIM_CUDA_ARITHMETIC=0"
+        )
+    (status, least), (again, most) = (peaks(command, variables, word) for word in ("least", "most"))
+    for device, ends in enumerate(zip(least, most, strict=False)):
+        if any(ends):
+            between = " to ".join(f"{end:,}" for end in ends)
+            print(f"simulated CUDA: device {device}: {between} bytes at the peak", file=sys.stderr)
+    return status or again
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--libraries", type=Path)
     parser.add_argument("--guard", metavar="SCRATCH")
+    parser.add_argument("--interval", action="store_true")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     libraries = options.libraries or only_build()
     command, variables = options.command, environment(libraries)
+    if options.interval and options.guard:
+        parser.error(
+            "--interval and --guard do not go together: guard a run with SIM_CUDA_UNKNOWN=least, and one with most"
+        )
+    if options.interval:
+        return run_twice(command, variables)
     if options.guard:  # which itself has no use for devices
         preload = f"LD_PRELOAD={variables.pop('LD_PRELOAD')}"
         guard = str(libraries.resolve() / "guard")

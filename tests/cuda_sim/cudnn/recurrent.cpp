@@ -42,12 +42,19 @@ struct Net {
   int64_t biases_before(int pseudo_layer) const {
     return int64_t{pseudo_layer} * gates() * hidden * biases();
   }
-  int64_t bytes_of_a_number() const { return type == 1 ? 8 : type == 0 ? 4 : 2; }
+  int64_t bytes_of_a_number() const { return sim::bytes_of(type); }
 };
 
 struct Batch {
   int longest, rows, width;
 };
+
+/// The most that it may take, from the only recorded net: some times its gates' values at all steps.
+int64_t bound_of(const Net& net, const Batch& batch, int64_t times, int64_t besides) {
+  const int64_t values = int64_t{batch.longest} * batch.rows * net.pseudo_layers() * net.gates() *
+                         std::max(net.hidden, net.input);
+  return times * values * net.bytes_of_a_number() + besides;
+}
 
 /// Who asks for a matrix or a bias alone gives no room for the other.
 void answer(void* tensor, void** at, int type, bool is_there, const int (&sizes)[3], char* place) {
@@ -149,10 +156,13 @@ int cudnnGetRNNTempSpaceSizes(void* /*handle*/, void* descriptor, int mode, void
     key += " " + std::to_string(number);
   }
   if (workspace != nullptr) {
-    *workspace = sim::workspace_for("recurrent " + key, batch.rows);
+    *workspace = sim::workspace_for("recurrent " + key, batch.rows,
+                                    bound_of(net, batch, 4, int64_t{32} << 20));
   }
   if (reserve != nullptr) {
-    *reserve = mode == 0 ? 0 : sim::workspace_for("reserve " + key, batch.rows);
+    *reserve = mode == 0 ? 0
+                         : sim::workspace_for("reserve " + key, batch.rows,
+                                              bound_of(net, batch, 2, int64_t{64} << 10));
   }
   return kCudnnSuccess;
 }

@@ -6,11 +6,14 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <utility>
 #include <vector>
 
+#include "../runtime/sim_cuda.h"
 #include "descriptor.h"
 
 namespace sim {
@@ -87,9 +90,24 @@ int64_t on_line(const std::map<int64_t, int64_t>& known, int64_t rows) {
   return std::max<int64_t>(static_cast<int64_t>(bytes), 0);
 }
 
+/// The least or the most that it can be. Between two recorded rows another plan may begin anywhere; beyond them any may.
+int64_t at_an_end(const std::map<int64_t, int64_t>& known, int64_t rows, int64_t bound) {
+  const auto right = known.lower_bound(rows);
+  if (right != known.end() && right->first == rows) {
+    return right->second;
+  }
+  const bool most = sim_cuda_unknown() == kMost;
+  if (right == known.end() || right == known.begin()) {
+    return most ? bound : 0;
+  }
+  const Row left{std::prev(right)->first, std::prev(right)->second};
+  return most ? std::max(left.bytes * rows / left.rows, right->second)
+              : std::min(left.bytes, right->second * rows / right->first);
+}
+
 }  // namespace
 
-int64_t workspace_for(const std::string& operation, int64_t rows) {
+int64_t workspace_for(const std::string& operation, int64_t rows, int64_t bound) {
   Tables& all = tables();
   const std::lock_guard lock(all.mutex);
   if (const char* file = std::getenv("SIM_CUDA_PROBE_WORKSPACES")) {
@@ -105,7 +123,7 @@ int64_t workspace_for(const std::string& operation, int64_t rows) {
       }
     }
   }
-  return on_line(known, rows);
+  return sim_cuda_unknown() == 0 ? on_line(known, rows) : at_an_end(known, rows, bound);
 }
 
 namespace {
@@ -139,7 +157,46 @@ std::string words(const std::vector<int64_t>& numbers, size_t from) {
   return all;
 }
 
+constexpr int64_t kOfSmallOnes = int64_t{8} << 20;
+
+int64_t product(const std::vector<int64_t>& numbers, size_t from) {
+  return std::accumulate(numbers.begin() + static_cast<std::ptrdiff_t>(from), numbers.end(),
+                         int64_t{1}, std::multiplies<>());
+}
+
+/// The most that any recorded convolution took: its operands unfolded by the kernel's points and once more in another
+/// order, and some MiB for small ones.
+int64_t bound_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& weights,
+                 const Content& convolution, int64_t item) {
+  const auto strides = convolution.numbers(kStrides);
+  const auto paddings = convolution.numbers(kPaddings);
+  const auto dilations = convolution.numbers(kDilations);
+  int64_t output = sizes[0] * weights[0];
+  for (size_t k = 0; k < strides.size(); ++k) {
+    output *=
+        (sizes[k + 2] + 2 * paddings[k] - dilations[k] * (weights[k + 2] - 1) - 1) / strides[k] + 1;
+  }
+  const int64_t operands = (product(sizes, 0) + output + product(weights, 0)) * item;
+  return (product(weights, 2) + 1) * operands + kOfSmallOnes;
+}
+
 }  // namespace
+
+int64_t bytes_of(int data_type) {
+  switch (data_type) {
+    case 0:
+    case 4:
+      return 4;
+    case 1:
+    case 10:
+      return 8;
+    case 2:
+    case 9:
+      return 2;
+    default:
+      return 1;
+  }
+}
 
 size_t workspace_of_graph(const Content& graph) {
   const Shared operation = graph.part(kGraphOperations);
@@ -172,7 +229,9 @@ size_t workspace_of_graph(const Content& graph) {
         words(weights->numbers(kDimensions), 0) + " " + words(convolution->numbers(kStrides), 0) +
         " " + words(convolution->numbers(kPaddings), 0) + " " +
         words(convolution->numbers(kDilations), 0);
-    return static_cast<size_t>(workspace_for(key, sizes.empty() ? 0 : sizes[0]));
+    const int64_t bound = bound_of(sizes, weights->numbers(kDimensions), *convolution,
+                                   bytes_of(input->enumerator(kDataType)));
+    return static_cast<size_t>(workspace_for(key, sizes[0], bound));
   }
   return 0;
 }

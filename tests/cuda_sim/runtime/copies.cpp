@@ -7,7 +7,9 @@
 #include <string>
 
 #include "../cupti/sim_cupti.h"
+#include "known.h"
 #include "memory.h"
+#include "settings.h"
 
 namespace {
 
@@ -48,20 +50,34 @@ sim_cupti_copy copy_of(uint32_t call, const void* to, const void* from, size_t b
           kDefaultStream + static_cast<uint32_t>(place)};
 }
 
-/// A device without arithmetic keeps nothing: what is read from it is zeros.
-void move(void* to, const void* from, size_t bytes) {
-  if (sim::is_address_alone(to)) {
-    return;
-  }
-  if (sim::is_address_alone(from)) {
-    std::memset(to, 0, bytes);
-  } else {
+/// What a device without arithmetic is sent is not known: operators say of what it is (values/).
+void move_without_arithmetic(void* to, const void* from, size_t bytes) {
+  const bool known = !sim::is_address_alone(from) || sim::is_known(from, bytes);
+  if (!sim::is_address_alone(to)) {
+    if (known) {
+      std::memmove(to, from, bytes);
+    } else {
+      sim::read_unknown(to, from, bytes);
+    }
+  } else if (known && sim::is_address_alone(from) && sim::keep(to, bytes)) {
     std::memmove(to, from, bytes);
+  } else {
+    sim::forget(to, bytes);
+  }
+}
+
+void move(void* to, const void* from, size_t bytes) {
+  if (sim::settings().arithmetic) {
+    std::memmove(to, from, bytes);
+  } else {
+    move_without_arithmetic(to, from, bytes);
   }
 }
 
 void fill(void* to, int value, size_t bytes) {
-  if (!sim::is_address_alone(to)) {
+  if (sim::is_address_alone(to)) {
+    sim::forget(to, bytes);
+  } else {
     std::memset(to, value, bytes);
   }
 }

@@ -11,17 +11,37 @@ namespace {
 
 constexpr int kVersion = 13020;
 
-/// The operators lie beside this library, and need torch, which is loaded by the first call.
-void load_operators() {
+void load(const std::string& name) {
   Dl_info here;
-  if (!sim::settings().operators ||
-      dladdr(reinterpret_cast<void*>(&cudaGetDeviceCount), &here) == 0) {
+  if (dladdr(reinterpret_cast<void*>(&cudaGetDeviceCount), &here) == 0) {
     return;
   }
   std::string path = here.dli_fname;
-  path = path.substr(0, path.rfind('/') + 1) + "libsim_cuda_operators.so";
+  path = path.substr(0, path.rfind('/') + 1) + name;
   if (dlopen(path.c_str(), RTLD_NOW) == nullptr) {
     std::fprintf(stderr, "simulated CUDA: %s\n", dlerror());
+  }
+}
+
+/// Which torch this process has, as "2.11"; empty without torch. It is there by the first call.
+std::string version_of_torch() {
+  void* torch = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
+  void* found = torch == nullptr ? nullptr : dlsym(torch, "aoti_torch_abi_version");
+  if (found == nullptr) {
+    return "";
+  }
+  const uint64_t packed = reinterpret_cast<uint64_t (*)()>(found)();
+  return std::to_string(packed >> 56) + '.' + std::to_string(packed >> 48 & 0xff);
+}
+
+/// What lies beside this library and needs torch.
+void load_operators() {
+  if (sim::settings().operators) {
+    load("libsim_cuda_operators.so");
+  } else if (sim::settings().known_bytes > 0) {
+    if (const std::string version = version_of_torch(); !version.empty()) {
+      load("libsim_cuda_values-" + version + ".so");
+    }
   }
 }
 

@@ -63,6 +63,13 @@ int sim_cuda_machine_devices() {
   return sim::settings().devices;
 }
 
+size_t sim_cuda_peak_bytes(int device) {
+  const std::lock_guard lock(sim::state().mutex);
+  return device >= 0 && static_cast<size_t>(device) < sim::state().devices.size()
+             ? sim::state().devices[device].peak
+             : 0;
+}
+
 void sim_cuda_machine_memory(int device, size_t* total, size_t* own, size_t* foreign) {
   *total = sim::settings().total_bytes;
   *own = *foreign = 0;

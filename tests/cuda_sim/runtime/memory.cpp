@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "known.h"
+
 namespace sim {
 namespace {
 
@@ -13,6 +15,11 @@ constexpr size_t kAlignment = 512;
 size_t left_of(const Device& device) {
   const size_t total = settings().total_bytes;
   return total - std::min(total, device.used + device.foreign);
+}
+
+void use(Device* device, size_t bytes) {
+  device->used += bytes;
+  device->peak = std::max(device->peak, device->used);
 }
 
 uintptr_t number(const void* pointer) {
@@ -66,7 +73,7 @@ cudaError_t allocate(void** out, size_t bytes, Kind kind) {
     return fail(cudaErrorMemoryAllocation);
   }
   if (kind == Kind::device) {
-    device.used += rounded;
+    use(&device, rounded);
   }
   s.blocks[number(block)] = {rounded, kind, current_device()};
   *out = block;
@@ -103,6 +110,7 @@ cudaError_t release_now(void* pointer) {
   s.blocks.erase(found);
   if (block.kind == Kind::device) {
     s.devices[block.device].used -= block.bytes;
+    forget(pointer, block.bytes);
     munmap(pointer, whole_pages(block.bytes));
   } else if (block.kind != Kind::registered) {
     std::free(pointer);
@@ -116,7 +124,7 @@ bool take(int device, size_t bytes) {
   if (bytes > left_of(s.devices[device])) {
     return false;
   }
-  s.devices[device].used += bytes;
+  use(&s.devices[device], bytes);
   return true;
 }
 

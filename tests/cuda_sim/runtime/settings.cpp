@@ -1,7 +1,9 @@
 #include "settings.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <string_view>
 
 namespace sim {
 namespace {
@@ -13,6 +15,22 @@ long variable(const char* name, long otherwise) {
   return text == nullptr ? otherwise : std::atol(text);
 }
 
+Unknown read_unknown_word() {
+  const char* given = std::getenv("SIM_CUDA_UNKNOWN");
+  const std::string_view word = given == nullptr ? "" : given;
+  if (word.empty()) {
+    return Unknown::unset;
+  }
+  if (word != "least" && word != "most") {
+    std::fprintf(stderr,
+                 "simulated CUDA: a figure that is not known has no such value (SIM_CUDA_UNKNOWN: "
+                 "%s): use least or most\n",
+                 given);
+    std::_Exit(2);
+  }
+  return word == "most" ? Unknown::most : Unknown::least;
+}
+
 Settings read_settings() {
   Settings all{
       .devices = static_cast<int>(variable("SIM_CUDA_DEVICES", 2)),
@@ -20,7 +38,12 @@ Settings read_settings() {
       .arithmetic = variable("SIM_CUDA_ARITHMETIC", 1) != 0,
       .operators = false,
       .model = std::nullopt,
+      .known_bytes = 0,
+      .unknown = read_unknown_word(),
   };
+  if (!all.arithmetic) {
+    all.known_bytes = static_cast<size_t>(std::max(0L, variable("SIM_CUDA_KNOWN_MB", 16))) << 20;
+  }
   all.operators = all.arithmetic && variable("SIM_CUDA_NO_OPERATORS", 0) == 0;
   const char* device = std::getenv("SIM_CUDA_DEVICE");
   if (device == nullptr || *device == 0) {

@@ -8,6 +8,9 @@
 
 namespace sim {
 
+/// What stands for a figure that is not known. Unset: the least count of values, and workspaces on the line.
+enum class Unknown { unset, least, most };
+
 /// The variables SIM_CUDA_*, as they are when the first function of the runtime is called.
 struct Settings {
   int devices;         // SIM_CUDA_DEVICES
@@ -16,6 +19,8 @@ struct Settings {
       arithmetic;  // SIM_CUDA_ARITHMETIC; without it memory of a device is addresses alone, and kernels do nothing
   bool operators;                    // SIM_CUDA_NO_OPERATORS is not set, and there is arithmetic
   std::optional<DeviceModel> model;  // SIM_CUDA_DEVICE
+  size_t known_bytes;                // SIM_CUDA_KNOWN_MB, of one tensor; 0 with arithmetic
+  Unknown unknown;                   // SIM_CUDA_UNKNOWN
 };
 
 const Settings& settings();

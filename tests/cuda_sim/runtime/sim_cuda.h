@@ -48,8 +48,24 @@ int sim_cuda_read(void* to, const void* from, size_t bytes);
 /// Copies from the host to memory of a device; null: what lies there is not known from now on.
 void sim_cuda_write(void* to, const void* from, size_t bytes);
 
+// Devices without arithmetic. Which of their bytes are known, and what a read of others gets.
+
+/// Makes bytes known, that the caller writes then; 0 if they are no memory of such a device, or too many.
+int sim_cuda_keep(void* begin, size_t bytes);
+void sim_cuda_forget(const void* begin, size_t bytes);
+int sim_cuda_is_known(const void* begin, size_t bytes);
+/// Of one tensor at most: SIM_CUDA_KNOWN_MB.
+size_t sim_cuda_known_bytes();
+/// What stands for a figure that is not known, by SIM_CUDA_UNKNOWN: 1 the least that can be, 2 the most, 0 if it is unset.
+int sim_cuda_unknown();
+enum { kLeast = 1, kMost = 2 };
+/// Is asked, without a lock, when bytes that are not known are read: it writes them, or returns 0, and they are zeros.
+void sim_cuda_answer_unknown(int (*answer)(void* to, const void* from, size_t bytes));
+
 /// How many devices the machine has, whatever CUDA_VISIBLE_DEVICES leaves of them.
 int sim_cuda_machine_devices();
 /// Bytes of a device of the machine, what this process has of it and what the other process has of it.
+/// The most that this process had of a device of the machine at once.
+size_t sim_cuda_peak_bytes(int device);
 void sim_cuda_machine_memory(int device, size_t* total, size_t* own, size_t* foreign);
 }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 
+#include "known.h"
 #include "memory.h"
 
 namespace {
@@ -110,6 +111,7 @@ CUresult unmap(CUdeviceptr address, size_t bytes) {
   auto& mapped = tables().mapped;
   for (auto at = mapped.lower_bound(address); at != mapped.end() && at->first < address + bytes;) {
     sim::forget_block(place(at->first));
+    sim::forget(place(at->first), at->second.bytes);
     let_go(at->second.handle);
     at = mapped.erase(at);
   }

@@ -51,14 +51,24 @@ def program(source, **environment):
     return done.returncode, done.stdout + done.stderr
 
 
-def without_arithmetic(source, device=None, **environment):
+def without_arithmetic(source, device=None, options=(), **environment):
     """Runs Python source on such a device: its status and what it said."""
     libraries = Path(os.environ["LD_PRELOAD"].split(":")[0]).parent
     left_out = ("LD_PRELOAD", "SIM_CUDA_MEMORY_MB", "SIM_CUDA_DEVICE")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     chosen = {"SIM_CUDA_DEVICE": device} if device else {}
     done = subprocess.run(
-        [sys.executable, RUN, "--libraries", libraries, "--", sys.executable, "-c", source],
+        [
+            sys.executable,
+            RUN,
+            "--libraries",
+            libraries,
+            *options,
+            "--",
+            sys.executable,
+            "-c",
+            source,
+        ],
         env={**kept, "SIM_CUDA_ARITHMETIC": "0", **chosen, **environment},
         capture_output=True,
         text=True,

@@ -1,0 +1,108 @@
+#include "operators.h"
+
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+
+namespace sim_values {
+namespace {
+
+/// They touch no values.
+const std::set<std::string> kNames = {
+    "aten::as_strided",
+    "aten::view",
+    "aten::view.dtype",
+    "aten::_reshape_alias",
+    "aten::unfold",
+    "aten::set_",
+    "aten::set_.source_Tensor",
+    "aten::set_.source_Storage",
+    "aten::set_.source_Storage_storage_offset",
+    "aten::_local_scalar_dense",
+    "aten::record_stream",
+    "aten::is_set_to",
+    "aten::is_pinned",
+    "aten::_pin_memory",
+    "aten::view_as_real",
+    "aten::view_as_complex",
+};
+const std::set<std::string> kMemory = {"aten::empty.memory_format", "aten::empty_strided",
+                                       "aten::resize_", "aten::_efficientzerotensor"};
+const std::set<std::string> kCounts = {
+    "aten::nonzero",
+    "aten::nonzero.out",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::unique_dim_consecutive",
+    "aten::equal",
+};
+const std::set<std::string> kOverwrite = {
+    "aten::copy_",   "aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_",
+    "aten::random_", "aten::random_.from", "aten::random_.to",
+};
+/// Their schemas do not say that they write running statistics.
+const std::set<std::string> kForget = {
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::batch_norm_update_stats",
+    "aten::batch_norm_gather_stats",
+    "aten::batch_norm_gather_stats_with_counts",
+};
+
+bool is_of(const c10::OperatorName& name, const char* space) {
+  return name.name.starts_with(space);
+}
+
+bool changes_metadata(const c10::OperatorHandle& op) {
+  return op.hasTag(at::Tag::inplace_view);
+}
+
+Kind kind_of(const c10::OperatorHandle& op, const c10::OperatorName& name,
+             const std::string& text) {
+  if (kNames.contains(text) || (changes_metadata(op) && text != "aten::resize_")) {
+    return Kind::none;
+  }
+  if (text == "aten::copy_") {
+    return Kind::computed;
+  }
+  if (!op.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
+    return Kind::none;
+  }
+  if (kMemory.contains(text) || !is_of(name, "aten::") || kForget.contains(text) ||
+      !op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
+    return Kind::unknown;
+  }
+  return kCounts.contains(text) ? Kind::counts : Kind::computed;
+}
+
+}  // namespace
+
+const Operator* find_operator(const c10::OperatorName& name) {
+  static std::shared_mutex mutex;
+  static auto* all = new std::unordered_map<c10::OperatorName, std::unique_ptr<const Operator>>;
+  {
+    const std::shared_lock lock(mutex);
+    if (const auto found = all->find(name); found != all->end()) {
+      return found->second.get();
+    }
+  }
+  const auto op = c10::Dispatcher::singleton().findSchema(name);
+  std::unique_ptr<const Operator> made;
+  if (op) {
+    const std::string text = c10::toString(name);
+    made = std::make_unique<Operator>(
+        Operator{.handle = *op,
+                 .kind = kind_of(*op, name, text),
+                 .overwrites = kOverwrite.contains(text),
+                 .forgets = kForget.contains(text) || is_of(name, "c10d::") ||
+                            is_of(name, "_c10d_functional::"),
+                 .draws = op->hasTag(at::Tag::nondeterministic_seeded)});
+  }
+  const std::unique_lock lock(mutex);
+  return all->try_emplace(name, std::move(made)).first->second.get();
+}
+
+}  // namespace sim_values
