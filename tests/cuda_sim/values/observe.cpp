@@ -2,6 +2,7 @@
 // the host as integers, and what follows from it and from constants, is computed by the host's kernels and kept.
 #include <ATen/record_function.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <malloc.h>
 
 #include <memory>
 #include <mutex>
@@ -62,6 +63,9 @@ void end(const at::RecordFunction& function, at::ObserverContext* context) {
 }
 
 const bool installed = [] {
+  // Each result is computed beside its place and freed at once. glibc before 2.38 does not use an aligned block of its heap
+  // again for one of the same size: it has them of the system, and gives them back.
+  mallopt(M_MMAP_THRESHOLD, 1 << 20);
   watch_reads();
   at::addGlobalCallback(at::RecordFunctionCallback(&begin, &end)
                             .needsInputs(true)

@@ -1,6 +1,5 @@
 #include "reads.h"
 
-#include <torch/csrc/profiler/combined_traceback.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 
 #include "../runtime/sim_cuda.h"
 #include "count.h"
+#include "line.h"
 
 namespace sim_values {
 namespace {
@@ -39,22 +39,8 @@ Reads& reads() {
   return *all;
 }
 
-/// The innermost line of Python that is not torch's own; "?" in a program without Python.
-std::string line_that_asks() {
-  const auto trace =
-      torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
-  const auto found = torch::symbolize({trace.get()});
-  for (const uint64_t index : found.tracebacks.at(0)) {
-    const auto& frame = found.all_frames.at(index);
-    if (frame.filename.find("/site-packages/torch/") == std::string::npos) {
-      return frame.filename + ":" + std::to_string(frame.lineno);
-    }
-  }
-  return "?";
-}
-
 void note_read() {
-  const Line line{line_that_asks(), called == nullptr ? "a copy" : called};
+  const Line line{line_of_python(), called == nullptr ? "a copy" : called};
   Reads& all = reads();
   const std::lock_guard lock(all.mutex);
   if (++all.times[line] == kAgain) {
