@@ -85,6 +85,20 @@ def test_a_convolution_takes_the_recorded_workspace_and_one_on_the_line_between_
     assert [int(word) for word in said.split()] == whole
 
 
+@pytest.mark.parametrize(
+    ("word", "bytes_"),
+    [
+        # 64, 128 and 256 rows are recorded. 192 lie between the last two. Beyond 2048 it is none, or the bound.
+        ("least", (0, 4203536, 4203536, 8397840, 0)),
+        ("most", (0, 4203536, 8397840, 8397840, 10 * (2 * (4096 << 14) + 9216) + (8 << 20))),
+    ],
+)
+def test_a_workspace_that_is_not_recorded_is_at_an_end_of_an_interval(word, bytes_):
+    status, said = without_arithmetic(CONVOLUTIONS, "h200", SIM_CUDA_UNKNOWN=word)
+    assert status == 0, said
+    assert [int(word) for word in said.split()] == [(each + 511) // 512 * 512 for each in bytes_]
+
+
 PROPERTIES = """
 import torch
 p = torch.cuda.get_device_properties(0)

@@ -80,6 +80,16 @@ class TestIds:
             name for name in common.load_ids() if name.startswith(run.prefix_of(subsystem) + ".")
         )
 
+    @pytest.mark.parametrize("subsystem", run.SUBSYSTEMS)
+    def test_a_figure_is_found_by_its_id_alone(self, subsystem, monkeypatch, capsys):
+        asked = []
+        monkeypatch.setattr(run, "_run", lambda name, *_: asked.append(name) or [])
+        figure = next(
+            name for name in common.load_ids() if name.startswith(run.prefix_of(subsystem) + ".")
+        )
+        assert run.main(["--only", figure]) == 0
+        assert asked == [subsystem]
+
 
 GOOD = common.Figure("a.b", "ratio", 0.5, 0.4, 0.6, "torch", 15)
 GOOD_IDS = {"a.b": common.Id("ratio", "lower", 0.6)}
