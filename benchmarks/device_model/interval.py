@@ -11,7 +11,7 @@ from benchmarks.device_model import device, recorded
 
 IDS = ("device.interval_misses",)
 LEFT_OUT = ("model", "size")
-# A peak counts what the allocator leaves unsplit in its blocks, up to 1 MiB in each: it may be more with fewer workspaces.
+# A peak counts what the allocator leaves unsplit, up to 1 MiB in each block: it may be more with fewer workspaces.
 SLACK_BYTES, SLACK_PART = 64 << 10, 0.005
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import subprocess
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ class Step:
     @property
     def equal(self) -> bool:
         """Whether the allocator's events are the same one for one."""
-        return bool(self.here["events"] == self.there["events"])
+        return in_order(self.here["events"]) == in_order(self.there["events"])
 
     def error(self, what: str) -> float:
         """How far `peak_over_base` or `reserved_over_base` is off, as a part of the recorded one."""
@@ -48,14 +49,14 @@ class Step:
 
     def first_difference(self) -> str:
         """The first event that differs, here and there, and the operator that was at work where that is known."""
-        pairs = zip(self.here["events"], self.there["events"], strict=False)
+        mine, other = in_order(self.here["events"]), in_order(self.there["events"])
+        pairs = zip(mine, other, strict=False)
         at = next((k for k, (a, b) in enumerate(pairs) if a != b), None)
         if at is None:
             return "" if self.equal else "one has more events"
-        before = sum(event[0] == "a" for event in self.here["events"][:at])
+        before = sum(event[0] == "a" for event in mine[:at])
         names = [name for began, name in self.here.get("operators", ()) if began <= before]
-        here, there = (step["events"][at] for step in (self.here, self.there))
-        return f"event {at}: {here} here, {there} there{', ' + names[-1] if names else ''}"
+        return f"event {at}: {mine[at]} here, {other[at]} there{', ' + names[-1] if names else ''}"
 
 
 def check_torch() -> None:
@@ -70,6 +71,12 @@ def check_torch() -> None:
             f"the steps were recorded with torch {TORCH} (found: {found}): name a Python that has it by "
             "BRIMFUL_DEVICE_PYTHON"
         )
+
+
+def in_order(events: list[list[Any]]) -> list[list[Any]]:
+    """Returns the events with frees that follow each other sorted: autocast frees its casts in the order of a hash."""
+    runs = itertools.groupby(events, key=lambda event: event[0] == "f")
+    return [event for is_free, run in runs for event in (sorted(run, key=str) if is_free else run)]
 
 
 def steps(

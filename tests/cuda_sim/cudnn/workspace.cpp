@@ -130,6 +130,8 @@ namespace {
 
 // As cudnn_graph.h has them.
 enum { kForward = 10, kBackwardFilter = 11, kBackwardData = 12 };
+enum { kProduct = 19, kAttention = 41 };
+constexpr size_t kOfAttention = 256;  // forward or backward, of GPT-2 in bf16 at each of five sizes
 enum {
   kDilations = 102,
   kStrides = 103,
@@ -182,6 +184,25 @@ int64_t bound_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& 
 
 }  // namespace
 
+namespace {
+
+/// Whether these operations are an attention's: two products, five in its backward, or the one operation that there is
+/// for a forward without a mask.
+bool is_attention(const Content& graph) {
+  const auto found = graph.attributes.find(kGraphOperations);
+  if (found == graph.attributes.end()) {
+    return false;
+  }
+  const auto& parts = found->second.parts;
+  const auto count = [&](int kind) {
+    return std::count_if(parts.begin(), parts.end(),
+                         [&](const Shared& part) { return part != nullptr && part->kind == kind; });
+  };
+  return count(kAttention) == 1 || count(kProduct) >= 2;
+}
+
+}  // namespace
+
 int64_t bytes_of(int data_type) {
   switch (data_type) {
     case 0:
@@ -202,6 +223,9 @@ size_t workspace_of_graph(const Content& graph) {
   const Shared operation = graph.part(kGraphOperations);
   if (operation == nullptr) {
     return 0;
+  }
+  if (is_attention(graph)) {
+    return kOfAttention;
   }
   struct Place {
     int kind;
