@@ -14,6 +14,7 @@ from benchmarks.device_model import (
     child,
     device,
     host_bytes,
+    interval,
     large,
     llama,
     operators,
@@ -45,6 +46,31 @@ def test_the_first_event_that_differs_has_the_operator_at_work():
     assert found.first_difference() == "event 2: ['f', 1] here, ['f', 0] there, two"
     assert step((0, 24, 0, there), (0, 24, 0, there)).first_difference() == ""
     assert "more events" in step((0, 24, 0, there[:2]), (0, 24, 0, there)).first_difference()
+
+
+def test_frees_that_follow_each_other_have_no_order():
+    """Autocast frees its casts in the order of a hash."""
+    there = [["a", 8], ["a", 16], ["f", 0], ["f", 1], ["a", 4], ["f", 2]]
+    here = [["a", 8], ["a", 16], ["f", 1], ["f", 0], ["a", 4], ["f", 2]]
+    assert step((0, 24, 0, here), (0, 24, 0, there)).equal
+    here[3], here[4] = here[4], here[3]
+    assert not step((0, 24, 0, here), (0, 24, 0, there)).equal
+
+
+@pytest.mark.parametrize(
+    "least, most, misses",
+    [(8, 12, 0), (10, 10, 0), (11, 12, 2), (8, 9, 2)],
+)
+def test_a_peak_outside_of_the_interval_is_a_miss(monkeypatch, least, most, misses):
+    """Once without the model's workspaces and once without the size's."""
+
+    def steps(_files, _leave_out, unknown):
+        end = least if unknown == "least" else most
+        yield step((0, end * MIB, 0, []), (0, 10 * MIB, 0, []))
+
+    monkeypatch.setattr(recorded, "steps", steps)
+    (figure,) = interval.measure(quick=True)
+    assert (figure.value, figure.rounds) == (misses, 2)
 
 
 @pytest.mark.parametrize(
