@@ -1,6 +1,7 @@
 // The collectives, in terms of who sends what to whom.
 #include <algorithm>
 
+#include "../runtime/sim_cuda.h"
 #include "communicator.h"
 
 namespace {
@@ -11,7 +12,20 @@ using sim_nccl::Transfer;
 using sim_nccl::width;
 
 Transfer empty(ncclComm_t comm, cudaStream_t stream) {
-  return {comm, stream, {}, {}, {}, {}};
+  Transfer made;
+  made.comm = comm;
+  made.stream = stream;
+  return made;
+}
+
+/// What it writes, where the host waits for it: integers, and few numbers of other types.
+void set_result(Transfer& transfer, void* to, size_t bytes, ncclDataType_t type) {
+  constexpr size_t kFewBytes = size_t{64} << 10;
+  const bool whole = type <= ncclUint64;
+  if (bytes <= (whole ? sim_cuda_known_bytes() : std::min(kFewBytes, sim_cuda_known_bytes()))) {
+    transfer.result = to;
+    transfer.result_bytes = bytes;
+  }
 }
 
 /// Values of all ranks that come together at a rank.
@@ -60,6 +74,7 @@ ncclResult_t begin_reduction(const Reduction& r, ncclComm_t comm, cudaStream_t s
     }
   }
   if (receives && bytes > 0) {
+    set_result(t, r.result, bytes, r.type);
     t.before = [=] { (*room)[rank] = sim_nccl::read(bytes_of(r.own) + rank * r.stride, bytes); };
     t.after = [=] { sim_nccl::write(r.result, reduced(*room, r), bytes); };
   }
@@ -68,7 +83,7 @@ ncclResult_t begin_reduction(const Reduction& r, ncclComm_t comm, cudaStream_t s
 
 /// A piece to every rank (the same one, with a stride of 0), a piece from every rank.
 ncclResult_t begin_pieces(const void* from, size_t from_stride, void* to, size_t bytes,
-                          ncclComm_t comm, cudaStream_t stream) {
+                          ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
   char* source = bytes_of(from);
   char* target = static_cast<char*>(to);
   const int rank = comm->rank;
@@ -79,6 +94,7 @@ ncclResult_t begin_pieces(const void* from, size_t from_stride, void* to, size_t
       t.receives.push_back({peer, target + peer * bytes, bytes});
     }
   }
+  set_result(t, to, bytes * comm->size, type);
   t.before = [=] { sim_nccl::move(target + rank * bytes, source + rank * from_stride, bytes); };
   return begin(std::move(t));
 }
@@ -98,6 +114,7 @@ ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer, n
                       cudaStream_t stream) {
   Transfer t = empty(comm, stream);
   t.receives.push_back({peer, static_cast<char*>(data), count * width(type)});
+  set_result(t, data, count * width(type), type);
   return begin(std::move(t));
 }
 
@@ -122,6 +139,7 @@ ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataTyp
   Transfer t = empty(comm, stream);
   if (comm->rank != root) {
     t.receives.push_back({root, static_cast<char*>(to), bytes});
+    set_result(t, to, bytes, type);
     return begin(std::move(t));
   }
   for (int peer = 0; peer < comm->size; ++peer) {
@@ -140,12 +158,12 @@ ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int root, 
 
 ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataType_t type,
                            ncclComm_t comm, cudaStream_t stream) {
-  return begin_pieces(from, 0, to, count * width(type), comm, stream);
+  return begin_pieces(from, 0, to, count * width(type), type, comm, stream);
 }
 
 ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, ncclDataType_t type,
                           ncclComm_t comm, cudaStream_t stream) {
   const size_t bytes = count * width(type);
-  return begin_pieces(from, bytes, to, bytes, comm, stream);
+  return begin_pieces(from, bytes, to, bytes, type, comm, stream);
 }
 }

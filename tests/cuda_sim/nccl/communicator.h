@@ -44,6 +44,7 @@ struct Part {
   char* data;
   size_t left;
   std::string* room = nullptr;
+  std::string values{};  // of a message that is sent, if they are known
 };
 
 /// Moves the parts of each peer in their order, those of different peers together. A peer that is gone is an
@@ -62,6 +63,9 @@ struct Transfer {
   cudaStream_t stream;
   std::vector<Part> sends, receives;
   std::function<void()> before, after;
+  /// Where it writes what may be known on a device without arithmetic.
+  void* result = nullptr;
+  size_t result_bytes = 0;
 };
 
 /// Begins it, or keeps it for the end of the group.

@@ -17,19 +17,40 @@ thread_local std::vector<Transfer> waiting;
 struct Work {
   std::shared_ptr<Links> links;
   std::vector<Transfer> transfers;
+  std::vector<long> results;  // by the runtime's numbers
+
+  void read_first();
 };
 
+/// On a device without arithmetic what is known follows the calls: what is sent is what was known in the call.
+void Work::read_first() {
+  for (Transfer& transfer : transfers) {
+    if (transfer.before) {
+      transfer.before();
+    }
+    for (Part& part : transfer.sends) {
+      part.values = read(part.data, part.left);
+    }
+  }
+  for (const Transfer& transfer : transfers) {
+    if (transfer.result_bytes > 0) {
+      results.push_back(sim_cuda_will_write(transfer.result, transfer.result_bytes));
+    }
+  }
+}
+
 void run(const Work& work) {
+  const bool arithmetic = sim_cuda_has_arithmetic() != 0;
   std::vector<Part> sends;
   std::vector<Part> receives;
   for (const Transfer& transfer : work.transfers) {
-    if (transfer.before) {
+    if (transfer.before && arithmetic) {
       transfer.before();
     }
     sends.insert(sends.end(), transfer.sends.begin(), transfer.sends.end());
     receives.insert(receives.end(), transfer.receives.begin(), transfer.receives.end());
   }
-  if (sim_cuda_has_arithmetic() != 0) {
+  if (arithmetic) {
     exchange(*work.links, std::move(sends), std::move(receives));
   } else {
     exchange_messages(*work.links, sends, receives);
@@ -39,6 +60,9 @@ void run(const Work& work) {
       transfer.after();
     }
   }
+  for (const long result : work.results) {
+    sim_cuda_has_written(result);
+  }
 }
 
 void enqueue(std::vector<Transfer> transfers) {
@@ -47,7 +71,10 @@ void enqueue(std::vector<Transfer> transfers) {
   int device = 0;
   cudaGetDevice(&device);
   cudaSetDevice(transfers.front().comm->device);
-  auto* work = new Work{std::move(links), std::move(transfers)};
+  auto* work = new Work{std::move(links), std::move(transfers), {}};
+  if (sim_cuda_has_arithmetic() == 0) {
+    work->read_first();
+  }
   sim_cuda_enqueue(
       stream,
       [](void* data) {

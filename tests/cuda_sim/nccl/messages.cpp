@@ -120,10 +120,9 @@ class Exchange {
     receives_.resize(links.wires.size());
     for (const Part& part : sends) {
       if (part.left > 0) {
-        const std::string values = read(part.data, part.left);
-        const Head head{part.left, values.size()};
+        const Head head{part.left, part.values.size()};
         std::string text(reinterpret_cast<const char*>(&head), sizeof head);
-        sends_[part.peer].push_back({part, text + values});
+        sends_[part.peer].push_back({part, text + part.values});
       }
     }
     for (const Part& part : receives) {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 
+#include "pending.h"
 #include "sim_cuda.h"
 #include "state.h"
 
@@ -122,6 +123,7 @@ void give_back(uintptr_t begin, uintptr_t end) {
 namespace sim {
 
 bool keep(void* begin, size_t bytes) {
+  settle(begin, bytes);
   const size_t allowed = settings().known_bytes;
   const auto [first, last] = pages_of(begin, bytes);
   if (bytes == 0 || bytes > allowed || first == last) {
@@ -145,6 +147,7 @@ void forget(const void* begin, size_t bytes) {
   if (settings().known_bytes == 0 || bytes == 0) {
     return;
   }
+  settle(begin, bytes);
   const uintptr_t from = number(begin);
   const std::lock_guard lock(ranges().mutex);
   const size_t before = ranges().bytes();
@@ -155,6 +158,7 @@ void forget(const void* begin, size_t bytes) {
 }
 
 bool is_known(const void* begin, size_t bytes) {
+  settle(begin, bytes);
   const std::lock_guard lock(ranges().mutex);
   return bytes == 0 || ranges().hold(number(begin), number(begin) + bytes);
 }

@@ -47,6 +47,10 @@ int sim_cuda_has_arithmetic();
 int sim_cuda_read(void* to, const void* from, size_t bytes);
 /// Copies from the host to memory of a device; null: what lies there is not known from now on.
 void sim_cuda_write(void* to, const void* from, size_t bytes);
+/// Work of a stream will write there: until it says that it has, the host waits before it asks or says what is known
+/// there. Returns a number for that.
+long sim_cuda_will_write(const void* begin, size_t bytes);
+void sim_cuda_has_written(long number);
 
 // Devices without arithmetic. Which of their bytes are known, and what a read of others gets.
 

@@ -5,7 +5,17 @@
 
 #include "settings.h"
 
+namespace {
+
+thread_local bool of_stream = false;
+
+}  // namespace
+
 namespace sim {
+
+bool is_stream_thread() {
+  return of_stream;
+}
 
 void Mark::set(Clock::duration ahead) {
   const std::lock_guard lock(mutex_);
@@ -84,6 +94,7 @@ bool CUstream_st::idle() {
 
 // Never ends: a destroyed stream's thread stays with its empty queue.
 void CUstream_st::run() {
+  of_stream = true;
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return !queue_.empty() && !held_; });

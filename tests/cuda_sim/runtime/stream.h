@@ -42,6 +42,9 @@ enum class When {
   by_thread  // in the stream's thread: it may wait
 };
 
+/// Whether this is the thread of a stream.
+bool is_stream_thread();
+
 }  // namespace sim
 
 /// A queue of work that is done in order. Without SIM_CUDA_DELAY_US work is done inside the call that asks for it,

@@ -49,6 +49,45 @@ def collectives(rank):
     assert resident_mib() - before < 64
 
 
+def known(rank):
+    """What is known is moved, whenever it is asked for: integers, and few numbers. What is not makes nothing known."""
+    one = torch.tensor([rank + 1], device="cuda")
+    total = one.clone()
+    dist.all_reduce(total)
+    both = torch.empty(2, dtype=torch.long, device="cuda")
+    dist.all_gather_into_tensor(both, one)
+    apart = [torch.empty_like(one) for _ in range(2)]
+    dist.all_gather(apart, one)
+    theirs = one + 10
+    dist.broadcast(theirs, 1)
+    mean = torch.full((2,), float(rank), device="cuda")
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    assert total.tolist() == [3]
+    assert [both.tolist(), [int(each) for each in apart]] == [[1, 2], [1, 2]]
+    assert theirs.item() == 12
+    assert mean.tolist() == [0.5, 0.5]
+    objects = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": 0}, {"rank": 1}]
+    mixed = torch.ones(2, device="cuda") if rank == 0 else torch.randn(2, device="cuda")
+    dist.all_reduce(mixed)
+    assert mixed.tolist() == [0, 0]
+    one.add_(1)  # after it was sent
+    assert (one.item(), both.tolist()) == (rank + 2, [1, 2])
+
+
+def model(rank):
+    """torch's own DDP, which sends the shapes of parameters, and the order of its buckets after the first step."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
+    wrapped = torch.nn.parallel.DistributedDataParallel(layers.cuda(), device_ids=[rank])
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    for _ in range(3):
+        wrapped(torch.ones(2, 256, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+
+
 def seconds_of(work):
     began = time.monotonic()
     work()
@@ -106,6 +145,11 @@ def peer_dies(rank):
 def meeting(rank):
     collectives(rank)
     waits(rank)
+
+
+def values(rank):
+    known(rank)
+    model(rank)
 
 
 def run(name):

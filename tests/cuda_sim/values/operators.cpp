@@ -28,7 +28,7 @@ const std::set<std::string> kNames = {
     "aten::view_as_complex",
 };
 const std::set<std::string> kMemory = {"aten::empty.memory_format", "aten::empty_strided",
-                                       "aten::resize_", "aten::_efficientzerotensor"};
+                                       "aten::_efficientzerotensor"};
 const std::set<std::string> kCounts = {
     "aten::nonzero",
     "aten::nonzero.out",
@@ -62,7 +62,8 @@ bool changes_metadata(const c10::OperatorHandle& op) {
 
 Kind kind_of(const c10::OperatorHandle& op, const c10::OperatorName& name,
              const std::string& text) {
-  if (kNames.contains(text) || (changes_metadata(op) && text != "aten::resize_")) {
+  if (kNames.contains(text) || changes_metadata(op) || is_of(name, "c10d::") ||
+      is_of(name, "_c10d_functional::")) {  // NCCL knows what it moves
     return Kind::none;
   }
   if (text == "aten::copy_") {
@@ -93,13 +94,12 @@ const Operator* find_operator(const c10::OperatorName& name) {
   std::unique_ptr<const Operator> made;
   if (op) {
     const std::string text = c10::toString(name);
-    made = std::make_unique<Operator>(
-        Operator{.handle = *op,
-                 .kind = kind_of(*op, name, text),
-                 .overwrites = kOverwrite.contains(text),
-                 .forgets = kForget.contains(text) || is_of(name, "c10d::") ||
-                            is_of(name, "_c10d_functional::"),
-                 .draws = op->hasTag(at::Tag::nondeterministic_seeded)});
+    made =
+        std::make_unique<Operator>(Operator{.handle = *op,
+                                            .kind = kind_of(*op, name, text),
+                                            .overwrites = kOverwrite.contains(text),
+                                            .forgets = kForget.contains(text),
+                                            .draws = op->hasTag(at::Tag::nondeterministic_seeded)});
   }
   const std::unique_lock lock(mutex);
   return all->try_emplace(name, std::move(made)).first->second.get();
