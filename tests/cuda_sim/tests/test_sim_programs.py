@@ -15,10 +15,12 @@ LIBRARIES = Path(os.environ.get("LD_PRELOAD", "").split(":")[0]).parent
 SLACK = 0.05  # small tensors are rounded to 512 bytes, and batches are alive
 KEPT = b"trained for a week"
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # Of the checkpoints that each writes, one that is there before.
 PROGRAMS = {
     "language": ([sys.executable, PROGRAMS / "language.py"], "bfloat16", "ckpt.pt"),
     "images": ([sys.executable, PROGRAMS / "images.py"], "float16", "model_best.pth.tar"),
+    "two ranks": ([*TORCHRUN, PROGRAMS / "ranks.py"], "", "ddp.pt"),
     "LibTorch": ([LIBRARIES / "sim_train"], "", "model.pt"),
 }
 
