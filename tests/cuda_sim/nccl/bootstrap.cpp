@@ -159,7 +159,10 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* out,
       receives.push_back({peer, reinterpret_cast<char*>(&wants[peer]), sizeof(Want)});
     }
   }
-  sim_nccl::exchange(*comm->links, sends, receives);
+  {
+    const sim_nccl::Turn turn(*comm->links, comm->links->calls++);
+    sim_nccl::exchange(*comm->links, sends, receives);
+  }
   ++comm->splits;
   *out = nullptr;
   if (color == NCCL_SPLIT_NOCOLOR) {

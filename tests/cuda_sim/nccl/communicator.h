@@ -35,6 +35,21 @@ struct Links {
   std::vector<Wire> wires;  // by rank
   std::atomic<bool> aborted{false};
   std::atomic<ncclResult_t> error{ncclSuccess};
+  std::atomic<long> calls{0};  // that were made
+  std::atomic<long> done{0};   // of these, in their order
+};
+
+/// A communicator's work is done in the order of its calls, on whichever streams it is: one piece at a time.
+class Turn {
+ public:
+  /// Waits until all calls before this one are done, or the communicator is aborted.
+  Turn(Links& links, long call);
+  ~Turn();
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  Links& links_;
 };
 
 /// Bytes to send or to receive. What is received into a room is there to be read on the host, and empty if it is not

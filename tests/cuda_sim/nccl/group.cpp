@@ -17,7 +17,8 @@ thread_local std::vector<Transfer> waiting;
 struct Work {
   std::shared_ptr<Links> links;
   std::vector<Transfer> transfers;
-  std::vector<long> results;  // by the runtime's numbers
+  std::vector<long> results{};  // by the runtime's numbers
+  long call = 0;
 
   void read_first();
 };
@@ -41,6 +42,7 @@ void Work::read_first() {
 
 void run(const Work& work) {
   const bool arithmetic = sim_cuda_has_arithmetic() != 0;
+  const Turn turn(*work.links, work.call);
   std::vector<Part> sends;
   std::vector<Part> receives;
   for (const Transfer& transfer : work.transfers) {
@@ -71,10 +73,11 @@ void enqueue(std::vector<Transfer> transfers) {
   int device = 0;
   cudaGetDevice(&device);
   cudaSetDevice(transfers.front().comm->device);
-  auto* work = new Work{std::move(links), std::move(transfers), {}};
+  auto* work = new Work{std::move(links), std::move(transfers)};
   if (sim_cuda_has_arithmetic() == 0) {
     work->read_first();
   }
+  work->call = work->links->calls++;
   sim_cuda_enqueue(
       stream,
       [](void* data) {

@@ -45,6 +45,16 @@ void give_up(Links& links) {
   }
 }
 
+Turn::Turn(Links& links, long call) : links_(links) {
+  for (long done = links.done; done < call && !links.aborted; done = links.done) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+Turn::~Turn() {
+  ++links_.done;
+}
+
 Links::~Links() {
   for (const Wire& wire : wires) {
     close(wire.in);

@@ -8,6 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 from ranks import preload, run_ranks
+from torch.distributed.fsdp import fully_shard
 
 LARGE = 1 << 30  # numbers: 4 GiB
 LATE_S = 0.5
@@ -80,9 +81,21 @@ def model(rank):
     """torch's own DDP, which sends the shapes of parameters, and the order of its buckets after the first step."""
     layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
     wrapped = torch.nn.parallel.DistributedDataParallel(layers.cuda(), device_ids=[rank])
-    optimizer = torch.optim.AdamW(wrapped.parameters())
+    train(wrapped)
+
+
+def shards(rank):
+    """FSDP gathers and reduces over one communicator on streams of its own, at the same time."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))).cuda()
+    for layer in layers:
+        fully_shard(layer)
+    train(fully_shard(layers))
+
+
+def train(model):
+    optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
-        wrapped(torch.ones(2, 256, device="cuda")).sum().backward()
+        model(torch.ones(2, 256, device="cuda")).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.synchronize()
@@ -150,6 +163,7 @@ def meeting(rank):
 def values(rank):
     known(rank)
     model(rank)
+    shards(rank)
 
 
 def run(name):
