@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "../runtime/on_line.h"
 #include "../runtime/sim_cuda.h"
 #include "descriptor.h"
 
@@ -63,31 +64,6 @@ int64_t probe(const char* file, const std::string& operation, int64_t rows) {
     }
   }
   return at->second;
-}
-
-/// On the line through two rows; in proportion to the only one.
-int64_t on_line(const std::map<int64_t, int64_t>& known, int64_t rows) {
-  if (known.empty()) {
-    return 0;
-  }
-  auto right = known.lower_bound(rows);
-  if (right != known.end() && right->first == rows) {
-    return right->second;
-  }
-  if (known.size() == 1) {
-    return known.begin()->second * rows / known.begin()->first;
-  }
-  if (right == known.begin()) {
-    ++right;
-  } else if (right == known.end()) {
-    --right;
-  }
-  const auto left = std::prev(right);
-  const double slope = static_cast<double>(right->second - left->second) /
-                       static_cast<double>(right->first - left->first);
-  const double bytes =
-      static_cast<double>(left->second) + slope * static_cast<double>(rows - left->first);
-  return std::max<int64_t>(static_cast<int64_t>(bytes), 0);
 }
 
 /// The least or the most that it can be. Between two recorded rows another plan may begin anywhere; beyond them any may.

@@ -10,6 +10,7 @@
 
 #include "call.h"
 #include "copy.h"
+#include "replay.h"
 #include "without_cpu_kernel.h"
 #include "workspace.h"
 
@@ -83,7 +84,8 @@ std::unique_ptr<torch::Library> install() {
   for (const std::string& name : names_with_stand_in()) {
     library->impl(
         name.c_str(),
-        takes_workspace(name) ? torch::CppFunction::makeFromBoxedFunction<&call_with_workspace>()
+        is_replayed(name)       ? torch::CppFunction::makeFromBoxedFunction<&call_replayed>()
+        : takes_workspace(name) ? torch::CppFunction::makeFromBoxedFunction<&call_with_workspace>()
         : takes_convolution_workspace(name)
             ? torch::CppFunction::makeFromBoxedFunction<&call_with_convolution_workspace>()
             : torch::CppFunction::makeFromBoxedFunction<&call_on_cpu>());
