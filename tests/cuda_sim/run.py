@@ -8,6 +8,7 @@ is run twice on a device without arithmetic, with the least and with the most th
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,28 @@ def environment(libraries):
     own = [str(runtime), *(str(runtime.with_name(name)) for name in names)]
     first = [*own, *filter(None, [os.environ.get("LD_PRELOAD")])]
     return {"SIM_CUDA_STRICT": "1", **defaults, **os.environ, "LD_PRELOAD": ":".join(first)}
+
+
+FIND_TORCH = (
+    "import importlib.util as u; found = u.find_spec('torch'); print(found.origin if found else '')"
+)
+
+
+def check_torch(command):
+    """Ends with a sentence if the program's Python has a torch for another CUDA: these libraries would not be asked."""
+    if not Path(command[0]).name.startswith("python"):
+        return
+    done = subprocess.run([command[0], "-c", FIND_TORCH], capture_output=True, text=True)
+    version = Path(done.stdout.strip()).with_name("version.py") if done.stdout.strip() else None
+    if version is None or not version.exists():
+        return
+    found = re.search(r"^cuda\b.*= '([0-9.]+)'", version.read_text(), re.MULTILINE)
+    cuda = found.group(1) if found else "none"
+    if cuda.split(".")[0] != "13":
+        raise SystemExit(
+            f"run.py: these libraries take the place of CUDA 13's, and the torch of {command[0]} is for another "
+            f"(CUDA: {cuda}): name a Python whose torch is for CUDA 13"
+        )
 
 
 def only_build():
@@ -76,6 +99,7 @@ def main():
     options = parser.parse_args()
     libraries = options.libraries or only_build()
     command, variables = options.command, environment(libraries)
+    check_torch(command)
     if options.interval and options.guard:
         parser.error(
             "--interval and --guard do not go together: guard a run with SIM_CUDA_UNKNOWN=least, and one with most"

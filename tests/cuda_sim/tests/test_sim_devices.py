@@ -1,8 +1,13 @@
 """Several devices, and what they are called."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from simulation import program
+from simulation import RUN, program
 from torch import nn
 
 
@@ -38,3 +43,21 @@ def test_the_visible_devices_are_those_of_the_variable(visible, count):
     status, said = program(COUNT, CUDA_VISIBLE_DEVICES=visible)
     assert status == 0, said
     assert said.split() == [str(count), f"0{int(visible[0]) + 1}000000-0000-0000-0000-000000000000"]
+
+
+@pytest.mark.parametrize("cuda, status", [("'13.0'", 3), ("'12.8'", 1), ("None", 1)])
+def test_a_torch_for_another_cuda_ends_with_a_sentence(tmp_path, cuda, status):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("")
+    (tmp_path / "torch" / "version.py").write_text(f"cuda: Optional[str] = {cuda}\n")
+    libraries = Path(os.environ["LD_PRELOAD"].split(":")[0]).parent
+    run = [sys.executable, RUN, "--libraries", libraries, "--"]
+    done = subprocess.run(
+        [*run, sys.executable, "-c", "raise SystemExit(3)"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status
+    named = cuda.strip("'").replace("None", "none")
+    assert (f"(CUDA: {named})" in done.stderr) == (status == 1)
