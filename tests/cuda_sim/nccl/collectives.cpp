@@ -43,7 +43,7 @@ struct Reduction {
 std::string reduced(const std::vector<std::string>& values, const Reduction& r) {
   std::vector<const char*> from;
   for (const std::string& of_rank : values) {
-    if (of_rank.empty()) {
+    if (of_rank.size() != r.count * width(r.type)) {
       return {};
     }
     from.push_back(of_rank.data());

@@ -14,7 +14,7 @@ namespace sim_nccl {
 struct Messages {
   std::string arriving;     // what was read of the next one
   uint64_t here = 0;        // bytes that came and that nobody has taken
-  std::string values;       // these bytes, if they are known
+  std::string values;       // the first of these bytes, as far as they are known
   uint64_t taken = 0;       // bytes that were taken here and of which the sender has not heard
   uint64_t on_the_way = 0;  // bytes that were sent and of which nobody said that they are taken
 };
@@ -52,14 +52,14 @@ class Turn {
   Links& links_;
 };
 
-/// Bytes to send or to receive. What is received into a room is there to be read on the host, and empty if it is not
+/// Bytes to send or to receive. What is received into a room is there to be read on the host, as far as it is
 /// known.
 struct Part {
   int peer;
   char* data;
   size_t left;
   std::string* room = nullptr;
-  std::string values{};  // of a message that is sent, if they are known
+  std::string values{};  // of a message that is sent: its first bytes, as far as they are known
 };
 
 /// Moves the parts of each peer in their order, those of different peers together. A peer that is gone is an
@@ -96,9 +96,9 @@ size_t width(ncclDataType_t type);
 void reduce(void* to, const std::vector<const char*>& from, size_t count, ncclDataType_t type,
             ncclRedOp_t op);
 
-/// What lies in memory of a device; empty: it is not known.
+/// What is known of memory of a device, from its first byte on.
 std::string read(const void* from, size_t bytes);
-/// Puts it there; empty: it is not known any more.
+/// Puts it there: the rest is not known any more.
 void write(void* to, const std::string& values, size_t bytes);
 /// Between memory of devices, which may overlap.
 void move(void* to, const void* from, size_t bytes);

@@ -7,16 +7,13 @@
 namespace sim_nccl {
 
 std::string read(const void* from, size_t bytes) {
-  std::string values;
-  if (sim_cuda_read(nullptr, from, bytes) != 0) {
-    values.resize(bytes);
-    sim_cuda_read(values.data(), from, bytes);
-  }
+  std::string values(sim_cuda_read(nullptr, from, bytes), 0);
+  sim_cuda_read(values.data(), from, values.size());
   return values;
 }
 
 void write(void* to, const std::string& values, size_t bytes) {
-  sim_cuda_write(to, values.empty() ? nullptr : values.data(), bytes);
+  sim_cuda_write(to, values.data(), values.size(), bytes);
 }
 
 void move(void* to, const void* from, size_t bytes) {

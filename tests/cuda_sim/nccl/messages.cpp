@@ -100,10 +100,10 @@ bool read_message(int fd, Messages& messages) {
   return true;
 }
 
-/// Values are known if one message is all that is wanted, and no more.
+/// Values stay known if one message is all that is wanted, and no more.
 void take(Messages& messages, Receiving& receiving) {
   const uint64_t bytes = std::min<uint64_t>(messages.here, receiving.part.left);
-  const bool whole = bytes == messages.values.size();
+  const bool whole = bytes == receiving.bytes && bytes == messages.here;
   receiving.values = whole ? std::move(messages.values) : std::string();
   messages.values.clear();
   messages.here -= bytes;
@@ -199,9 +199,6 @@ class Exchange {
   }
 
   static void finish(Receiving& received) {
-    if (received.values.size() != received.bytes) {
-      received.values.clear();
-    }
     if (received.part.room != nullptr) {
       *received.part.room = std::move(received.values);
     } else {

@@ -58,6 +58,7 @@ void move_without_arithmetic(void* to, const void* from, size_t bytes) {
       std::memmove(to, from, bytes);
     } else {
       sim::read_unknown(to, from, bytes);
+      std::memmove(to, from, sim::known_before(from, bytes));
     }
   } else if (known && sim::is_address_alone(from) && sim::keep(to, bytes)) {
     std::memmove(to, from, bytes);

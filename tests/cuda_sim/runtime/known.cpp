@@ -72,6 +72,12 @@ class Ranges {
     return at != ranges_.begin() && std::prev(at)->second >= end;
   }
 
+  /// How far the range goes on that holds `begin`.
+  uintptr_t end_of(uintptr_t begin) const {
+    const auto at = ranges_.upper_bound(begin);
+    return at == ranges_.begin() ? begin : std::max(begin, std::prev(at)->second);
+  }
+
   size_t bytes() const { return bytes_; }
 
  private:
@@ -161,6 +167,12 @@ bool is_known(const void* begin, size_t bytes) {
   settle(begin, bytes);
   const std::lock_guard lock(ranges().mutex);
   return bytes == 0 || ranges().hold(number(begin), number(begin) + bytes);
+}
+
+size_t known_before(const void* begin, size_t bytes) {
+  settle(begin, bytes);
+  const std::lock_guard lock(ranges().mutex);
+  return std::min<size_t>(bytes, ranges().end_of(number(begin)) - number(begin));
 }
 
 void read_unknown(void* to, const void* from, size_t bytes) {

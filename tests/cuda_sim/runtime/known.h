@@ -13,6 +13,8 @@ bool keep(void* begin, size_t bytes);
 void forget(const void* begin, size_t bytes);
 /// Whether each of these bytes is known.
 bool is_known(const void* begin, size_t bytes);
+/// How many of these bytes are known, from the first on.
+size_t known_before(const void* begin, size_t bytes);
 
 /// What a read of bytes that are not known gets: what `sim_cuda_answer_unknown` was given says, else zeros.
 void read_unknown(void* to, const void* from, size_t bytes);

@@ -11,21 +11,22 @@ int sim_cuda_has_arithmetic() {
   return sim::settings().arithmetic ? 1 : 0;
 }
 
-int sim_cuda_read(void* to, const void* from, size_t bytes) {
-  if (sim::is_address_alone(from) && !sim::is_known(from, bytes)) {
-    return 0;
-  }
+size_t sim_cuda_read(void* to, const void* from, size_t bytes) {
+  const size_t known = sim::is_address_alone(from) ? sim::known_before(from, bytes) : bytes;
   if (to != nullptr) {
-    std::memcpy(to, from, bytes);
+    std::memcpy(to, from, known);
   }
-  return 1;
+  return known;
 }
 
-void sim_cuda_write(void* to, const void* from, size_t bytes) {
-  if (from == nullptr) {
-    sim::forget(to, bytes);
-  } else if (!sim::is_address_alone(to) || sim::keep(to, bytes)) {
-    std::memcpy(to, from, bytes);
+void sim_cuda_write(void* to, const void* from, size_t known, size_t bytes) {
+  if (!sim::is_address_alone(to) || (known > 0 && sim::keep(to, known))) {
+    std::memcpy(to, from, known);
+  } else {
+    known = 0;
+  }
+  if (known < bytes) {
+    sim::forget(static_cast<char*>(to) + known, bytes - known);
   }
 }
 }

@@ -42,11 +42,11 @@ void sim_cuda_enqueue(cudaStream_t stream, void (*work)(void*), void* data);
 
 /// Whether devices compute: SIM_CUDA_ARITHMETIC.
 int sim_cuda_has_arithmetic();
-/// Copies what lies in memory of a device to the host, unless `to` is null. Returns 0, and copies nothing, where it is
-/// not known.
-int sim_cuda_read(void* to, const void* from, size_t bytes);
-/// Copies from the host to memory of a device; null: what lies there is not known from now on.
-void sim_cuda_write(void* to, const void* from, size_t bytes);
+/// Copies what is known of memory of a device, from its first byte on, to the host, unless `to` is null. Returns how
+/// many bytes that are: all, on a device with arithmetic.
+size_t sim_cuda_read(void* to, const void* from, size_t bytes);
+/// Copies the first bytes, which are known, from the host to memory of a device: the others are not known from now on.
+void sim_cuda_write(void* to, const void* from, size_t known, size_t bytes);
 /// Work of a stream will write there: until it says that it has, the host waits before it asks or says what is known
 /// there. Returns a number for that.
 long sim_cuda_will_write(const void* begin, size_t bytes);

@@ -68,8 +68,10 @@ def known(rank):
     assert theirs.item() == 12
     assert mean.tolist() == [0.5, 0.5]
     objects = [None, None]
-    dist.all_gather_object(objects, {"rank": rank})
-    assert objects == [{"rank": 0}, {"rank": 1}]
+    dist.all_gather_object(
+        objects, "x" * (1 + 99 * rank)
+    )  # sent by more bytes than the first rank knows
+    assert [len(each) for each in objects] == [1, 100]
     mixed = torch.ones(2, device="cuda") if rank == 0 else torch.randn(2, device="cuda")
     dist.all_reduce(mixed)
     assert mixed.tolist() == [0, 0]
