@@ -25,11 +25,12 @@ PROGRAMS = {
 }
 
 
-def run(folder, scratch, *command, **environment):
+def run(folder, scratch, *command):
     """Runs a command on an H200 without arithmetic, guarded: what it said, and what its last line says in JSON."""
     left_out = ("LD_PRELOAD", "SIM_CUDA_MEMORY_MB")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    chosen = {"SIM_CUDA_ARITHMETIC": "0", "SIM_CUDA_DEVICE": "h200", **environment}
+    chosen = {"SIM_CUDA_ARITHMETIC": "0", "SIM_CUDA_DEVICE": "h200"}
+    chosen["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"  # torch 2.11 keeps workspaces, one for each thread
     guarded = [HERE.parent / "run.py", "--libraries", LIBRARIES, "--guard", scratch, "--"]
     done = subprocess.run(
         [sys.executable, *guarded, *command],
