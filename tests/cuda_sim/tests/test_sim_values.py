@@ -114,6 +114,48 @@ def test_a_read_of_what_is_not_known_is_zeros_and_is_reported_with_its_line(tmp_
         assert f"{read['times']} x {read['line']} ({read['operator']})" in said
 
 
+UNSEEN = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Names(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+seen = []
+x = torch.arange(4).cuda()
+with Names():
+    y = (x + 1) * 2
+    n = y.nonzero()
+print(seen, y.tolist())
+try:
+    x.add_(torch.ones(3, dtype=torch.long, device="cuda"))
+except RuntimeError:
+    print(x.tolist())
+with torch.inference_mode():
+    z = x * 2
+    z += 1
+print(z.tolist())
+w = torch.zeros(3, device="cuda", requires_grad=True)
+(w * torch.arange(3, device="cuda")).sum().backward()
+print(w.grad.tolist())
+"""
+
+
+def test_the_program_sees_nothing_of_it():
+    """Neither modes nor autograd; an operator that raises changes nothing."""
+    status, said = without_arithmetic(UNSEEN, "h200")
+    assert status == 0, said
+    calls = ["aten.add.Tensor", "aten.mul.Tensor", "aten.nonzero.default"]
+    assert said.splitlines() == [
+        f"{calls} [2, 4, 6, 8]",
+        "[0, 1, 2, 3]",
+        "[1, 3, 5, 7]",
+        "[0.0, 1.0, 2.0]",
+    ]
+
+
 LOOP = """
 import torch
 loss = torch.randn((), device="cuda")

@@ -2,6 +2,7 @@
 #include <ATen/core/stack.h>
 #include <ATen/record_function.h>
 
+#include <exception>
 #include <optional>
 #include <vector>
 
@@ -44,6 +45,7 @@ class Call : public at::ObserverContext {
   bool follows_ = true;  // its results follow from values that are known
   bool is_computed_ = false;
   bool expects_ = false;
+  int exceptions_ = std::uncaught_exceptions();
 };
 
 }  // namespace sim_values

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 
+#include "../operators/backend.h"
 #include "../runtime/sim_cuda.h"
 #include "call.h"
 #include "reads.h"
@@ -28,12 +29,19 @@ void forget_what_is_freed() {
   }
 }
 
+/// What is done here is no part of the program: no mode, no other observer and no autograd sees it.
+struct Unseen {
+  sim_operators::BackendOnly only;
+  at::RecordFunctionGuard unrecorded{/*is_enabled=*/false};
+};
+
 struct Watched : at::ObserverContext {
   std::unique_ptr<Call> call;
 };
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
   Called::enter(function.name());
+  const Unseen unseen;
   auto watched = std::make_unique<Watched>();
   try {
     const auto name = function.operator_name();
@@ -54,7 +62,7 @@ void end(const at::RecordFunction& function, at::ObserverContext* context) {
   }
   static std::once_flag once;
   std::call_once(once, forget_what_is_freed);
-  const at::RecordFunctionGuard unrecorded(/*is_enabled=*/false);
+  const Unseen unseen;
   try {
     watched->call->finish(function.outputs());
   } catch (const std::exception&) {
