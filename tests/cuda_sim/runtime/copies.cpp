@@ -107,6 +107,10 @@ cudaError_t copy_noted(uint32_t call, void* to, const void* from, size_t bytes,
 
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t given) {
   CUstream_st* stream = sim::real(given);
+  if (sim::is_address_alone(to)) {  // what is known follows the calls, as operators say it
+    move(to, from, bytes);
+    return cudaSuccess;
+  }
   if (const auto call = sim_cupti_new_call()) {
     return copy_noted(call, to, from, bytes, stream);
   }
@@ -164,6 +168,10 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   SIM_ENTER();
+  if (sim::is_address_alone(to)) {
+    fill(to, value, bytes);
+    return cudaSuccess;
+  }
   sim::real(stream)->enqueue([=] { fill(to, value, bytes); });
   return cudaSuccess;
 }
