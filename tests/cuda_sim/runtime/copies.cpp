@@ -60,10 +60,16 @@ void move_without_arithmetic(void* to, const void* from, size_t bytes) {
       sim::read_unknown(to, from, bytes);
       std::memmove(to, from, sim::known_before(from, bytes));
     }
-  } else if (known && sim::is_address_alone(from) && sim::keep(to, bytes)) {
-    std::memmove(to, from, bytes);
+    return;
+  }
+  size_t kept = sim::is_address_alone(from) ? sim::known_before(from, bytes) : 0;
+  if (kept > 0 && sim::keep(to, kept)) {
+    std::memmove(to, from, kept);
   } else {
-    sim::forget(to, bytes);
+    kept = 0;
+  }
+  if (kept < bytes) {
+    sim::forget(static_cast<char*>(to) + kept, bytes - kept);
   }
 }
 

@@ -60,6 +60,17 @@ bool overlap(const Place& one, const Place& other) {
   return a < b + other.bytes && b < a + one.bytes;
 }
 
+/// Whether torch copies by the runtime, byte for byte, and not by a kernel.
+bool is_plain_copy(const Operator& op, c10::ArrayRef<const IValue> inputs) {
+  if (op.handle.schema().name() != "aten::copy_") {
+    return false;
+  }
+  const at::Tensor& to = inputs[0].toTensor();
+  const at::Tensor& from = inputs[1].toTensor();
+  return to.is_cuda() && from.is_cuda() && to.scalar_type() == from.scalar_type() &&
+         to.sizes() == from.sizes() && to.is_contiguous() && from.is_contiguous();
+}
+
 /// What the device's own code asks it for: how many results there are, or whether they are equal.
 int64_t count_in(const IValue& result, std::optional<int64_t> dimension) {
   return result.isBool() ? static_cast<int64_t>(result.toBool())
@@ -84,6 +95,7 @@ Call::Call(const Operator& op, c10::ArrayRef<const IValue> inputs) : op_(op) {
       arguments_.push_back(to_host(arguments[i], i, inputs[i]));
     }
   }
+  is_plain_copy_ = is_plain_copy(op, inputs);
   if (op.kind == Kind::counts && touches_device_ && !stands_for_others_) {
     expect_count(inputs);
   }
@@ -211,6 +223,9 @@ void Call::finish(const std::vector<IValue>& outputs) {
     });
   }
   const bool is_known = follows_ && (is_computed_ || compute());
+  if (!is_known && is_plain_copy_) {
+    return;  // the runtime has copied what is known of it
+  }
   if (!is_known) {
     made.insert(made.end(), forgotten_.begin(), forgotten_.end());
     for (const Place& place : made) {

@@ -45,6 +45,7 @@ class Call : public at::ObserverContext {
   bool follows_ = true;  // its results follow from values that are known
   bool is_computed_ = false;
   bool expects_ = false;
+  bool is_plain_copy_ = false;
   int exceptions_ = std::uncaught_exceptions();
 };
 
