@@ -6,21 +6,10 @@
 #include <cstring>
 
 #include "in_order.h"
+#include "values.h"
 
 namespace sim_operators {
 namespace {
-
-/// How many values from a tensor's first to its last, whether they are its own or lie between them.
-int64_t span_of(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) {
-    return 0;
-  }
-  int64_t span = 1;
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    span += (tensor.size(i) - 1) * tensor.stride(i);
-  }
-  return span;
-}
 
 /// As a kernel would: the memory may have been another tensor's, which the stream has yet to read.
 void move_values(const at::Tensor& from, const at::Tensor& to) {

@@ -10,6 +10,7 @@
 
 #include "call.h"
 #include "copy.h"
+#include "native.h"
 #include "replay.h"
 #include "without_cpu_kernel.h"
 #include "workspace.h"
@@ -17,29 +18,6 @@
 namespace sim_operators {
 namespace {
 
-/// Torch's own: they make, name or move memory, and launch nothing.
-const std::set<std::string> kNative = {
-    "aten::empty.memory_format",
-    "aten::empty_strided",
-    "aten::as_strided",
-    "aten::view",
-    "aten::view.dtype",
-    "aten::_reshape_alias",
-    "aten::unfold",
-    "aten::resize_",
-    "aten::set_",
-    "aten::set_.source_Tensor",
-    "aten::set_.source_Storage",
-    "aten::set_.source_Storage_storage_offset",
-    "aten::_local_scalar_dense",
-    "aten::record_stream",
-    "aten::is_set_to",
-    "aten::is_pinned",
-    "aten::_pin_memory",
-    "aten::view_as_real",
-    "aten::view_as_complex",
-    "aten::_efficientzerotensor",
-};
 /// Without a CUDA kernel of their own, but with choices inside that end in cuDNN, cuBLAS or a kernel.
 const std::set<std::string> kComposite = {
     "aten::convolution",
@@ -58,7 +36,8 @@ std::set<std::string> names_with_stand_in() {
   }
   std::set<std::string> found;
   for (const std::string& name : all) {
-    if (!name.starts_with("aten::") || kNative.contains(name)) {
+    if (!name.starts_with("aten::") || kWithoutValues.contains(name) ||
+        kMakeMemory.contains(name)) {
       continue;
     }
     const size_t dot = name.find('.');

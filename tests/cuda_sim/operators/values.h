@@ -6,6 +6,18 @@
 
 namespace sim_operators {
 
+/// How many values from a tensor's first to its last, whether they are its own or lie between them.
+inline int64_t span_of(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) {
+    return 0;
+  }
+  int64_t span = 1;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    span += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  return span;
+}
+
 /// The value with each of its tensors changed: an argument or a result of an operator.
 template <class Change>
 c10::IValue changed(const c10::IValue& value, Change&& change) {

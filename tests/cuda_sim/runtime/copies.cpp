@@ -50,7 +50,7 @@ sim_cupti_copy copy_of(uint32_t call, const void* to, const void* from, size_t b
           kDefaultStream + static_cast<uint32_t>(place)};
 }
 
-/// What a device without arithmetic is sent is not known: operators say of what it is (values/).
+/// What the host sends is not known by its copy alone: operators say which values are (values/).
 void move_without_arithmetic(void* to, const void* from, size_t bytes) {
   const bool known = !sim::is_address_alone(from) || sim::is_known(from, bytes);
   if (!sim::is_address_alone(to)) {

@@ -24,8 +24,8 @@ void forget_what_is_freed() {
         sim_cuda_forget(reinterpret_cast<void*>(entry.addr_), entry.size_);
       }
     });
-  } catch (
-      const std::exception&) {  // an allocator of another kind: results of operators are set anyway
+  } catch (const std::exception&) {
+    // An allocator of another kind: results of operators are set anyway.
   }
 }
 

@@ -5,30 +5,11 @@
 #include <shared_mutex>
 #include <unordered_map>
 
+#include "../operators/native.h"
+
 namespace sim_values {
 namespace {
 
-/// They touch no values.
-const std::set<std::string> kNames = {
-    "aten::as_strided",
-    "aten::view",
-    "aten::view.dtype",
-    "aten::_reshape_alias",
-    "aten::unfold",
-    "aten::set_",
-    "aten::set_.source_Tensor",
-    "aten::set_.source_Storage",
-    "aten::set_.source_Storage_storage_offset",
-    "aten::_local_scalar_dense",
-    "aten::record_stream",
-    "aten::is_set_to",
-    "aten::is_pinned",
-    "aten::_pin_memory",
-    "aten::view_as_real",
-    "aten::view_as_complex",
-};
-const std::set<std::string> kMemory = {"aten::empty.memory_format", "aten::empty_strided",
-                                       "aten::_efficientzerotensor"};
 const std::set<std::string> kCounts = {
     "aten::nonzero",
     "aten::nonzero.out",
@@ -62,8 +43,8 @@ bool changes_metadata(const c10::OperatorHandle& op) {
 
 Kind kind_of(const c10::OperatorHandle& op, const c10::OperatorName& name,
              const std::string& text) {
-  if (kNames.contains(text) || changes_metadata(op) || is_of(name, "c10d::") ||
-      is_of(name, "_c10d_functional::")) {  // NCCL knows what it moves
+  if (sim_operators::kWithoutValues.contains(text) || changes_metadata(op) ||
+      is_of(name, "c10d::") || is_of(name, "_c10d_functional::")) {  // NCCL knows what it moves
     return Kind::none;
   }
   if (text == "aten::copy_") {
@@ -72,8 +53,8 @@ Kind kind_of(const c10::OperatorHandle& op, const c10::OperatorName& name,
   if (!op.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
     return Kind::none;
   }
-  if (kMemory.contains(text) || !is_of(name, "aten::") || kForget.contains(text) ||
-      !op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
+  if (sim_operators::kMakeMemory.contains(text) || !is_of(name, "aten::") ||
+      kForget.contains(text) || !op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
     return Kind::unknown;
   }
   return kCounts.contains(text) ? Kind::counts : Kind::computed;

@@ -2,23 +2,13 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include "../operators/values.h"
 #include "../runtime/sim_cuda.h"
 
 namespace sim_values {
 namespace {
 
 constexpr size_t kFloatingBytes = size_t{64} << 10;
-
-size_t span_bytes(at::IntArrayRef sizes, at::IntArrayRef strides, size_t item) {
-  int64_t span = 1;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] == 0) {
-      return 0;
-    }
-    span += (sizes[i] - 1) * strides[i];
-  }
-  return static_cast<size_t>(span) * item;
-}
 
 }  // namespace
 
@@ -67,7 +57,7 @@ std::optional<Place> place_of(const at::Tensor& tensor) {
   }
   auto* const first = static_cast<char*>(const_cast<void*>(storage.data()));
   return Place{.begin = first + tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize()),
-               .bytes = span_bytes(tensor.sizes(), tensor.strides(), tensor.itemsize()),
+               .bytes = static_cast<size_t>(sim_operators::span_of(tensor)) * tensor.itemsize(),
                .type = tensor.scalar_type()};
 }
 
