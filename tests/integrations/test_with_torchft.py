@@ -6,7 +6,7 @@ from fleet_ranks import Data, Plan, Ranks, exact_bad, make_optimizer, net
 
 pytest.importorskip("torchft")
 from torchft.process_group import ProcessGroupBabyGloo
-from torchft_replicas import SOON, Replica, lighthouse_server, manager_of
+from torchft_replicas import SOON, Replica, lighthouse_server, manager_of, start_together
 
 from brimful.integrations.torchft import Fleet
 
@@ -33,14 +33,14 @@ def require_whole(replicas, plan, killed):
 
 @pytest.mark.parametrize("point", ["before", "piece1", "exchange", "accepted", "stepped"])
 def test_the_batch_stays_whole_when_a_replica_is_killed(replicas, point):
-    for index in range(3):
-        replicas.start(Plan(dies=(point, 3) if index == 1 else None))
+    start_together(replicas, Plan(), Plan(dies=(point, 3)), Plan())
     require_whole(replicas, Plan(), killed=1)
 
 
 def test_a_replica_that_comes_back_takes_its_share_again(replicas):
-    for index in range(3):
-        replicas.start(Plan(dies=("piece0", 2) if index == 2 else None, pause_s=0.7))
+    start_together(
+        replicas, Plan(pause_s=0.7), Plan(pause_s=0.7), Plan(dies=("piece0", 2), pause_s=0.7)
+    )
     replicas.wait_for(0, "s 3")
     back = replicas.start(Plan())
     require_whole(replicas, Plan(), killed=1)
@@ -48,8 +48,7 @@ def test_a_replica_that_comes_back_takes_its_share_again(replicas):
 
 
 def test_a_replica_with_another_program_is_refused(replicas):
-    for _ in range(2):
-        replicas.start(Plan(pause_s=0.5))
+    start_together(replicas, Plan(pause_s=0.5), Plan(pause_s=0.5))
     replicas.wait_for(0, "s 1")
     replicas.start(Plan(version="two"))
     *others, (how, error) = replicas.answers()

@@ -16,6 +16,20 @@ from brimful.integrations.torchft import Fleet
 SOON = timedelta(seconds=20)
 
 
+def start_together(replicas, *plans):
+    """Replicas that do not begin before each of them has a manager: the lighthouse waits for those that it heard."""
+    replicas.store.set("together", str(len(plans)))
+    return [replicas.start(plan) for plan in plans]
+
+
+def wait_for_the_others(store):
+    store.add("up", 1)
+    until = time.monotonic() + SOON.total_seconds()
+    while store.add("up", 0) < int(store.get("together")):
+        assert time.monotonic() < until, "the other replicas did not start"
+        time.sleep(0.01)
+
+
 def manager_of(store, name, lighthouse, **options):
     pg = options.pop("pg", None) or ProcessGroupGloo(timeout=SOON)
     return pg, Manager(
@@ -42,9 +56,11 @@ class Replica(Rank):
         self.plan, self.log, self.timed, self.pieces = plan, log, [], 0
         os.environ.update(GLOO_SOCKET_IFNAME="lo")
         torch.set_num_threads(1)
-        lighthouse = dist.TCPStore("127.0.0.1", port, is_master=False).get("lighthouse").decode()
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        lighthouse = store.get("lighthouse").decode()
         self.own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pg, self.manager = manager_of(self.own, f"r{index}", lighthouse)
+        wait_for_the_others(store)
         self.model = net(plan, seed=0)
         self.optimizer, self.scheduler = make_optimizer(self.model, plan)
         self.fleet = self.make_fleet(Fleet, self.manager, pg)
