@@ -55,12 +55,12 @@ test-layers: setup
 test-python: build
 	$(TIMED) $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
 
-# The simulated device has to be loaded before torch, so these are processes of their own (tests/cuda_sim).
-SIMULATE = SIM_CUDA_MEMORY_MB=6144 $(BIN)/python tests/cuda_sim/run.py --libraries
-SIMULATED = $(SIMULATE) $(BUILD)/cuda_sim -- $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
+# The simulated device has to be loaded before torch, so these are processes of their own (csrc/cuda_sim).
+SIMULATE = SIM_CUDA_MEMORY_MB=6144 $(BIN)/python csrc/cuda_sim/run.py --libraries
+SIMULATED = $(SIMULATE) $(BUILD)/python/brimful/cuda_sim -- $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
 
 test-cuda-sim: build ## Run the tests marked gpu on the simulated CUDA device, and that device's own
-	$(TIMED) $(SIMULATED) -m "gpu and not real_gpu and not slow" tests/python tests/cuda_sim/tests
+	$(TIMED) $(SIMULATED) -m "gpu and not real_gpu and not slow" tests/python tests/cuda_sim
 
 # Needs no network and no environment of ours: the Python that is named has the torch for that GPU.
 gpu: ## Five minutes on a machine with a GPU; GPU='--list', '--resume --minutes 8', '--part oom' (PYTHON: one with torch)
@@ -72,7 +72,7 @@ soak: build ## Thousands of random faults in random steps of random models (minu
 test-slow: build setup-integrations ## Run the tests with trainers, Ray and Optuna, in their environment, and all of torch's operators
 	@$(VENV)-integrations/bin/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile \
 	  -m "slow or not slow" tests/integrations tests/python/project/test_migration.py
-	@$(SIMULATED) -m "gpu and slow" tests/cuda_sim/tests
+	@$(SIMULATED) -m "gpu and slow" tests/cuda_sim
 
 # Without optimisation, and by clang++, so that both compilers see the library and its tests.
 test-oldest: setup-oldest ## Build and install against the oldest torch that is supported, compile the C++ tests, and run the smoke tests
@@ -80,7 +80,7 @@ test-oldest: setup-oldest ## Build and install against the oldest torch that is 
 	  $(MAKE) smoke TORCH=$(OLDEST_TORCH)
 
 SMOKE_BUILD = $(or $(BRIMFUL_BUILD),$(BUILD))
-SMOKE_SIM = $(SMOKE_BUILD)/cuda_sim
+SMOKE_SIM = $(SMOKE_BUILD)/python/brimful/cuda_sim
 
 # A real installation beside torch, not the build folder; the C++ tests, of the library's objects; and the tests of what
 # releases of torch differ in most, on CUDA too.
@@ -92,10 +92,10 @@ smoke: setup
 	@$(BIN)/cmake --build $(SMOKE_BUILD) --parallel $(JOBS)
 	@$(BIN)/ctest --test-dir $(SMOKE_BUILD) --label-regex '^(gpu|torch)$$' --parallel $(JOBS) --output-on-failure --no-tests=error
 	@$(SIMULATE) $(SMOKE_SIM) -- $(BIN)/python -m pytest -m "smoke and gpu" tests/python
-	@$(SIMULATE) $(SMOKE_SIM) -- $(BIN)/python -m pytest -m "gpu and not slow" -k "not opinfo" tests/cuda_sim/tests
+	@$(SIMULATE) $(SMOKE_SIM) -- $(BIN)/python -m pytest -m "gpu and not slow" -k "not opinfo" tests/cuda_sim
 
-# torch's and CUDA's libraries stay where pip puts them.
-EXCLUDE := $(foreach lib,libtorch libc10 libcudart libnccl,--exclude '$(lib)*')
+# torch's and CUDA's libraries stay where pip puts them, and those of the simulated device beside each other.
+EXCLUDE := $(foreach lib,libtorch libc10 libcudart libnccl libcuda. libcupti libnvidia-ml,--exclude '$(lib)*')
 
 wheel: setup ## Build a manylinux wheel for this torch and Python, check it in an environment of its own, put it in dist/
 	@rm -rf build/wheel

@@ -2,6 +2,7 @@
 
 base -> memory -> step -> ladder -> { sizer | reducer | probes } -> { pipeline | launch } -> bindings
 
+The simulated device is no layer: a project of its own (ALONE), which other projects can take as it is.
 Folders of a layer have an order of their own (FOLDERS; "" is the files beside them): each may use lower levels.
 A public header belongs to the folder that has a source of its name. What is in the folders stays small: check_sizes.py.
 """
@@ -25,6 +26,7 @@ LEVELS = {
     "launch": 5,
     "bindings": 6,
 }
+ALONE = "cuda_sim/"
 FOLDERS = {
     "pipeline": {"schedule": 0, "backward": 0, "transport": 0, "executor": 1, "": 2},
     "probes": {
@@ -100,6 +102,10 @@ def check(file: Path) -> list[str]:
             problems.append(f"csrc/{name}:{number}: a public header includes the private {path}")
         if own and other and own != other and LEVELS[other] >= LEVELS[own]:
             problems.append(f"csrc/{name}:{number}: {own} may not include {other} ({path})")
+        if name.startswith(ALONE) != (ALONE in path) and (
+            ALONE in path or other or "../../" in path
+        ):
+            problems.append(f"csrc/{name}:{number}: {ALONE[:-1]} is a project of its own ({path})")
         here, there = folder(name), folder(path)
         if own == other and None not in (here, there) and here != there:
             levels = FOLDERS[own]

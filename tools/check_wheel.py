@@ -20,6 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 SITE = Path(sysconfig.get_path("purelib"))
 DLOPEN = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
 SHOW = "import brimful; print(brimful.__file__, brimful.__version__, sep='\\n')"
+# Of these libraries the simulated device has its own.
+SIMULATED = (
+    *("libcuda.so.1", "libcudart.so.13", "libcupti.so.13", "libnccl.so.2", "libnvidia-ml.so.1"),
+    *("libcublas.so.13", "libcublasLt.so.13", "libcudnn.so.9", "libcufft.so.12"),
+    *("libcusolver.so.12", "libcusparse.so.12", "libnvrtc.so.13"),
+)
+FILLS = "import torch; torch.empty(130 << 30, dtype=torch.uint8, device='cuda'); print(torch.cuda.get_device_name())"
 MODULES = """
 import importlib, pkgutil, brimful
 for module in pkgutil.walk_packages(brimful.__path__, "brimful."):
@@ -55,6 +62,17 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
+def simulated_device(version: str) -> set[str]:
+    """Its files, in a wheel for a torch for CUDA: "0.1.0+torch2.15.cu13"."""
+    torch, _, cuda = version.partition("+torch")[2].rpartition(".")
+    if cuda == "cpu":
+        return set()
+    own = {"guard", "run.py", "README.md", "sim_cuda.h", "libsim_cuda_operators.so"}
+    return {
+        f"brimful/cuda_sim/{name}" for name in (*SIMULATED, *own, f"libsim_cuda_values-{torch}.so")
+    }
+
+
 def expected_members(info: str) -> set[str]:
     """What a user of Python, of type checkers, of CMake and of the licences looks for."""
     python = ROOT / "python"
@@ -86,7 +104,7 @@ def check_contents(wheel: Path) -> None:
         fail(f"the name tells no manylinux or no torch (wheel: {wheel.name})")
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if not name.endswith("/")}
-    expected = expected_members(f"{name}-{version}.dist-info")
+    expected = expected_members(f"{name}-{version}.dist-info") | simulated_device(version)
     if found != expected:
         fail(
             f"its files are not the package's (missing: {sorted(expected - found)}, "
@@ -111,6 +129,14 @@ def check_loading(python: Path, library: Path, work: Path) -> None:
     for path in loaded:
         if "/libcudart" in path and not Path(path).resolve().is_relative_to(SITE.resolve()):
             fail(f"it loads another CUDA runtime than torch's (path: {path})")
+
+
+def check_simulated_device(python: Path, work: Path) -> None:
+    """It finds its own libraries and this torch's."""
+    simulate = [python, "-m", "brimful", "simulate", "--device", "h200", "--", python]
+    said = run(*simulate, "-W", "ignore", "-c", FILLS, cwd=work).splitlines()
+    if "NVIDIA H200" not in said:
+        fail(f"its simulated device is another one (expected: NVIDIA H200, said: {said})")
 
 
 def required(*names: str) -> list[metadata.Distribution]:
@@ -170,8 +196,14 @@ def main() -> None:
     package = Path(path).parent
     if not package.is_relative_to(work):
         fail(f"brimful is not imported from the environment (path: {package})")
-    for library in (package / "lib" / "libbrimful.so", *package.glob("_C.*.so")):
+    for library in (
+        package / "lib" / "libbrimful.so",
+        *package.glob("_C.*.so"),
+        *package.glob("cuda_sim/lib*"),
+    ):
         check_library(library)
+    if (package / "cuda_sim").exists():
+        check_simulated_device(python, work)
     check_loading(python, package / "lib" / "libbrimful.so", work)
 
     tools = make_test_tools(work / "test-tools")

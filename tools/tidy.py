@@ -28,6 +28,7 @@ OFF_ON_BINDINGS = (
     "performance-no-int-to-ptr",
 )
 SOURCES_AT_ONCE = 16
+ALONE = {"cuda_sim"}  # a project of its own, with functions of others' names and flags of its own
 
 
 def sources_and_flags(build: Path, csrc: Path) -> tuple[list[Path], list[str]]:
@@ -38,7 +39,8 @@ def sources_and_flags(build: Path, csrc: Path) -> tuple[list[Path], list[str]]:
         file = Path(entry["file"])
         unity = "Unity" in file.parts
         names = re.findall(r'^#include "(.+)"$', file.read_text(), re.M) if unity else [file]
-        ours = [Path(name) for name in names if Path(name).is_relative_to(csrc)]
+        paths = [Path(name) for name in names if Path(name).is_relative_to(csrc)]
+        ours = [path for path in paths if path.relative_to(csrc).parts[0] not in ALONE]
         if ours:
             sources.update(dict.fromkeys(ours))
             flags.update(dict.fromkeys(FLAG.findall(entry["command"])))

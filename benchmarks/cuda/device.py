@@ -30,10 +30,10 @@ def device() -> Device | None:
     spec = importlib.util.find_spec("brimful")
     if spec is None or spec.origin is None:
         return None
-    libraries = Path(spec.origin).parents[2] / "cuda_sim"
+    libraries = Path(spec.origin).with_name("cuda_sim")
     if not (libraries / "libcudart.so.13").exists():
         return None
-    found = runpy.run_path(str(ROOT / "tests/cuda_sim/run.py"))["environment"](libraries)
+    found = runpy.run_path(str(ROOT / "csrc/cuda_sim/run.py"))["environment"](libraries)
     names = ("LD_PRELOAD", "SIM_CUDA_STRICT")
     environment = {"SIM_CUDA_MEMORY_MB": "6144", "OMP_NUM_THREADS": "1"}
     return Device("simulated", True, environment | {name: found[name] for name in names})

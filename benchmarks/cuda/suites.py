@@ -26,7 +26,7 @@ OPERATORS = [
     "--numprocesses=2",
     "-m",
     "gpu and not slow",
-    "tests/cuda_sim/tests/test_sim_opinfo.py",
+    "tests/cuda_sim/test_sim_opinfo.py",
 ]
 QUICK = ["-k", "fragments", "tests/python/sizer/test_cache_release.py"]
 CPP = "C++: "

@@ -21,9 +21,9 @@ def python() -> str:
 
 
 def libraries() -> Path:
-    """Where the simulated runtime was built: BRIMFUL_DEVICE_LIBRARIES, else the only build/*/cuda_sim."""
+    """Where the simulated runtime was built: BRIMFUL_DEVICE_LIBRARIES, else that of the only build."""
     named = os.environ.get("BRIMFUL_DEVICE_LIBRARIES")
-    found = [Path(named)] if named else list(ROOT.glob("build/*/cuda_sim"))
+    found = [Path(named)] if named else list(ROOT.glob("build/*/python/brimful/cuda_sim"))
     built = [folder for folder in found if (folder / "libcudnn.so.9").exists()]
     if len(built) != 1:
         raise Unavailable(
@@ -34,7 +34,7 @@ def libraries() -> Path:
 
 def command(module: str, *arguments: str) -> list[str]:
     """Returns what runs a module of this project there, in the folder ROOT."""
-    run = [python(), str(ROOT / "tests" / "cuda_sim" / "run.py"), "--libraries", str(libraries())]
+    run = [python(), str(ROOT / "csrc" / "cuda_sim" / "run.py"), "--libraries", str(libraries())]
     return [*run, "--", python(), "-m", module, *arguments]
 
 

@@ -13,7 +13,7 @@ from benchmarks.device_model import device
 
 IDS = ("device.ops",)
 EVERY_WHEN_QUICK = 8
-TESTS = Path(__file__).resolve().parents[2] / "tests" / "cuda_sim" / "tests"
+TESTS = Path(__file__).resolve().parents[2] / "tests" / "cuda_sim"
 
 
 def measure(quick: bool) -> Iterator[common.Figure]:

@@ -1,6 +1,6 @@
 """Writes what operators took on the recorded device beside their results: python -m benchmarks.device_model.replay FILE
 
-The simulated device with arithmetic takes it again (SIM_CUDA_REPLAY=FILE, tests/cuda_sim/operators/replay.cpp).
+The simulated device with arithmetic takes it again (SIM_CUDA_REPLAY=FILE, csrc/cuda_sim/operators/replay.cpp).
 """
 
 from __future__ import annotations

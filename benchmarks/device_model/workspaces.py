@@ -1,6 +1,6 @@
 """Makes the list of cuDNN's workspaces from the recorded steps: python -m benchmarks.device_model.workspaces FILE
 
-FILE is tests/cuda_sim/cudnn/workspaces.inc. Each step is run once more, with a workspace of a size of its own for each
+FILE is csrc/cuda_sim/cudnn/workspaces.inc. Each step is run once more, with a workspace of a size of its own for each
 operation. Beside the recorded events these sizes show where each workspace is, and what its size was there.
 """
 

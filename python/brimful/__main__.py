@@ -1,4 +1,4 @@
-"""`brimful run`, `report`, `top`, `doctor`; `python -m brimful --cmake-dir`: where find_package(brimful) is to look."""
+"""`brimful run`, `report`, `top`, `doctor`, `simulate`; `--cmake-dir`: where find_package(brimful) is to look."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _COMMANDS = {
     "top": "a live table of the host's memory, the GPUs and their processes",
     "doctor": "is this machine fit for training?",
     "report": "a page that shows recordings of memory",
+    "simulate": "a program on CUDA devices that are not there: does it fit?",
     "run": "a program as it is, its memory watched and its errors explained",
 }
 

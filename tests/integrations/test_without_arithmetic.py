@@ -1,4 +1,4 @@
-"""Programs of trainers on a CUDA device without arithmetic (tests/cuda_sim): they end, with plausible bytes."""
+"""Programs of trainers on a CUDA device without arithmetic (csrc/cuda_sim): they end, with plausible bytes."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import brimful
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
-LIBRARIES = Path(brimful._C.__file__).parents[2] / "cuda_sim"
+LIBRARIES = Path(brimful._C.__file__).with_name("cuda_sim")
 SLACK = 0.05  # small tensors are rounded to 512 bytes, and batches are alive
 KEPT = b"trained for a week"
 
@@ -37,7 +37,7 @@ def test_a_program_ends_and_changes_no_checkpoint(name, tmp_path):
     folder = tmp_path / "runs"
     (folder / checkpoint).parent.mkdir(parents=True)
     (folder / checkpoint).write_bytes(KEPT)
-    run = [ROOT / "tests" / "cuda_sim" / "run.py", "--libraries", LIBRARIES]
+    run = [ROOT / "csrc" / "cuda_sim" / "run.py", "--libraries", LIBRARIES]
     guarded = [*run, "--guard", tmp_path / "scratch", "--", sys.executable]
     chosen = {"SIM_CUDA_ARITHMETIC": "0", "SIM_CUDA_DEVICE": "h200", "SIM_CUDA_DEVICES": "1"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Writes what the programs do on the simulated device: run.py ... -- python -m tools.gpu.record (tests/cuda_sim)."""
+"""Writes what the programs do on the simulated device: run.py ... -- python -m tools.gpu.record (csrc/cuda_sim)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = Path(__file__).parent / "recorded.json"
 def main() -> int:
     """A line for each event."""
     if not SIMULATED:
-        print("what is recorded is the simulated device's: run it there (tests/cuda_sim/run.py)")
+        print("what is recorded is the simulated device's: run it there (csrc/cuda_sim/run.py)")
         return 1
     torch.cuda.init()
     lines = []

@@ -165,6 +165,41 @@ TEST_CASE("A rank that runs out beside one that fails learns of it", "[sizer][fa
   CHECK(checks.failures() == std::vector<std::string>{});
 }
 
+TEST_CASE("What fails between two attempts is named as such on the other ranks",
+          "[sizer][faults]") {
+  const Quiet quiet;
+  const auto kind = GENERATE(Fault::Kind::out_of_memory, Fault::Kind::error);
+  const bool is_shortage = kind == Fault::Kind::out_of_memory;
+  const Watchdog watchdog("a failure between two attempts");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    Trainer trainer(group);
+    bool fails = rank == 1;
+    trainer.sizer.transaction().add({[] {},
+                                     [&] {
+                                       if (std::exchange(fails, false)) {
+                                         TORCH_CHECK_WITH(OutOfMemoryError, !is_shortage,
+                                                          "no room for what was captured");
+                                         throw std::runtime_error("a keeper failed");
+                                       }
+                                     }});
+    *trainer.model->fault = fault_at(Fault::At::forward, 0, 0, Fault::Kind::out_of_memory, "short");
+    trainer.model->fault->armed = rank == 0;
+    const auto before = trainer.state();
+    const auto caught = catching([&] { trainer.step(batch_of(rank, 0, kRows)); });
+    const auto other = is_shortage ? Type::rank_out_of_memory : Type::rank_failed;
+    const auto own = is_shortage ? Type::out_of_memory : Type::runtime_error;
+    checks.expect(caught.type == (rank == 1 ? own : other),
+                  "rank " + std::to_string(rank) + " ended with " + caught.text);
+    checks.expect(rank == 1 || caught.rank == 1, "names rank " + std::to_string(caught.rank));
+    checks.expect(same_bits(before, trainer.state()), "the failed step left a trace");
+    trainer.model->fault->armed = false;
+    const auto after = catching([&] { trainer.step(batch_of(rank, 1, kRows)); });
+    checks.expect(after.type == Type::nothing, "the next step raised " + after.text);
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
 TEST_CASE("Buffers come from a rank with data though no rank announced any", "[sizer]") {
   const Quiet quiet;
   const Watchdog watchdog("buffers of ranks without data");

@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-SOURCES = Path(__file__).parents[2] / "cuda_sim" / "nvml"
+SOURCES = Path(__file__).parents[3] / "csrc" / "cuda_sim" / "nvml"
 
 
 def build(folder):

@@ -44,6 +44,24 @@ def test_a_layer_includes_lower_ones_alone(problems_of):
 
 
 @pytest.mark.parametrize(
+    ("path", "included"),
+    [
+        ("cuda_sim/values/file.cpp", "base/format.h"),
+        ("cuda_sim/values/file.cpp", "brimful/error.h"),
+        ("cuda_sim/values/file.cpp", "../../base/format.h"),
+        ("probes/gpu/file.cpp", "cuda_sim/runtime/sim_cuda.h"),
+    ],
+)
+def test_the_simulated_device_is_a_project_of_its_own(problems_of, path, included):
+    [problem] = problems_of(path, f'#include "{included}"')
+    assert problem == f"csrc/{path}:1: cuda_sim is a project of its own ({included})"
+
+
+def test_the_simulated_device_includes_its_own_files(problems_of):
+    assert problems_of("cuda_sim/values/file.cpp", '#include "../runtime/sim_cuda.h"') == []
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "const double number = std::strtod(begin, &end);",

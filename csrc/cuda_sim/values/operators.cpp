@@ -24,6 +24,12 @@ const std::set<std::string> kOverwrite = {
     "aten::copy_",   "aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_",
     "aten::random_", "aten::random_.from", "aten::random_.to",
 };
+/// Where one side decides, as True or anything, the other need not be known. Bits do not meet other bits.
+const std::set<std::string> kDecided = {
+    "aten::bitwise_or.Tensor",   "aten::bitwise_or_.Tensor", "aten::bitwise_and.Tensor",
+    "aten::bitwise_and_.Tensor", "aten::logical_or",         "aten::logical_or_",
+    "aten::logical_and",         "aten::logical_and_",
+};
 /// Their schemas do not say that they write running statistics.
 const std::set<std::string> kForget = {
     "aten::native_batch_norm",
@@ -79,6 +85,7 @@ const Operator* find_operator(const c10::OperatorName& name) {
         std::make_unique<Operator>(Operator{.handle = *op,
                                             .kind = kind_of(*op, name, text),
                                             .overwrites = kOverwrite.contains(text),
+                                            .decides = kDecided.contains(text),
                                             .forgets = kForget.contains(text),
                                             .draws = op->hasTag(at::Tag::nondeterministic_seeded)});
   }

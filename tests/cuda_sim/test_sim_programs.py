@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from simulation import program
+from simulation import RUN, program
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE / "programs"
@@ -31,7 +31,7 @@ def run(folder, scratch, *command):
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     chosen = {"SIM_CUDA_ARITHMETIC": "0", "SIM_CUDA_DEVICE": "h200"}
     chosen["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"  # torch 2.11 keeps workspaces, one for each thread
-    guarded = [HERE.parent / "run.py", "--libraries", LIBRARIES, "--guard", scratch, "--"]
+    guarded = [RUN, "--libraries", LIBRARIES, "--guard", scratch, "--"]
     done = subprocess.run(
         [sys.executable, *guarded, *command],
         env={**kept, **chosen},

@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
-RUN = HERE.parents[1] / "run.py"
+RUN = HERE.parents[2] / "csrc" / "cuda_sim" / "run.py"
 SENTENCE = "on a device without arithmetic"
 NO_KERNEL = re.compile(
     r"NotImplementedError: Could not run '.*' with arguments from the '\w*CUDA' backend"

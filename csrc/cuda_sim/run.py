@@ -1,9 +1,4 @@
-"""Runs a program on simulated CUDA devices: python run.py [OPTION ...] -- COMMAND [ARGUMENT ...]
-
-The libraries are in the folder that --libraries names, else in the only build/*/cuda_sim of the working folder. With
---guard SCRATCH the program changes no file of the machine: what it writes goes to that folder. With --interval it
-is run twice on a device without arithmetic, with the least and with the most that figures which are not known can be.
-"""
+"""Runs a program on simulated CUDA devices: python run.py [OPTION ...] -- COMMAND [ARGUMENT ...]"""
 
 import argparse
 import json
@@ -24,7 +19,9 @@ def environment(libraries):
     """What a process needs to see the simulated devices; what is set already stays."""
     runtime = Path(libraries).resolve() / "libcudart.so.13"
     if not runtime.exists():
-        raise SystemExit(f"run.py: there is no {runtime}: build tests/cuda_sim (README.md)")
+        raise SystemExit(
+            f"run.py: there is no {runtime}: build csrc/cuda_sim (its README.md says how)"
+        )
     names, defaults = (), {}
     if os.environ.get("SIM_CUDA_ARITHMETIC") == "0":
         # There is nothing to compute, and so none of NVIDIA's libraries that do.
@@ -58,8 +55,12 @@ def check_torch(command):
         )
 
 
-def only_build():
-    found = list(Path("build").glob("*/cuda_sim/libcudart.so.13"))
+def near():
+    """Where the libraries are unless they are named: beside this file, else in the only build of the working folder."""
+    here = Path(__file__).absolute().parent  # in a build folder this file is a link
+    if (here / "libcudart.so.13").exists():
+        return here
+    found = list(Path("build").glob("*/python/brimful/cuda_sim/libcudart.so.13"))
     if len(found) != 1:
         raise SystemExit(f"run.py: name the folder by --libraries (found: {len(found)})")
     return found[0].parent
@@ -80,7 +81,7 @@ def run_twice(command, variables):
     """Says on stderr between which bytes the peaks lie; returns the first status that is not 0."""
     if variables.get("SIM_CUDA_ARITHMETIC") != "0":
         raise SystemExit(
-            "run.py: --interval is for devices without arithmetic: set SIM_CUDA_ARITHMETIC=0"
+            "run.py: --interval is for devices without arithmetic: name one by --device"
         )
     (status, least), (again, most) = (peaks(command, variables, word) for word in ("least", "most"))
     for device, ends in enumerate(zip(least, most, strict=False)):
@@ -91,13 +92,29 @@ def run_twice(command, variables):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--libraries", type=Path)
-    parser.add_argument("--guard", metavar="SCRATCH")
-    parser.add_argument("--interval", action="store_true")
-    parser.add_argument("command", nargs="+")
+    parser = argparse.ArgumentParser(
+        description="Runs a program on simulated CUDA devices; README.md beside this file has the variables.",
+    )
+    parser.add_argument(
+        "--device",
+        help="one without arithmetic, which takes the memory that this one takes: h200, rtx4090, 24GiB,sms=82,cc=8.9",
+    )
+    parser.add_argument(
+        "--guard",
+        metavar="SCRATCH",
+        help="the program changes no file of the machine: what it writes goes to this folder",
+    )
+    parser.add_argument(
+        "--interval",
+        action="store_true",
+        help="run it twice, with the least and with the most that figures which are not known can be",
+    )
+    parser.add_argument("--libraries", type=Path, help="their folder, if it is not that of run.py")
+    parser.add_argument("command", nargs="+", metavar="COMMAND")
     options = parser.parse_args()
-    libraries = options.libraries or only_build()
+    if options.device:
+        os.environ.update(SIM_CUDA_ARITHMETIC="0", SIM_CUDA_DEVICE=options.device)
+    libraries = options.libraries or near()
     command, variables = options.command, environment(libraries)
     check_torch(command)
     if options.interval and options.guard:

@@ -26,6 +26,9 @@ class Call : public at::ObserverContext {
  private:
   c10::IValue to_host(const c10::Argument& argument, size_t index, const c10::IValue& value);
   at::Tensor to_host(const c10::Argument& argument, size_t index, const at::Tensor& tensor);
+  void all_to_host(c10::ArrayRef<const c10::IValue> inputs);
+  at::Tensor values_of(const Place& place, const at::Tensor& tensor) const;
+  void compute_guesses(c10::ArrayRef<const c10::IValue> inputs);
   void note(const c10::Argument& argument, size_t index, const at::Tensor& tensor);
   void expect_count(c10::ArrayRef<const c10::IValue> inputs);
   bool compute();
@@ -42,7 +45,9 @@ class Call : public at::ObserverContext {
   torch::jit::Stack arguments_;   // on the host; afterwards the results
   bool touches_device_ = false;
   bool stands_for_others_ = false;
-  bool follows_ = true;  // its results follow from values that are known
+  bool follows_ = true;   // its results follow from values that are known
+  bool guesses_ = false;  // some of its arguments are not known, and may not matter
+  bool guess_ = false;    // whether their bits are set
   bool is_computed_ = false;
   bool expects_ = false;
   bool is_plain_copy_ = false;

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from simulation import program
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 TAKEN = """
 import torch

@@ -18,6 +18,7 @@ struct Operator {
   c10::OperatorHandle handle;
   Kind kind;
   bool overwrites;  // what its first argument was does not matter
+  bool decides;     // a value of one side may decide, whatever the other is
   bool forgets;     // it may change arguments without saying so
   bool draws;       // from a generator
 };

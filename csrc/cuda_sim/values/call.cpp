@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 
 #include <exception>
 
@@ -89,11 +90,10 @@ Call::Call(const Operator& op, c10::ArrayRef<const IValue> inputs) : op_(op) {
   }
   follows_ &= op.kind != Kind::unknown && (has_generator || !op.draws) && !stands_for_others_ &&
               touches_device_ && inputs.size() == arguments.size();
-  if (follows_) {
-    arguments_.reserve(inputs.size());
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      arguments_.push_back(to_host(arguments[i], i, inputs[i]));
-    }
+  if (follows_ && guesses_) {
+    compute_guesses(inputs);
+  } else if (follows_) {
+    all_to_host(inputs);
   }
   is_plain_copy_ = is_plain_copy(op, inputs);
   if (op.kind == Kind::counts && touches_device_ && !stands_for_others_) {
@@ -125,12 +125,47 @@ void Call::note(const c10::Argument& argument, size_t index, const at::Tensor& t
   }
   touches_device_ = true;
   const bool is_read = !argument.is_out() && !(op_.overwrites && index == 0);
-  follows_ &= place->may_be_known() && (!is_read || place->is_known());
+  const bool is_known = !is_read || place->is_known();
+  const bool is_guessed =
+      !is_known && op_.decides && at::isIntegralType(place->type, /*includeBool=*/true);
+  guesses_ |= is_guessed;
+  follows_ &= place->may_be_known() && (is_known || is_guessed);
   if (op_.forgets || is_written(argument)) {
     for (size_t i = 0; follows_ && i < forgotten_.size(); ++i) {
       follows_ = !overlap(forgotten_[i], *place);  // in which order they are written matters
     }
     forgotten_.push_back(*place);
+  }
+}
+
+/// Its values, or what they are taken to be: no bit is set, or each is.
+at::Tensor Call::values_of(const Place& place, const at::Tensor& tensor) const {
+  if (!guesses_ || place.is_known()) {
+    return Layout(place, tensor).values();
+  }
+  at::Tensor guessed = at::zeros(tensor.sizes(), at::TensorOptions().dtype(place.type));
+  return guess_ ? guessed.bitwise_not_() : guessed;
+}
+
+/// Computes with either; what does not depend on it is known.
+void Call::compute_guesses(c10::ArrayRef<const IValue> inputs) {
+  all_to_host(inputs);
+  if (!compute()) {
+    return;
+  }
+  const at::Tensor unset = arguments_[0].toTensor();
+  guess_ = true;
+  written_.clear();
+  arguments_.clear();
+  all_to_host(inputs);
+  follows_ = compute() && unset.equal(arguments_[0].toTensor());
+}
+
+void Call::all_to_host(c10::ArrayRef<const IValue> inputs) {
+  const auto& arguments = op_.handle.schema().arguments();
+  arguments_.reserve(inputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    arguments_.push_back(to_host(arguments[i], i, inputs[i]));
   }
 }
 
@@ -144,11 +179,11 @@ at::Tensor Call::to_host(const c10::Argument& argument, size_t index, const at::
     return tensor;
   }
   if (!is_written(argument)) {
-    return Layout(*place, tensor).values();
+    return values_of(*place, tensor);
   }
   at::Tensor own = at::empty(tensor.sizes(), options);
   if (!(op_.overwrites && index == 0)) {
-    own.copy_(Layout(*place, tensor).values());
+    own.copy_(values_of(*place, tensor));
   }
   written_.push_back({Layout(*place, tensor), own});
   return own;

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 MIB = 1 << 20
-RUN = Path(__file__).resolve().parents[1] / "run.py"
+RUN = Path(__file__).resolve().parents[2] / "csrc" / "cuda_sim" / "run.py"
 
 _process = ctypes.CDLL(None)
 sim = _process if hasattr(_process, "sim_cuda_calls") else None

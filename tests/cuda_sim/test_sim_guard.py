@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+from simulation import RUN
 
 LIBRARIES = Path(os.environ.get("LD_PRELOAD", "").split(":")[0]).parent
 GUARD = LIBRARIES / "guard"
-RUN = Path(__file__).parent.parent / "run.py"
 MODES = {"redirected": [], "in memory": ["--in-memory"], "refused": ["--refuse"]}
 CANNOT = 125
 

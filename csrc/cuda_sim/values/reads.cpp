@@ -8,7 +8,6 @@
 #include <fstream>
 #include <map>
 #include <mutex>
-#include <sstream>
 #include <vector>
 
 #include "../runtime/sim_cuda.h"
@@ -75,20 +74,18 @@ std::string quoted(const std::string& text) {
 }
 
 void write_report(const char* path) {
-  std::ostringstream line;
-  line << "{\"pid\": " << getpid() << ", \"peak_bytes\": [";
+  std::string line = "{\"pid\": " + std::to_string(getpid()) + ", \"peak_bytes\": [";
   for (int i = 0; i < sim_cuda_machine_devices(); ++i) {
-    line << (i == 0 ? "" : ", ") << sim_cuda_peak_bytes(i);
+    line += (i == 0 ? "" : ", ") + std::to_string(sim_cuda_peak_bytes(i));
   }
-  line << "], \"unknown_reads\": [";
+  line += "], \"unknown_reads\": [";
   const char* between = "";
   for (const auto& [at, times] : reads().times) {
-    line << between << "{\"line\": " << quoted(at.place) << ", \"operator\": " << quoted(at.called)
-         << ", \"times\": " << times << '}';
+    line += between + ("{\"line\": " + quoted(at.place)) + ", \"operator\": " + quoted(at.called) +
+            ", \"times\": " + std::to_string(times) + '}';
     between = ", ";
   }
-  line << "]}\n";
-  std::ofstream(path, std::ios::app) << line.str();
+  std::ofstream(path, std::ios::app) << line + "]}\n";
 }
 
 void report() {
