@@ -156,7 +156,8 @@ void StepEngine::fail(StepTask& task, const std::exception_ptr& failed) {
   recorder_.end_step(false, task.limit_bytes());
   behind_error([&] {
     if (std::exchange(agreed_.owed, false)) {
-      group_.run_failed(Status::error, to_string(failed), agreed_.next, task.meets());
+      const auto failure = failure_of(failed);
+      group_.run_failed(failure.kind, failure.text, agreed_.next, task.meets());
     }
   });
   agreed_.next = {};

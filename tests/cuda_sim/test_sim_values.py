@@ -114,6 +114,39 @@ def test_a_read_of_what_is_not_known_is_zeros_and_is_reported_with_its_line(tmp_
         assert f"{read['times']} x {read['line']} ({read['operator']})" in said
 
 
+DECIDED = """
+import torch
+hidden = torch.randn(4, device="cuda")
+unknown = hidden > 0
+ends, goes_on = (torch.full((4,), value, device="cuda") for value in (True, False))
+rows = torch.ones(4, dtype=torch.long, device="cuda")
+print((unknown | ends).tolist(), (goes_on & unknown).tolist(), unknown.logical_or(ends).all().item())
+left = (rows & ~unknown) & ~(unknown | ends)
+print(left.max().item() == 0, (unknown & goes_on).any().item(), (unknown.long() | -1).tolist()[0])
+finished = goes_on.clone()
+finished |= unknown
+finished |= ends
+print(finished.all().item())
+if (unknown | goes_on).any() or ((unknown | (rows == torch.tensor([1, 1, 1, 2]).cuda())).all()):
+    print("never")
+"""
+
+
+@pytest.mark.parametrize("word", ["least", "most"])
+def test_what_one_side_decides_is_known_whatever_the_other_is(tmp_path, word):
+    report = tmp_path / "report"
+    chosen = {"SIM_CUDA_UNKNOWN": word, "SIM_CUDA_REPORT": str(report)}
+    status, said = without_arithmetic(DECIDED, "h200", **chosen)
+    assert status == 0, said
+    assert said.splitlines()[:3] == [
+        "[True, True, True, True] [False, False, False, False] True",
+        "True False -1",
+        "True",
+    ]
+    reads = json.loads(report.read_text())["unknown_reads"]
+    assert {(read["line"], read["times"]) for read in reads} == {("<string>:13", 2)}
+
+
 UNSEEN = """
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -21,6 +21,7 @@ CASES = {
     "lora": (["transformers", "peft"], "checkpoint-6/adapter_model.safetensors"),
     "sft": (["trl", "datasets"], "checkpoint-3/model.safetensors"),
     "light": (["lightning"], "last.ckpt"),
+    "generate": (["transformers"], "model.pt"),
 }
 
 pytestmark = pytest.mark.skipif(

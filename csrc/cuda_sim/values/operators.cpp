@@ -26,9 +26,9 @@ const std::set<std::string> kOverwrite = {
 };
 /// Where one side decides, as True or anything, the other need not be known. Bits do not meet other bits.
 const std::set<std::string> kDecided = {
-    "aten::bitwise_or.Tensor",   "aten::bitwise_or_.Tensor", "aten::bitwise_and.Tensor",
-    "aten::bitwise_and_.Tensor", "aten::logical_or",         "aten::logical_or_",
-    "aten::logical_and",         "aten::logical_and_",
+    "aten::bitwise_or.Tensor",  "aten::bitwise_or_.Tensor",  "aten::bitwise_or.Tensor_out",
+    "aten::bitwise_and.Tensor", "aten::bitwise_and_.Tensor", "aten::bitwise_and.Tensor_out",
+    "aten::logical_or.out",     "aten::logical_and.out",
 };
 /// Their schemas do not say that they write running statistics.
 const std::set<std::string> kForget = {

@@ -173,7 +173,10 @@ TEST_CASE("What fails between two attempts is named as such on the other ranks",
   const Watchdog watchdog("a failure between two attempts");
   Checks checks;
   run_ranks({2}, [&](int rank, const Group& group) {
-    Trainer trainer(group);
+    BatchSizerOptions options;
+    options.predict = false;  // a prediction is undone too
+    Trainer trainer(group, std::make_shared<Net>(), options);
+    trainer.step(batch_of(rank, 0, kRows));
     bool fails = rank == 1;
     trainer.sizer.transaction().add({[] {},
                                      [&] {
@@ -184,9 +187,9 @@ TEST_CASE("What fails between two attempts is named as such on the other ranks",
                                        }
                                      }});
     *trainer.model->fault = fault_at(Fault::At::forward, 0, 0, Fault::Kind::out_of_memory, "short");
-    trainer.model->fault->armed = rank == 0;
+    trainer.model->fault->armed = rank == 1;
     const auto before = trainer.state();
-    const auto caught = catching([&] { trainer.step(batch_of(rank, 0, kRows)); });
+    const auto caught = catching([&] { trainer.step(batch_of(rank, 1, kRows)); });
     const auto other = is_shortage ? Type::rank_out_of_memory : Type::rank_failed;
     const auto own = is_shortage ? Type::out_of_memory : Type::runtime_error;
     checks.expect(caught.type == (rank == 1 ? own : other),
@@ -194,7 +197,7 @@ TEST_CASE("What fails between two attempts is named as such on the other ranks",
     checks.expect(rank == 1 || caught.rank == 1, "names rank " + std::to_string(caught.rank));
     checks.expect(same_bits(before, trainer.state()), "the failed step left a trace");
     trainer.model->fault->armed = false;
-    const auto after = catching([&] { trainer.step(batch_of(rank, 1, kRows)); });
+    const auto after = catching([&] { trainer.step(batch_of(rank, 2, kRows)); });
     checks.expect(after.type == Type::nothing, "the next step raised " + after.text);
   });
   CHECK(checks.failures() == std::vector<std::string>{});
