@@ -99,6 +99,23 @@ def test_a_workspace_that_is_not_recorded_is_at_an_end_of_an_interval(word, byte
     assert [int(word) for word in said.split()] == [(each + 511) // 512 * 512 for each in bytes_]
 
 
+REFUSED = """
+import torch
+layer = torch.nn.Conv2d(16, 16, 3, padding=1, bias=False).cuda()
+x = torch.empty(2048, 16, 16, 16, device="cuda")  # 32 MiB, its result as much, and its workspace twice as much
+with torch.no_grad():
+    print(tuple(layer(x).shape))
+"""
+
+
+@pytest.mark.parametrize("memory_mb, refused", [(160, False), (96, True)])
+def test_a_convolution_whose_workspace_is_refused_does_without(memory_mb, refused):
+    status, said = without_arithmetic(REFUSED, "h200", SIM_CUDA_MEMORY_MB=str(memory_mb))
+    assert status == 0, said
+    assert said.startswith("(2048, 16, 16, 16)\n")
+    assert ("there was no memory (operations: 1)" in said) == refused
+
+
 PROPERTIES = """
 import torch
 p = torch.cuda.get_device_properties(0)

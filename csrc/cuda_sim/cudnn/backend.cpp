@@ -1,8 +1,12 @@
 // cuDNN's backend without arithmetic: descriptors keep what they are told. Heuristics know one engine, whose plan needs the
-// workspace that workspace.cpp says.
+// workspace that workspace.cpp says. After it they know one without, which torch takes if that workspace is refused.
 #include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "descriptor.h"
 
@@ -69,21 +73,60 @@ Attribute part_of(Shared part) {
   return {kDescriptor, 1, {}, {std::move(part)}};
 }
 
-/// The one engine that there is for these operations, as heuristics give it.
-Shared config_for(const Shared& graph) {
+enum { kWithWorkspace = 0, kWithout = 1 };
+
+/// An engine for these operations, as heuristics give it.
+Shared config_for(const Shared& graph, int64_t index) {
   auto engine = std::make_shared<Content>(Content{kEngine, {}});
   engine->attributes[kEngineGraph] = part_of(graph);
-  engine->attributes[kEngineIndex] = value_of(kInt64, 0);
+  engine->attributes[kEngineIndex] = value_of(kInt64, index);
   auto config = std::make_shared<Content>(Content{kEngineConfig, {}});
   config->attributes[kConfigEngine] = part_of(engine);
   return config;
 }
 
-int64_t workspace_of_plan(const Content& plan) {
+Attribute configs_for(const Shared& graph) {
+  Attribute found{kDescriptor, 1, {}, {config_for(graph, kWithWorkspace)}};
+  if (sim::workspace_of_graph(*graph) > 0) {
+    found.parts.push_back(config_for(graph, kWithout));
+    found.count = 2;
+  }
+  return found;
+}
+
+Shared engine_of(const Content& plan) {
   const Shared config = plan.part(kPlanConfig);
-  const Shared engine = config == nullptr ? nullptr : config->part(kConfigEngine);
+  return config == nullptr ? nullptr : config->part(kConfigEngine);
+}
+
+bool does_without(const Content& plan) {
+  const Shared engine = engine_of(plan);
+  return engine != nullptr && engine->numbers(kEngineIndex) == std::vector<int64_t>{kWithout};
+}
+
+int64_t workspace_of_plan(const Content& plan) {
+  const Shared engine = engine_of(plan);
   const Shared graph = engine == nullptr ? nullptr : engine->part(kEngineGraph);
-  return graph == nullptr ? 0 : static_cast<int64_t>(sim::workspace_of_graph(*graph));
+  return graph == nullptr || does_without(plan)
+             ? 0
+             : static_cast<int64_t>(sim::workspace_of_graph(*graph));
+}
+
+std::atomic<long> done_without = 0;
+
+void say_done_without() {
+  if (done_without > 0) {
+    std::fprintf(stderr,
+                 "simulated CUDA: cuDNN did without workspaces, for which there was no memory "
+                 "(operations: %ld)\n",
+                 done_without.load());
+  }
+}
+
+void note_execution(const Content& plan) {
+  if (does_without(plan) && done_without++ == 0) {
+    std::atexit(&say_done_without);
+  }
 }
 
 /// What is asked and was not told: notes and knobs there are none, and numbers are 0.
@@ -94,7 +137,7 @@ Attribute answer(const Content& content, int attribute, int type) {
   }
   if (attribute == kHeuristicsResults) {
     const Shared graph = content.part(kHeuristicsGraph);
-    return graph == nullptr ? Attribute{type, 0, {}, {}} : part_of(config_for(graph));
+    return graph == nullptr ? Attribute{type, 0, {}, {}} : configs_for(graph);
   }
   if (attribute == kPlanWorkspace) {
     return value_of(kInt64, workspace_of_plan(content));
@@ -179,13 +222,13 @@ int cudnnBackendGetAttribute(void* descriptor, int attribute, int type, int64_t 
     return kCudnnBadParam;
   }
   const Attribute found = answer(*static_cast<Descriptor*>(descriptor)->content, attribute, type);
+  const int64_t given = std::min(wanted, found.count);
   if (count != nullptr) {
-    *count = found.count;
+    *count = values == nullptr ? found.count : given;  // torch takes as many to be there
   }
   if (values == nullptr) {
     return kCudnnSuccess;
   }
-  const int64_t given = std::min(wanted, found.count);
   if (found.type == kDescriptor) {
     auto* parts = static_cast<Descriptor**>(values);
     for (int64_t k = 0; k < given; ++k) {
@@ -197,7 +240,11 @@ int cudnnBackendGetAttribute(void* descriptor, int attribute, int type, int64_t 
   return kCudnnSuccess;
 }
 
-int cudnnBackendExecute(void* /*handle*/, void* /*plan*/, void* /*pack*/) {
+int cudnnBackendExecute(void* /*handle*/, void* plan, void* /*pack*/) {
+  if (plan == nullptr) {
+    return kCudnnBadParam;
+  }
+  note_execution(*static_cast<Descriptor*>(plan)->content);
   return kCudnnSuccess;
 }
 }
