@@ -97,7 +97,9 @@ class CMakeBuild(build_ext):
         build_type = "Debug" if self.debug else "Release"
         where = ("-S", ROOT, "-B", self.build_temp)
         self.cmake(*where, f"-DCMAKE_BUILD_TYPE={build_type}", *cmake_options())
-        self.cmake("--build", self.build_temp, "--target", "brimful_package", "--parallel", str(jobs))
+        self.cmake(
+            "--build", self.build_temp, "--target", "brimful_package", "--parallel", str(jobs)
+        )
         self.install(Path(self.get_ext_fullpath(ext.name)).parent)
 
     def copy_extensions_to_source(self):

@@ -147,6 +147,32 @@ def test_what_one_side_decides_is_known_whatever_the_other_is(tmp_path, word):
     assert {(read["line"], read["times"]) for read in reads} == {("<string>:14", 2)}
 
 
+FINITE = """
+import torch
+x = torch.randn(4, device="cuda", requires_grad=True)
+print(torch.isfinite(x).all().item(), x.isnan().any().item(), bool(torch.isinf(x.sum())))
+print(torch.isposinf(x).any().item(), torch.isneginf(x).any().item(), torch.isfinite(x).tolist())
+known = torch.tensor([1, 1, 0]).cuda() / torch.tensor([1, 0, 0]).cuda()
+print(torch.isfinite(known).tolist(), known.isnan().tolist(), known.isinf().tolist())
+x.sum().backward()
+torch.nn.utils.clip_grad_norm_([x], 1.0, error_if_nonfinite=True)
+"""
+
+
+def test_numbers_that_are_not_known_are_taken_as_finite(tmp_path):
+    report = tmp_path / "report"
+    status, said = without_arithmetic(FINITE, "h200", SIM_CUDA_REPORT=str(report))
+    assert (status, said.splitlines()) == (
+        0,
+        [
+            "True False False",
+            "False False [True, True, True, True]",
+            "[True, False, False] [False, False, True] [False, True, False]",
+        ],
+    )
+    assert json.loads(report.read_text())["unknown_reads"] == []
+
+
 UNSEEN = """
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <exception>
@@ -239,6 +240,13 @@ void Call::set(const IValue& output, const IValue& result) const {
   }
 }
 
+void Call::set_as_finite(const at::Tensor& output) const {
+  if (const auto place = place_of(output)) {
+    const bool is_finite = op_.handle.schema().name() == "aten::isfinite";
+    Layout(*place, output).set(at::full(output.sizes(), is_finite, at::kBool));
+  }
+}
+
 void Call::finish(const std::vector<IValue>& outputs) {
   if (stands_for_others_ || std::uncaught_exceptions() > exceptions_) {
     return;  // what fails does so before its kernel
@@ -260,6 +268,10 @@ void Call::finish(const std::vector<IValue>& outputs) {
   const bool is_known = follows_ && (is_computed_ || compute());
   if (!is_known && is_plain_copy_) {
     return;  // the runtime has copied what is known of it
+  }
+  if (!is_known && op_.kind == Kind::finite) {
+    set_as_finite(outputs[0].toTensor());
+    return;
   }
   if (!is_known) {
     made.insert(made.end(), forgotten_.begin(), forgotten_.end());

@@ -32,6 +32,7 @@ class Call : public at::ObserverContext {
   void note(const c10::Argument& argument, size_t index, const at::Tensor& tensor);
   void expect_count(c10::ArrayRef<const c10::IValue> inputs);
   bool compute();
+  void set_as_finite(const at::Tensor& output) const;
   void set(const c10::IValue& output, const c10::IValue& result) const;
 
   struct Written {

@@ -30,6 +30,11 @@ const std::set<std::string> kDecided = {
     "aten::bitwise_and.Tensor", "aten::bitwise_and_.Tensor", "aten::bitwise_and.Tensor_out",
     "aten::logical_or.out",     "aten::logical_and.out",
 };
+/// A program that looks after its numbers goes on as with good ones.
+const std::set<std::string> kFinite = {
+    "aten::isfinite", "aten::isnan",        "aten::isinf",        "aten::isposinf",
+    "aten::isneginf", "aten::isposinf.out", "aten::isneginf.out",
+};
 /// Their schemas do not say that they write running statistics.
 const std::set<std::string> kForget = {
     "aten::native_batch_norm",
@@ -52,6 +57,9 @@ Kind kind_of(const c10::OperatorHandle& op, const c10::OperatorName& name,
   if (sim_operators::kWithoutValues.contains(text) || changes_metadata(op) ||
       is_of(name, "c10d::") || is_of(name, "_c10d_functional::")) {  // NCCL knows what it moves
     return Kind::none;
+  }
+  if (kFinite.contains(text)) {
+    return Kind::finite;
   }
   if (text == "aten::copy_") {
     return Kind::computed;

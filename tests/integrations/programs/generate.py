@@ -1,4 +1,4 @@
-"""transformers' generate: generate.py FOLDER. It ends at the last token, since which ones are the last before follows from logits."""
+"""transformers' generate: generate.py FOLDER. It ends at its last token, since ends follow from logits."""
 
 import json
 import sys

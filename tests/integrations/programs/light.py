@@ -66,7 +66,9 @@ trainer = pl.Trainer(
     callbacks=[
         allocated,
         best,
-        callbacks.EarlyStopping("val_loss", patience=1),
+        callbacks.EarlyStopping(
+            "val_loss", patience=3
+        ),  # a loss that is not known is no better, and finite
         callbacks.LearningRateMonitor(),
     ],
     default_root_dir=folder,
@@ -76,6 +78,7 @@ trainer = pl.Trainer(
 )
 module = Module()
 trainer.fit(module, loader, loader)
+assert trainer.current_epoch == 3
 last = best.last_model_path
 trainer.test(module, loader, ckpt_path="best", verbose=False)
 trainer.validate(module, loader, ckpt_path=last, verbose=False)
