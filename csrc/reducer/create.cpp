@@ -190,7 +190,7 @@ void start_tuner(Engine& engine, const ReducerOptions& options) {
   const bool may_change = !is_fixed(options.plan) && options.plan != "registration";
   if (link.rank == 0 && link.store && !link.alone && may_change) {
     const bool caps_given = options.bucket_cap_mb || !options.bucket_cap_mb_list.empty();
-    engine.tuner().start(engine.layout(), options.plan == "auto" && !caps_given);
+    engine.tuner().start(options.plan == "auto" && !caps_given);
   }
 }
 }  // namespace

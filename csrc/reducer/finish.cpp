@@ -11,7 +11,7 @@
 
 namespace brimful {
 
-void Engine::end_attempt() {
+void EngineStep::end_attempt() {
   const auto lock = attempt_.lock();
   launcher_.end();
   attempt_.end();
@@ -19,14 +19,14 @@ void Engine::end_attempt() {
   link_.count(&Reducer::Counters::steps);
 }
 
-void Engine::leave_backward() {
+void EngineStep::leave_backward() {
   const auto lock = attempt_.lock();
   attempt_.leave();
   launcher_.set_order(nullptr, nullptr);
-  step_->share_error(link_);
+  gate_.share_error();
 }
 
-void Engine::abandon() {
+void EngineStep::abandon() {
   link_.give_up(std::make_exception_ptr(std::runtime_error(
                     "this rank left a step whose collectives it could not match")),
                 attempt_.step());
@@ -34,15 +34,15 @@ void Engine::abandon() {
   end_attempt();
 }
 
-void Engine::end_unmade() {
+void EngineStep::end_unmade() {
   end_attempt();
   attempt_.take_back();
   link_.count(&Reducer::Counters::steps, -1);
   discard();
 }
 
-void Engine::give_up() {
-  step_->end();
+void EngineStep::give_up() {
+  gate_.step().end();
   launcher_.wait_for_all();
   if (link_.is_broken()) {
     end_attempt();
@@ -51,29 +51,29 @@ void Engine::give_up() {
   end_unmade();
 }
 
-Ending Engine::finish() {
+Ending EngineStep::finish() {
   transport_->wait();
-  if (step_->has_ended() && !link_.is_broken()) {
+  if (gate_.step().has_ended() && !link_.is_broken()) {
     end_unmade();
-    step_->throw_ended([&] { driver_->throw_step_ended(*step_); });
+    gate_.step().throw_ended([&] { driver_->throw_step_ended(gate_.step()); });
   }
   end_attempt();
   link_.require_whole(attempt_.step() - 1, "a step");
   const auto& records = transport_->read();
   if (looks_at_updates() && worst(records) < Status::retry) {
     updates_->settle(records,
-                     [&](const ControlRecord& own) { return exchange_records(*this, own); });
+                     [&](const ControlRecord& own) { return exchange_records(engine_, own); });
   }
   return {records, looks_at_updates() ? updates_->divergence() : std::string()};
 }
 
-void Engine::accept(double scale, bool keep_unused) {
+void EngineStep::accept(double scale, bool keep_unused) {
   const at::NoGradGuard no_grad;
   const memory::Unlimited unlimited;  // all ranks have accepted: no way back
   transport_->end_sums();
   exchange_rows(link_, layout_, attempt_.step() - 1);
   // First: if anything fails here, the plan stands.
-  tuner_.note_agreed(layout_, transport_->records()[0].plan);
+  tuner_.note_agreed(transport_->records()[0].plan);
   // In a plain loop the next step has the same scale.
   placement_.take_sums(scale, attempt_.is_of_loop() ? 1.0 : scale, keep_unused);
   if (looks_at_updates()) {
@@ -81,39 +81,33 @@ void Engine::accept(double scale, bool keep_unused) {
   }
   placement_.forget();
   write_back_buffers();
-  tuner_.propose(layout_, watch_, attempt_.step());
+  tuner_.propose(watch_, attempt_.step());
 }
 
 /// Where the rank whose buffers win had no data, which only a plain loop allows, each rank keeps its own.
-void Engine::write_back_buffers() {
+void EngineStep::write_back_buffers() {
   const auto& winner = transport_->records()[attempt_.buffer_source()];
   if (!attempt_.is_of_loop() || winner.verdict != Status::no_data) {
     layout_.tail->write_back_buffers();
   }
-  if (auto& next = tuner_.next(); layout_.tail->has_new_sizes() && !next) {
-    next = layout_.plan;
+  if (layout_.tail->has_new_sizes()) {
+    tuner_.repeat();
   }
 }
 
-void Engine::discard() {
+void EngineStep::discard() {
   transport_->drop_sums();
   placement_.discard();
 }
 
-void Engine::accept_nothing() {
+void EngineStep::accept_nothing() {
   transport_->end_sums();
   // The others wait for this rank, which has none.
   exchange_rows(link_, layout_, attempt_.step() - 1);
   discard();
   write_back_buffers();
-  tuner_.note_agreed(layout_, transport_->records()[0].plan);
-  tuner_.propose(layout_, watch_, attempt_.step());
-}
-
-void Engine::forget_updates() {
-  if (updates_) {
-    updates_->forget();
-  }
+  tuner_.note_agreed(transport_->records()[0].plan);
+  tuner_.propose(watch_, attempt_.step());
 }
 
 }  // namespace brimful

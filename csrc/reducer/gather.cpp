@@ -20,7 +20,7 @@ void call_in_attempt(Engine& engine,
   auto& link = engine.link();
   const memory::UnlimitedEverywhere unlimited;  // the others wait in it
   const auto step = engine.attempt().step();
-  const bool is_open = engine.open_step();
+  const bool is_open = engine.gate().open();
   link.begin_wait();
   TORCH_CHECK(link.is_broken() || is_open,
               "another rank begins a step of another model; call the same steps on every rank");

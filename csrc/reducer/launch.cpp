@@ -7,34 +7,12 @@
 #include <algorithm>
 #include <optional>
 
-#include "reducer/engine.h"
+#include "reducer/engine_step.h"
 
 namespace brimful {
 
-bool Engine::open_step() {
-  if (!opened_ && !step_->has_ended()) {
-    step_->share_error(link_);
-    if (link_.takes_turns()) {
-      step_->open(link_, attempt_.is_managed());
-      step_->share_error(link_);
-    }
-    opened_ = true;
-  }
-  return !step_->has_ended();
-}
-
-void Engine::open_exchange(bool settles) {
-  if (settles) {
-    driver_->give_way(/*to_step=*/false);
-  }
-  SharedStep asked;
-  if (!asked.open_exchange(link_)) {
-    driver_->throw_step_ended(asked);
-  }
-}
-
-void Engine::launch() {
-  const bool sends = open_step();
+void EngineStep::launch() {
+  const bool sends = gate_.open();
   const bool is_last = launcher_.next() == layout_.last();
   layout_.buckets[launcher_.next()].join_current_stream();
   if (is_last) {
@@ -46,7 +24,7 @@ void Engine::launch() {
   }
 }
 
-void Engine::write_tail() {
+void EngineStep::write_tail() {
   auto& record = outgoing_.record;
   record.plan = tuner_.proposed();
   record.updated.fill(updates_ ? kUpdateUnknown : kUpdateNotCompared);
@@ -57,8 +35,8 @@ void Engine::write_tail() {
   transport_->say(record, outgoing_.loss_sum, updated);
 }
 
-void Engine::advance_early() {
-  if (!attempt_.launches() || late_.launch_late) {
+void EngineStep::advance_early() {
+  if (!attempt_.launches() || arrivals_.launch_late()) {
     return;
   }
   while (launcher_.may_launch_early()) {
@@ -68,28 +46,28 @@ void Engine::advance_early() {
   launcher_.advance_after();
 }
 
-void Engine::advance() {
+void EngineStep::advance() {
   const auto lock = attempt_.lock();
   advance_early();
 }
 
-Progress Engine::progress() const {
+Progress EngineStep::progress() const {
   const auto done = [](const auto& bucket) { return bucket.pending == 0; };
   return {launcher_.next(), layout_.last() + 1,
-          attempt_.launches() && !late_.reentrant &&
+          attempt_.launches() && !arrivals_.may_come_again() &&
               std::all_of(layout_.buckets.begin(), layout_.buckets.end(), done),
-          late_.came};
+          arrivals_.came_late()};
 }
 
-void Engine::launch_early(Fill fill) {
+void EngineStep::launch_early(Fill fill) {
   launch_until(layout_.last(), fill, nullptr);
 }
 
-void Engine::launch_last(Fill fill, const Announcement& said) {
+void EngineStep::launch_last(Fill fill, const Announcement& said) {
   launch_until(layout_.last() + 1, fill, &said);
 }
 
-void Engine::launch_until(int64_t end, Fill with, const Announcement* said) {
+void EngineStep::launch_until(int64_t end, Fill with, const Announcement* said) {
   const auto lock = attempt_.lock();
   const memory::Unlimited unlimited;
   std::optional<memory::UnlimitedEverywhere> also_the_groups_threads;
@@ -99,7 +77,7 @@ void Engine::launch_until(int64_t end, Fill with, const Announcement* said) {
   }
   const bool own = with == Fill::gradients;
   const at::AutoGradMode no_grad_to_drain(own && at::GradMode::is_enabled());
-  step_->share_error(link_);
+  gate_.share_error();
   if (said != nullptr) {
     outgoing_ = *said;
   }
@@ -114,7 +92,7 @@ void Engine::launch_until(int64_t end, Fill with, const Announcement* said) {
   if (own) {
     attempt_.complete();
   }
-  const bool sends = open_step();
+  const bool sends = gate_.open();
   while (launcher_.next() < end) {
     if (own && placement_.fill(launcher_.next())) {
       watch_.ready(launcher_.next());
@@ -128,7 +106,7 @@ void Engine::launch_until(int64_t end, Fill with, const Announcement* said) {
     }
   }
   hooks_.wait();  // of the early part: other modules' buckets may follow
-  step_->share_error(link_);
+  gate_.share_error();
 }
 
 }  // namespace brimful

@@ -206,7 +206,7 @@ bool LoopDriver::begin_plain_backward(Attempt::Lock& lock, bool through_output) 
   if (sync_) {
     begin_plain_step(Status::ok, /*launches=*/true);
   } else {
-    engine_.begin_plain({}, attempt_.buffer_source(), nullptr, /*launches=*/false);
+    engine_.step().begin_plain({}, attempt_.buffer_source(), nullptr, /*launches=*/false);
   }
   return true;
 }
@@ -221,7 +221,7 @@ void LoopDriver::begin_plain_step(Status verdict, bool launches) {
   record.stop = stop_to_send();
   record.weight = verdict == Status::ok ? 1 : 0;
   plain_ = PlainStep::join(*this, self_, record);
-  engine_.begin_plain(scales, uneven_.source(), plain_, launches);
+  engine_.step().begin_plain(scales, uneven_.source(), plain_, launches);
   if (step_.unannounced) {
     plain_->fail(*step_.unannounced);
     step_.unannounced.reset();
@@ -254,7 +254,7 @@ bool LoopDriver::join_step(bool keep_gradients) {
   {
     const auto lock = attempt_.lock();
     if (keep_gradients) {
-      engine_.discard();
+      engine_.step().discard();
       attempt_.enter_plain_backward();
     }
     begin_plain_step(Status::no_data, /*launches=*/keep_gradients);

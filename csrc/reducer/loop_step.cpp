@@ -48,16 +48,16 @@ void LoopStep::take_sums(const std::vector<ControlRecord>& records, bool keeps) 
   }
   step_.stops = stops(records);
   if (keeps) {
-    engine_.accept(predivide_ / uneven_.averaged_over(), true);
+    engine_.step().accept(predivide_ / uneven_.averaged_over(), true);
   } else {
-    engine_.accept_nothing();
+    engine_.step().accept_nothing();
   }
 }
 
 void LoopStep::drop_sums() {
   step_.stands = false;
   uneven_.forget_meeting();
-  engine_.discard();
+  engine_.step().discard();
 }
 
 void LoopStep::call_off() {
@@ -123,7 +123,7 @@ void LoopStep::abort_step(FailureKind kind, const std::string& text) {
       uneven_.meet();
     }
     if (!attempt_.is_managed()) {  // no backward has taken up the others' buckets
-      engine_.begin_plain({}, attempt_.buffer_source(), plain_, /*launches=*/false);
+      engine_.step().begin_plain({}, attempt_.buffer_source(), plain_, /*launches=*/false);
     }
   }
   const auto step = plain_;
@@ -159,11 +159,11 @@ void LoopStep::settle() {
   if (const auto step = std::exchange(plain_, nullptr); step->has_parted()) {
     step->wait_for_parting(link_);
     step_.stands = false;
-    engine_.give_up();
+    engine_.step().give_up();
   } else {
-    engine_.finish();
+    engine_.step().finish();
   }
-  engine_.discard();
+  engine_.step().discard();
 }
 
 void LoopStep::begin_scope() {

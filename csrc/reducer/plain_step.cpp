@@ -20,7 +20,7 @@ StepAttempts attempts_of(const Loops& loops) {
   std::vector<ParticipantAttempt*> attempts;
   attempts.reserve(loops.size());
   for (const auto& loop : loops) {
-    attempts.push_back(&loop->engine());
+    attempts.push_back(&loop->engine().step());
   }
   return StepAttempts(std::move(attempts));
 }
@@ -136,8 +136,8 @@ void PlainStep::abort(LoopStep& by, FailureKind kind, const std::string& text) {
       return;
     }
     for (const auto& loop : all) {
-      if (loop->engine().has_opened()) {
-        loop->engine().launch_early(Fill::anything);
+      if (loop->engine().gate().has_opened()) {
+        loop->engine().step().launch_early(Fill::anything);
       }
     }
     if (!has_ended() && !link.is_broken()) {
@@ -152,7 +152,7 @@ void PlainStep::abort(LoopStep& by, FailureKind kind, const std::string& text) {
     share_error(link);
   }
   for (const auto& loop : all) {
-    loop->engine().leave_backward();
+    loop->engine().step().leave_backward();
   }
   if (asks) {
     by.note_all_know();

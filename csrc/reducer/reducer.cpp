@@ -13,7 +13,7 @@ PlainLoop& Reducer::loop() {
   return s_->loop;
 }
 ParticipantAttempt& Reducer::attempt() {
-  return s_->engine;
+  return s_->engine.step();
 }
 std::vector<ControlRecord> Reducer::exchange(const ControlRecord& record) {
   return exchange_records(s_->engine, record);
@@ -49,7 +49,7 @@ bool Reducer::is_broken() const {
 }
 
 int64_t Reducer::launched() const {
-  return s_->engine.progress().launched;
+  return s_->engine.step().progress().launched;
 }
 int64_t Reducer::buckets() const {
   return s_->engine.layout().last() + 1;

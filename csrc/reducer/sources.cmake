@@ -2,6 +2,7 @@ brimful_sources(LIGHT
   scaled_copy.cpp)
 brimful_sources(HEAVY
   agree.cpp
+  arrivals.cpp
   at_exit.cpp
   bucket.cpp
   bucket_plan.cpp
@@ -10,6 +11,7 @@ brimful_sources(HEAVY
   device_clock.cpp
   device_wait.cpp
   engine.cpp
+  engine_step.cpp
   finish.cpp
   gather.cpp
   torch_ddp_adapter.cpp
@@ -36,6 +38,7 @@ brimful_sources(HEAVY
   regroup.cpp
   rows.cpp
   shared_step.cpp
+  step_gate.cpp
   stopwatch.cpp
   tail.cpp
   updates.cpp
