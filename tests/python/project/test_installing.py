@@ -68,7 +68,7 @@ class Box:
         # Configuring needs a ninja that works; the build of brimful ends as it begins.
         stand_in = folder / "ninja"
         stand_in.write_text(
-            f'#!/bin/sh\ncase " $* " in *" brimful _C "*) echo "{COMPILES}"; exit 1;; esac\n'
+            f'#!/bin/sh\ncase " $* " in *" brimful_package "*) echo "{COMPILES}"; exit 1;; esac\n'
             f'exec "{self.bin}/ninja" "$@"\n'
         )
         stand_in.chmod(0o755)
