@@ -53,9 +53,9 @@ bool is_whole(Engine& engine, const GradientHooks::Selected& selected, bool& war
 }
 }  // namespace
 
-void LoopDriver::attach(std::weak_ptr<LoopDriver> self, std::weak_ptr<Engine> engine) {
+void LoopDriver::attach(std::weak_ptr<LoopDriver> self, const std::weak_ptr<Engine>& engine) {
   self_ = std::move(self);
-  engine_.attach(std::move(engine), *this);
+  engine_.attach(engine, *this);
 }
 
 void LoopDriver::require_not_taken() const {

@@ -17,7 +17,7 @@ class LoopDriver final : public LoopStep, private EngineDriver {
  public:
   LoopDriver(Engine& engine, const ReducerOptions& options) : LoopStep(engine, options) {}
   /// Hooks and callbacks hold both weakly.
-  void attach(std::weak_ptr<LoopDriver> self, std::weak_ptr<Engine> engine);
+  void attach(std::weak_ptr<LoopDriver> self, const std::weak_ptr<Engine>& engine);
   /// Whose it is. None yet, or no more: null.
   void belong_to(std::weak_ptr<Reducer> reducer) { reducer_ = std::move(reducer); }
   std::shared_ptr<Reducer> reducer() const { return reducer_.lock(); }
