@@ -1,13 +1,12 @@
 """Programs as people write and run them, on a device without arithmetic: they end, and their bytes are plausible."""
 
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from simulation import RUN, program
+from guarded import run_guarded
+from simulation import program
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE / "programs"
@@ -25,28 +24,6 @@ PROGRAMS = {
 }
 
 
-def run(folder, scratch, *command):
-    """Runs a command on an H200 without arithmetic, guarded: what it said, and what its last line says in JSON."""
-    left_out = ("LD_PRELOAD", "SIM_CUDA_MEMORY_MB")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    chosen = {"SIM_CUDA_ARITHMETIC": "0", "SIM_CUDA_DEVICE": "h200"}
-    chosen["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"  # torch 2.11 keeps workspaces, one for each thread
-    guarded = [RUN, "--libraries", LIBRARIES, "--guard", scratch, "--"]
-    done = subprocess.run(
-        [sys.executable, *guarded, *command],
-        env={**kept, **chosen},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    said = done.stdout + done.stderr
-    if "is refused outside of" in said:
-        pytest.skip("this system redirects no files")
-    assert done.returncode == 0, said
-    return said, json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_ends_keeps_what_it_has_to_keep_and_changes_nothing(name, tmp_path):
     """Bytes by hand: parameters, times what is kept for each of them."""
@@ -54,7 +31,7 @@ def test_a_program_ends_keeps_what_it_has_to_keep_and_changes_nothing(name, tmp_
     folder = tmp_path / "runs"
     folder.mkdir()
     (folder / checkpoint).write_bytes(KEPT)
-    said, found = run(folder, tmp_path / "scratch", *command, folder, dtype)
+    said, found = run_guarded(LIBRARIES, folder, tmp_path / "scratch", *command, folder, dtype)
     states = 4 * found["copies"] * found["parameters"]
     most = 4 * (found["copies"] + found.get("spare", 0)) * found["parameters"]
     for allocated in (found["allocated"], *found.get("of_others", ())):
