@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,12 +16,17 @@ COMPUTING = (
 )
 
 
+def own_name():
+    """run.py, or what a command of another package calls itself."""
+    return Path(sys.argv[0]).name
+
+
 def environment(libraries):
     """What a process needs to see the simulated devices; what is set already stays."""
     runtime = Path(libraries).resolve() / "libcudart.so.13"
     if not runtime.exists():
         raise SystemExit(
-            f"run.py: there is no {runtime}: build csrc/cuda_sim (its README.md says how)"
+            f"{own_name()}: there is no {runtime}: build csrc/cuda_sim (its README.md says how)"
         )
     names, defaults = (), {}
     if os.environ.get("SIM_CUDA_ARITHMETIC") == "0":
@@ -33,6 +39,7 @@ def environment(libraries):
     return {"SIM_CUDA_STRICT": "1", **defaults, **os.environ, "LD_PRELOAD": ":".join(first)}
 
 
+NO_PROGRAM = 127  # as a shell says it
 FIND_TORCH = (
     "import importlib.util as u; found = u.find_spec('torch'); print(found.origin if found else '')"
 )
@@ -50,7 +57,7 @@ def check_torch(command):
     cuda = found.group(1) if found else "none"
     if cuda.split(".")[0] != "13":
         raise SystemExit(
-            f"run.py: these libraries take the place of CUDA 13's, and the torch of {command[0]} is for another "
+            f"{own_name()}: these libraries take the place of CUDA 13's, and the torch of {command[0]} is for another "
             f"(CUDA: {cuda}): name a Python whose torch is for CUDA 13"
         )
 
@@ -62,7 +69,7 @@ def near():
         return here
     found = list(Path("build").glob("*/python/brimful/cuda_sim/libcudart.so.13"))
     if len(found) != 1:
-        raise SystemExit(f"run.py: name the folder by --libraries (found: {len(found)})")
+        raise SystemExit(f"{own_name()}: name the folder by --libraries (found: {len(found)})")
     return found[0].parent
 
 
@@ -81,7 +88,7 @@ def run_twice(command, variables):
     """Says on stderr between which bytes the peaks lie; returns the first status that is not 0."""
     if variables.get("SIM_CUDA_ARITHMETIC") != "0":
         raise SystemExit(
-            "run.py: --interval is for devices without arithmetic: name one by --device"
+            f"{own_name()}: --interval is for devices without arithmetic: name one by --device"
         )
     (status, least), (again, most) = (peaks(command, variables, word) for word in ("least", "most"))
     for device, ends in enumerate(zip(least, most, strict=False)):
@@ -110,12 +117,18 @@ def main():
         help="run it twice, with the least and with the most that figures which are not known can be",
     )
     parser.add_argument("--libraries", type=Path, help="their folder, if it is not that of run.py")
-    parser.add_argument("command", nargs="+", metavar="COMMAND")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND ...")
     options = parser.parse_args()
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("name the program to run: -- python train.py")
+    if shutil.which(command[0]) is None:
+        print(f"{own_name()}: there is no such program (command: {command[0]})", file=sys.stderr)
+        return NO_PROGRAM
     if options.device:
         os.environ.update(SIM_CUDA_ARITHMETIC="0", SIM_CUDA_DEVICE=options.device)
     libraries = options.libraries or near()
-    command, variables = options.command, environment(libraries)
+    variables = environment(libraries)
     check_torch(command)
     if options.interval and options.guard:
         parser.error(

@@ -62,11 +62,25 @@ def test_its_files_stay(tmp_path):
 
 
 @built
+def test_a_command_needs_no_dashes_before_it():
+    status, out, err = run("--device", "t4", sys.executable, "-c", SHOW, "--device", "h200")
+    assert (status, out) == (0, "Tesla T4 3.0\n"), err
+
+
+@built
 def test_what_it_cannot_do_is_said():
+    status, _, err = run("--device", "h200")
+    assert status == 2
+    assert err.endswith("error: name the program to run: -- python train.py\n")
+    status, _, err = run("--", "no-such-program")
+    assert (status, err) == (
+        127,
+        "brimful simulate: there is no such program (command: no-such-program)\n",
+    )
     status, _, err = run("--interval", "--", sys.executable, "-c", "")
     assert status == 1
     assert err.splitlines()[-1] == (
-        "run.py: --interval is for devices without arithmetic: name one by --device"
+        "brimful simulate: --interval is for devices without arithmetic: name one by --device"
     )
     status, _, err = run("--device", "h2000", "--", sys.executable, "-c", SHOW)
     assert status != 0
