@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdio>
 
-/// A function that computes, or tells a descriptor what nobody asks it for: it is done at once.
+/// A function that computes, or sets in a descriptor what is not asked for: it is done at once.
 #define SIM_ANSWERS(name, status)                 \
   extern "C" int sim_answers_##name() asm(#name); \
   int sim_answers_##name() {                      \

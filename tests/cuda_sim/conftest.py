@@ -39,5 +39,5 @@ def clean():
     set_delay(None)
     for device in range(torch.cuda.device_count()):
         sim.sim_cuda_plant_error(device, 0)
-        sim.sim_cuda_set_foreign(device, ctypes.c_size_t(0))
+        sim.sim_cuda_set_others(device, ctypes.c_size_t(0))
         torch.cuda.synchronize(device)

@@ -36,7 +36,7 @@ def test_more_than_there_is_is_an_error_of_torch_s():
 def test_the_error_names_the_processes_on_the_device():
     """Torch asks NVML, which here is the simulated device's."""
     held = torch.empty(20 * MIB, dtype=torch.uint8, device="cuda")
-    sim.sim_cuda_set_foreign(0, ctypes.c_size_t(100 * MIB))
+    sim.sim_cuda_set_others(0, ctypes.c_size_t(100 * MIB))
     total = torch.cuda.mem_get_info()[1]
     with pytest.raises(torch.OutOfMemoryError) as error:
         torch.empty(total - 60 * MIB, dtype=torch.uint8, device="cuda")

@@ -49,7 +49,7 @@ def test_it_lives_until_each_start_has_its_end(nvml):
 
 def test_it_has_the_memory_of_this_process_and_of_another(nvml):
     held = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda:1")
-    sim.sim_cuda_set_foreign(1, ctypes.c_size_t(50 * MIB))
+    sim.sim_cuda_set_others(1, ctypes.c_size_t(50 * MIB))
     device, memory = handle(nvml, 1), Memory()
     assert nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0
     own = torch.cuda.memory_reserved(1)

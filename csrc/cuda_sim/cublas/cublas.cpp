@@ -1,4 +1,4 @@
-// cuBLAS on a device without arithmetic: handles keep what they are told, and whatever computes is done at once. Results on
+// cuBLAS on a device without arithmetic: handles keep what is set, and whatever computes is done at once. Results on
 // the host, of a handle whose pointer mode is the host's, are not written.
 #include <cstddef>
 

@@ -99,7 +99,7 @@ const char* cublasLtGetStatusString(int status) {
 }
 }
 
-// What computes, and what a descriptor is told.
+// What computes, and what is set in a descriptor.
 #define SIM_DONE(name) SIM_ANSWERS(name, kSuccess)
 SIM_DONE(cublasLtMatmul)
 SIM_DONE(cublasLtMatrixTransform)

@@ -1,4 +1,4 @@
-// cuDNN's backend without arithmetic: descriptors keep what they are told. Heuristics know one engine, whose plan needs the
+// cuDNN's backend without arithmetic: descriptors keep what is set. Heuristics know one engine, whose plan needs the
 // workspace that workspace.cpp says. After it they know one without, which torch takes if that workspace is refused.
 #include <algorithm>
 #include <atomic>
@@ -129,7 +129,7 @@ void note_execution(const Content& plan) {
   }
 }
 
-/// What is asked and was not told: notes and knobs there are none, and numbers are 0.
+/// What is asked and was not set: notes and knobs there are none, and numbers are 0.
 Attribute answer(const Content& content, int attribute, int type) {
   const auto found = content.attributes.find(attribute);
   if (found != content.attributes.end()) {

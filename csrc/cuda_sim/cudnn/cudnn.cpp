@@ -17,7 +17,7 @@ struct Handle {
   void* stream = nullptr;
 };
 
-constexpr size_t kDescriptorBytes = 512;  // of those that are not asked what they were told
+constexpr size_t kDescriptorBytes = 512;  // of those that are not asked what was set
 
 }  // namespace
 
@@ -166,7 +166,7 @@ SIM_DESCRIPTOR(Dropout)
 SIM_DESCRIPTOR(Pooling)
 SIM_DESCRIPTOR(SpatialTransformer)
 
-// What computes, and what a descriptor is told that nobody asks for again.
+// What computes, and what is set in a descriptor and not asked for again.
 #define SIM_DONE(name) SIM_ANSWERS(name, kCudnnSuccess)
 SIM_DONE(cudnnBatchNormalizationBackwardEx)
 SIM_DONE(cudnnBatchNormalizationForwardInference)

@@ -8,7 +8,7 @@ namespace sim {
 
 enum { kCudnnSuccess = 0, kCudnnBadParam = 2000, kCudnnNotSupported = 3000 };
 
-/// What a descriptor of the backend was told, by attribute. As cuDNN does, one that is part of another is shared with it.
+/// What is set in a descriptor of the backend, by attribute. As cuDNN does, one that is part of another is shared with it.
 /// Of one value: double and int64 have 8, float and int32 have 4, half and bfloat16 have 2, else 1.
 int64_t bytes_of(int data_type);
 

@@ -1,4 +1,4 @@
-// What nobody asks for. Without CUPTI's header, whose declarations these are not.
+// What is not asked for. Without CUPTI's header, whose declarations these are not.
 constexpr int kNotInitialized = 15;
 
 #define SIM_ABSENT(name)    \

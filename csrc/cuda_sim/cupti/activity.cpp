@@ -37,7 +37,7 @@ struct Records {
       give_back();
     }
     if (buffer == nullptr) {
-      size_t most = 0;  // records; nobody sets it
+      size_t most = 0;  // records; it is not set
       request(&buffer, &size, &most);
       used = 0;
     }

@@ -20,7 +20,7 @@ CUptiResult cuptiGetCallbackName(CUpti_CallbackDomain /*domain*/, uint32_t funct
   return CUPTI_SUCCESS;
 }
 
-// Nobody is called back.
+// Nothing is called back.
 CUptiResult cuptiSubscribe(CUpti_SubscriberHandle* subscriber, CUpti_CallbackFunc /*callback*/,
                            void* data) {
   *subscriber = static_cast<CUpti_SubscriberHandle>(data);

@@ -1,5 +1,5 @@
 #pragma once
-// What the runtime tells CUPTI of copies.
+// What CUPTI learns of copies from the runtime.
 #include <cstdint>
 
 extern "C" {
@@ -11,7 +11,7 @@ struct sim_cupti_copy {
   uint32_t device, stream;
 };
 
-/// A number for a call that copies; 0: nobody asks for records.
+/// A number for a call that copies; 0: no records are asked for.
 uint32_t sim_cupti_new_call();
 /// Nanoseconds, by the clock of who asks.
 uint64_t sim_cupti_now();

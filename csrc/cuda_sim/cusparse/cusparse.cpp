@@ -15,7 +15,7 @@ struct Made {
   int64_t rows = 0, columns = 0;
 };
 
-/// An argument that nobody looks at: a pointer or a whole number.
+/// An argument that is not looked at: a pointer or a whole number.
 using Any = intptr_t;
 
 int make(void** out, int64_t rows, int64_t columns) {
@@ -118,7 +118,7 @@ SIM_DESTROYS(cusparseSpGEMM_destroyDescr)
 SIM_DESTROYS(cusparseSpSM_destroyDescr)
 SIM_DESTROYS(cusparseSpSV_destroyDescr)
 
-// What tells a workspace as its tenth argument, its eleventh and so on.
+// What gives the size of a workspace as its tenth argument, its eleventh and so on.
 #define SIM_NEEDS_NONE(name, type, ...)                                      \
   extern "C" int sim_needs_none_##name(__VA_ARGS__, type* bytes) asm(#name); \
   int sim_needs_none_##name(__VA_ARGS__, type* bytes) {                      \
@@ -142,7 +142,7 @@ SIM_OF_ALL_TYPES(cusparse, bsrsv2_bufferSize, int, SIM_NINE, Any, Any)
 SIM_OF_ALL_TYPES(cusparse, bsrsm2_bufferSize, int, SIM_NINE, Any, Any, Any, Any)
 SIM_OF_ALL_TYPES(cusparse, csrgeam2_bufferSizeExt, size_t, SIM_NINE, SIM_NINE, Any)
 
-// What computes, and what is told.
+// What computes, and what is set.
 #define SIM_DONE(name) SIM_ANSWERS(name, kSuccess)
 #include "done.inc"
 

@@ -1,5 +1,5 @@
 // The few functions of the driver that torch asks for by way of libcaffe2_nvrtc.so. Who asks for a driver itself (CUPTI,
-// cuBLAS) is told by cuInit that there is no device.
+// cuBLAS) learns from cuInit that there is no device.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 

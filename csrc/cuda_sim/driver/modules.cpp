@@ -1,5 +1,5 @@
 // Modules with kernels, and their launches. On a device without arithmetic the modules that the simulated NVRTC makes up are
-// loaded, and nothing of them is run; nobody loads others.
+// loaded, and nothing of them is run; others are not loaded.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 

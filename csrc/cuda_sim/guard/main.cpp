@@ -120,7 +120,7 @@ int wait_for_program() {
   return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
 }
 
-void tell(const Options& options, const Redirection& redirection, int report) {
+void report_changes(const Options& options, const Redirection& redirection, int report) {
   const auto changes = changes_of(redirection);
   if (report >= 0) {
     if (write(report, changes.lines.data(), changes.lines.size()) != std::ssize(changes.lines)) {
@@ -171,7 +171,7 @@ int guarded(int count, char** arguments) {
   }
   const int status = wait_for_program();
   if (redirected) {
-    tell(options, redirection, report);
+    report_changes(options, redirection, report);
   }
   return status;
 }

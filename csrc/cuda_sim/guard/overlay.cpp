@@ -108,7 +108,7 @@ bool own_namespaces(const Options& options, bool& by_user) {
     return true;
   }
   by_user = true;
-  const auto user = std::to_string(geteuid());  // which are nobody's afterwards
+  const auto user = std::to_string(geteuid());  // which no one owns afterwards
   const auto group = std::to_string(getegid());
   if (unshare(CLONE_NEWUSER | wanted) != 0) {
     return false;

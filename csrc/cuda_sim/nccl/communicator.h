@@ -10,13 +10,13 @@
 
 namespace sim_nccl {
 
-/// What a wire holds of messages: they say how many bytes there are, and move those alone that are known.
+/// What a connection holds of messages: they say how many bytes there are, and move those alone that are known.
 struct Messages {
   std::string arriving;     // what was read of the next one
-  uint64_t here = 0;        // bytes that came and that nobody has taken
+  uint64_t here = 0;        // bytes that came and were not taken
   std::string values;       // the first of these bytes, as far as they are known
-  uint64_t taken = 0;       // bytes that were taken here and of which the sender has not heard
-  uint64_t on_the_way = 0;  // bytes that were sent and of which nobody said that they are taken
+  uint64_t taken = 0;       // bytes that were taken here and of which the sender does not know
+  uint64_t on_the_way = 0;  // bytes that were sent and that are not known to be taken
 };
 
 /// To one peer and from it.

@@ -60,7 +60,7 @@ bool send_some(int fd, Sending& sending, Messages& messages) {
 }
 
 /// How many bytes the peer has taken.
-bool hear(int fd, Messages& messages) {
+bool take_receipts(int fd, Messages& messages) {
   uint64_t taken = 0;
   const ssize_t got = recv(fd, &taken, sizeof taken, MSG_DONTWAIT);
   if (got == sizeof taken) {
@@ -70,8 +70,8 @@ bool hear(int fd, Messages& messages) {
   return got < 0 && (errno == EAGAIN || errno == EINTR);
 }
 
-/// Nobody waits for it when the peer is gone, or does not listen now.
-void tell(int fd, Messages& messages) {
+/// It is not waited for when the peer is gone, or does not listen now.
+void send_receipt(int fd, Messages& messages) {
   if (messages.taken > 0 && send(fd, &messages.taken, sizeof messages.taken,
                                  MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof messages.taken) {
     messages.taken = 0;
@@ -151,7 +151,7 @@ class Exchange {
     if (queue.empty()) {
       return true;
     }
-    if (!hear(wire.out, wire.messages)) {
+    if (!take_receipts(wire.out, wire.messages)) {
       return false;
     }
     while (!queue.empty()) {
@@ -189,7 +189,7 @@ class Exchange {
         continue;
       }
       take(wire.messages, first);
-      tell(wire.in, wire.messages);
+      send_receipt(wire.in, wire.messages);
       if (first.part.left == 0) {
         finish(first);
         queue.pop_front();

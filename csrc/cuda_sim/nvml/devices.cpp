@@ -77,7 +77,7 @@ int nvmlDeviceGetSerial(void* device, char* out, unsigned size) {
 }
 int nvmlDeviceGetUtilizationRates(void* device, Rates* rates) {
   if (simulated()) {
-    return kNotSupported;  // nobody measures it
+    return kNotSupported;  // it is not measured
   }
   rates->memory = 5;
   const unsigned busy = of(device).gpu == 0 ? 97 : 0;

@@ -9,7 +9,7 @@
 extern "C" {
 __attribute__((weak)) int sim_cuda_machine_devices();
 __attribute__((weak)) void sim_cuda_machine_memory(int device, size_t* total, size_t* own,
-                                                   size_t* foreign);
+                                                   size_t* others);
 }
 
 namespace fake_nvml {
@@ -25,22 +25,22 @@ int simulated_count() {
 Memory simulated_memory(int gpu) {
   size_t total = 0;
   size_t own = 0;
-  size_t foreign = 0;
-  sim_cuda_machine_memory(gpu, &total, &own, &foreign);
-  return {total, 0, total - std::min(total, own + foreign), own + foreign};
+  size_t others = 0;
+  sim_cuda_machine_memory(gpu, &total, &own, &others);
+  return {total, 0, total - std::min(total, own + others), own + others};
 }
 
 std::vector<Process> simulated_processes(int gpu) {
   size_t total = 0;
   size_t own = 0;
-  size_t foreign = 0;
-  sim_cuda_machine_memory(gpu, &total, &own, &foreign);
+  size_t others = 0;
+  sim_cuda_machine_memory(gpu, &total, &own, &others);
   std::vector<Process> found;
   if (own > 0) {
     found.push_back({static_cast<unsigned>(getpid()), own});
   }
-  if (foreign > 0) {
-    found.push_back({kOtherProcess, foreign});
+  if (others > 0) {
+    found.push_back({kOtherProcess, others});
   }
   return found;
 }

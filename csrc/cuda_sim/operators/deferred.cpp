@@ -138,7 +138,7 @@ class Shapes {
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
 };
 
-/// The results' sizes; false where only the values can tell, or the operator is going to raise.
+/// The results' sizes; false where only the values decide, or the operator is going to raise.
 bool find_shapes(const c10::OperatorHandle& op, Stack* stack, Shapes* shapes) {
   // Of embedding bags the meta kernel speaks for CUDA's, whose further results have other sizes than the CPU's.
   if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta) ||

@@ -71,7 +71,7 @@ std::unique_ptr<torch::Library> install() {
   }
   library->impl("copy_", TORCH_FN(copy_));
   implement_without_cpu_kernel(*library);
-  // What torch would choose for a device of this kind and nobody stands in for.
+  // What torch would choose for a device of this kind and has no stand-in.
   at::globalContext().setUserEnabledCuDNN(false);
   at::globalContext().setSDPUseFlash(false);
   at::globalContext().setSDPUseMemEfficient(false);

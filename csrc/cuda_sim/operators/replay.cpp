@@ -84,7 +84,7 @@ Table read_table(const std::string& path) {
     int64_t bytes = -1;
     if (!(words >> name >> shapes >> bytes) || words >> rest || bytes < 0) {
       refuse("a line is not an operator, shapes and bytes", path + ", " + line,
-             "mend it, as in: aten::sum.dim_IntList 48000x256 98566656");
+             "correct it, as in: aten::sum.dim_IntList 48000x256 98566656");
     }
     const Key key = key_of(read_sizes(shapes));
     int64_t& taken = table[name][key.text][key.rows];

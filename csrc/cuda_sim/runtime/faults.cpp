@@ -29,9 +29,9 @@ void sim_cuda_note_operator() {
   ++state().calls["operator"];
 }
 
-void sim_cuda_set_foreign(int device, size_t bytes) {
+void sim_cuda_set_others(int device, size_t bytes) {
   const std::lock_guard lock(state().mutex);
-  state().devices.at(device).foreign = bytes;
+  state().devices.at(device).others = bytes;
 }
 
 void sim_cuda_set_delay(long us) {
@@ -70,9 +70,9 @@ size_t sim_cuda_peak_bytes(int device) {
              : 0;
 }
 
-void sim_cuda_machine_memory(int device, size_t* total, size_t* own, size_t* foreign) {
+void sim_cuda_machine_memory(int device, size_t* total, size_t* own, size_t* others) {
   *total = sim::settings().total_bytes;
-  *own = *foreign = 0;
+  *own = *others = 0;
   if (!sim::devices_are_chosen()) {  // the driver does not choose them
     return;
   }
@@ -81,7 +81,7 @@ void sim_cuda_machine_memory(int device, size_t* total, size_t* own, size_t* for
   for (size_t i = 0; i < visible.size(); ++i) {
     if (visible[i] == device) {
       *own = state().devices[i].used;
-      *foreign = state().devices[i].foreign;
+      *others = state().devices[i].others;
     }
   }
 }

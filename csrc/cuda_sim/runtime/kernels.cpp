@@ -16,7 +16,7 @@ namespace {
 constexpr long kReported = 20;
 std::atomic<long> not_run{0};
 
-/// A kernel that nobody stands in for: its results would be wrong from here on.
+/// A kernel without a stand-in: its results would be wrong from here on.
 void refuse(std::string_view name) {
   if (sim::strict()) {
     std::fprintf(stderr, "SIM_CUDA_STRICT: a kernel without a CPU stand-in: %s\n", name.data());

@@ -14,7 +14,7 @@ constexpr size_t kAlignment = 512;
 
 size_t left_of(const Device& device) {
   const size_t total = settings().total_bytes;
-  return total - std::min(total, device.used + device.foreign);
+  return total - std::min(total, device.used + device.others);
 }
 
 void use(Device* device, size_t bytes) {

@@ -17,7 +17,7 @@ void give_back(int device, size_t bytes);
 void know_block(void* pointer, size_t bytes, int device);
 void forget_block(void* pointer);
 
-/// How the memory of a device lies in the host's: nobody touches that of one without arithmetic.
+/// How the memory of a device lies in the host's: that of one without arithmetic is not touched.
 int protection();
 
 /// Of which memory this is: unregistered for what the runtime does not know.

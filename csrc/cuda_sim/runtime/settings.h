@@ -28,7 +28,7 @@ const Settings& settings();
 /// SIM_CUDA_DELAY_US, until a test sets another; -1: work is done inside the call that asks for it.
 std::atomic<long>& delay_us();
 
-/// SIM_CUDA_STRICT, until a test sets another: a kernel that nobody stands in for ends the process.
+/// SIM_CUDA_STRICT, until a test sets another: a kernel without a stand-in ends the process.
 std::atomic<bool>& strict();
 
 /// The devices of the machine that CUDA_VISIBLE_DEVICES leaves: read once, as by the real runtime.

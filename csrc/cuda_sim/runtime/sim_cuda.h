@@ -17,10 +17,10 @@ void sim_cuda_note_operator();
 /// Whether this stream says that it is being captured into a graph: for code that asks. Nothing is captured.
 void sim_cuda_set_capturing(cudaStream_t stream, int capturing);
 /// Memory of this device that another process is to have.
-void sim_cuda_set_foreign(int device, size_t bytes);
+void sim_cuda_set_others(int device, size_t bytes);
 /// From now on streams start their work this much later, as SIM_CUDA_DELAY_US says; -1: inside the call.
 void sim_cuda_set_delay(long us);
-/// From now on this stream starts nothing, until it is released or somebody waits for it: the host, or a stream that
+/// From now on this stream starts nothing, until it is released or waited for: the host, or a stream that
 /// waits for one of its events. So a wait that is missing is seen, whatever the machine does meanwhile.
 void sim_cuda_hold(cudaStream_t stream);
 void sim_cuda_release(cudaStream_t stream);
@@ -28,9 +28,9 @@ void sim_cuda_release(cudaStream_t stream);
 /// it, are that much later (not those of other processes).
 void sim_cuda_pass_time(cudaStream_t stream, long us);
 
-/// From now on a kernel that nobody stands in for ends the process, as SIM_CUDA_STRICT=1 says, or does not.
+/// From now on a kernel that has no stand-in ends the process, as SIM_CUDA_STRICT=1 says, or does not.
 void sim_cuda_set_strict(int strict);
-/// How many kernels that nobody stands in for were not run.
+/// How many kernels without a stand-in were not run.
 long sim_cuda_kernels_not_run();
 
 /// Whether this process has used this device, and so has a primary context on it.
@@ -71,5 +71,5 @@ int sim_cuda_machine_devices();
 /// Bytes of a device of the machine, what this process has of it and what the other process has of it.
 /// The most that this process had of a device of the machine at once.
 size_t sim_cuda_peak_bytes(int device);
-void sim_cuda_machine_memory(int device, size_t* total, size_t* own, size_t* foreign);
+void sim_cuda_machine_memory(int device, size_t* total, size_t* own, size_t* others);
 }

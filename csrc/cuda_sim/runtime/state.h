@@ -26,7 +26,7 @@ struct Fault {
 };
 
 struct Device {
-  size_t used = 0, peak = 0, foreign = 0;
+  size_t used = 0, peak = 0, others = 0;
   cudaError_t sticky = cudaSuccess;
   bool active = false;
   std::vector<cudaStream_t> streams;  // the first is the default stream

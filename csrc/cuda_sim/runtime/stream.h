@@ -57,7 +57,7 @@ struct CUstream_st {
   /// A stream that is held goes on.
   void synchronize();
   bool idle();
-  /// From now on it starts nothing, until it is released or somebody waits for it.
+  /// From now on it starts nothing, until it is released or waited for.
   void hold();
   void release();
   /// Whether what is asked of it now is done behind the host's back.

@@ -9,7 +9,7 @@ namespace sim_values {
 /// What an operator does with values.
 enum class Kind {
   none,  // it makes names, views or memory for others, or is made of operators that are seen themselves
-  unknown,   // nobody knows its results, nor what it makes of its arguments
+  unknown,   // its results are not known, nor what it makes of its arguments
   computed,  // the host's kernel computes what the device's would
   finite,    // the same, and of numbers that are not known it says what holds of finite ones
   counts,  // the same as computed, and it waits for a count of values, by which its results are large
