@@ -1,4 +1,4 @@
-"""The tests of the simulated device itself. They run on it: python run.py -- python -m pytest tests."""
+"""The tests of the simulated device itself. They run on it: make test-cuda-sim."""
 
 import ctypes
 from pathlib import Path

@@ -1,24 +1,21 @@
 """Programs on an H200 without arithmetic that change no file of the machine."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from simulation import RUN
+from simulation import RUN, outside
 
 
 def run_guarded(libraries, folder, scratch, *command, **environment):
     """Runs a command in a folder: what it said, and what its last line says in JSON."""
-    left_out = ("LD_PRELOAD", "SIM_CUDA_MEMORY_MB")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
     # torch 2.11 keeps workspaces, one for each thread
     chosen = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", **environment}
     options = ["--libraries", libraries, "--device", "h200", "--guard", scratch]
     done = subprocess.run(
         [sys.executable, RUN, *options, "--", *command],
-        env={**kept, **chosen},
+        env={**outside(), **chosen},
         cwd=folder,
         capture_output=True,
         text=True,

@@ -51,11 +51,15 @@ def program(source, **environment):
     return done.returncode, done.stdout + done.stderr
 
 
+def outside():
+    """The variables of this process without those of the devices that it runs on."""
+    left_out = ("LD_PRELOAD", "SIM_CUDA_MEMORY_MB", "SIM_CUDA_DEVICE")
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
 def without_arithmetic(source, device=None, options=(), **environment):
     """Runs Python source on such a device: its status and what it said."""
     libraries = Path(os.environ["LD_PRELOAD"].split(":")[0]).parent
-    left_out = ("LD_PRELOAD", "SIM_CUDA_MEMORY_MB", "SIM_CUDA_DEVICE")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
     chosen = {"SIM_CUDA_DEVICE": device} if device else {}
     done = subprocess.run(
         [
@@ -69,7 +73,7 @@ def without_arithmetic(source, device=None, options=(), **environment):
             "-c",
             source,
         ],
-        env={**kept, "SIM_CUDA_ARITHMETIC": "0", **chosen, **environment},
+        env={**outside(), "SIM_CUDA_ARITHMETIC": "0", **chosen, **environment},
         capture_output=True,
         text=True,
         timeout=100,

@@ -68,8 +68,8 @@ void sim_cuda_answer_unknown(int (*answer)(void* to, const void* from, size_t by
 
 /// How many devices the machine has, whatever CUDA_VISIBLE_DEVICES leaves of them.
 int sim_cuda_machine_devices();
-/// Bytes of a device of the machine, what this process has of it and what the other process has of it.
 /// The most that this process had of a device of the machine at once.
 size_t sim_cuda_peak_bytes(int device);
+/// Bytes of a device of the machine, what this process has of it and what the other process has of it.
 void sim_cuda_machine_memory(int device, size_t* total, size_t* own, size_t* others);
 }
