@@ -1,0 +1,104 @@
+"""What a step of a plain loop calls of the CUDA runtime, on a simulated device: python -m benchmarks.cuda.call_counts CASE WRAPPER
+
+One wrapper in a process of its own, alone over NCCL with all its collectives, or `--ranks 2`. Prints a line of JSON: calls a
+step by function, with those of the steps that are counted only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from tools.gpu import racer
+from tools.gpu.device import alone_over_nccl
+
+#: Functions in which the host waits for the device; "pageable" counts copies of memory that is not pinned.
+WAITS = (
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaMemcpy",
+    "cudaMemset",
+    "cudaMalloc",
+    "cudaFree",
+    "cudaHostAlloc",
+    "cudaFreeHost",
+    "pageable",
+)
+#: Functions that put work into a stream. "operator": without kernels of its own, on a device with arithmetic.
+LAUNCHES = (
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cudaMemcpyAsync",
+    "cudaMemsetAsync",
+    "operator",
+)
+OTHERS = (
+    "cudaEventRecord",
+    "cudaEventRecordWithFlags",
+    "cudaEventQuery",
+    "cudaEventCreate",
+    "cudaEventCreateWithFlags",
+    "cudaEventDestroy",
+    "cudaStreamWaitEvent",
+    "cudaStreamQuery",
+    "cudaStreamIsCapturing",
+    "cudaStreamGetCaptureInfo",
+    "cudaStreamGetCaptureInfo_v2",
+    "cudaStreamGetCaptureInfo_v3",
+    "cudaThreadExchangeStreamCaptureMode",
+    "cudaPointerGetAttributes",
+    "cudaGetDevice",
+    "cudaSetDevice",
+)
+SETTLED = 12  # steps, in which bucket plans are tried and events made
+
+
+def counter() -> Callable[[], dict[str, int]]:
+    """Calls of each function so far."""
+    calls = ctypes.CDLL(None).sim_cuda_calls
+    calls.restype = ctypes.c_long
+    return lambda: {name: calls(name.encode()) for name in (*WAITS, *LAUNCHES, *OTHERS)}
+
+
+def collectives() -> int:
+    """Of the default group so far, as its backend numbers them."""
+    number: int = dist.distributed_c10d._get_default_group()._get_sequence_number_for_group()
+    return number
+
+
+def counts(case: racer.Case, wrapper: str, steps: int) -> dict[str, float]:
+    """Calls a step, by function."""
+    _, step = racer.make_step(case, wrapper)
+    for _ in range(SETTLED):
+        step()
+    torch.cuda.synchronize()
+    so_far = counter()
+    before, issued = so_far(), collectives()
+    for _ in range(steps):
+        step()
+    after, made = so_far(), collectives() - issued
+    calls = {name: (number - before[name]) / steps for name, number in after.items()}
+    return {**{name: number for name, number in calls.items() if number}, "collectives": made / steps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", choices=(*racer.CASES, *(f"small {name}" for name in racer.SMALL_CASES)))
+    parser.add_argument("wrapper", choices=racer.WRAPPERS)
+    parser.add_argument("--steps", type=int, default=4)
+    args = parser.parse_args()
+    small = args.case.startswith("small ")
+    case = racer.SMALL_CASES[args.case[6:]] if small else racer.CASES[args.case]
+    with alone_over_nccl():
+        print(json.dumps(counts(case, args.wrapper, args.steps)))
+
+
+if __name__ == "__main__":
+    main()
