@@ -9,6 +9,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 
 import torch
@@ -88,14 +92,47 @@ def counts(case: racer.Case, wrapper: str, steps: int) -> dict[str, float]:
     return {**{name: number for name, number in calls.items() if number}, "collectives": made / steps}
 
 
+def in_group(case: racer.Case, wrapper: str, steps: int, rank: int, ranks: int, store: str) -> None:
+    """As one of several ranks, each on its own device."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    found = counts(case, wrapper, steps)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def spawn(ranks: int) -> int:
+    """This program once for each rank; the worst status."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = [sys.executable, "-m", "benchmarks.cuda.call_counts", *sys.argv[1:]]
+        ends = [
+            subprocess.Popen([*own, "--rank", str(rank), "--store", f"{folder}/store"])
+            for rank in range(ranks)
+        ]
+        return max(abs(end.wait()) for end in ends)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", choices=(*racer.CASES, *(f"small {name}" for name in racer.SMALL_CASES)))
+    cases = (*racer.CASES, *(f"small {name}" for name in racer.SMALL_CASES))
+    parser.add_argument("case", choices=cases)
     parser.add_argument("wrapper", choices=racer.WRAPPERS)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.ranks > 1 and args.rank is None:
+        sys.exit(spawn(args.ranks))
     small = args.case.startswith("small ")
     case = racer.SMALL_CASES[args.case[6:]] if small else racer.CASES[args.case]
+    if args.rank is not None:
+        in_group(case, args.wrapper, args.steps, args.rank, args.ranks, args.store)
+        return
     with alone_over_nccl():
         print(json.dumps(counts(case, args.wrapper, args.steps)))
 

@@ -3,7 +3,6 @@
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <atomic>
 #include <utility>
 
 #include "base/torch_compat.h"
@@ -28,8 +27,8 @@ std::optional<c10::ScalarType> dtype_of(const py::object& dtype) {
 }
 
 /// For tests: of the reducers that this process makes.
-std::atomic<bool>& between_hosts() {
-  static std::atomic<bool> on = false;
+std::optional<bool>& between_hosts() {
+  static std::optional<bool> on;  // the GIL guards it
   return on;
 }
 
@@ -131,6 +130,7 @@ void bind_buckets(ReducerClass& reducer) {
       .def("clip_grad_norm", &Reducer::clip_grad_norm, py::arg("max_norm"), py::arg("norm_type"),
            NoGil())
       .def("nonfinite_gradient", &Reducer::nonfinite_gradient, NoGil())
+      .def("wait_for_sums", &Reducer::wait_for_sums, NoGil())
       .def("times", &Reducer::times)
       .def("chrome_trace",
            [](const Reducer& reducer) { return to_chrome_trace(reducer.times(), reducer.rank()); })
@@ -214,7 +214,8 @@ void bind_reducer(py::module_& m) {
       "_set_whole_path", [](bool on) { return std::exchange(WholePath::is_on(), on); },
       py::arg("on"));
   m.def(
-      "_set_between_hosts", [](bool on) { return between_hosts().exchange(on); }, py::arg("on"));
+      "_set_between_hosts",
+      [](std::optional<bool> on) { return std::exchange(between_hosts(), on); }, py::arg("on"));
   bind_figures(m);
   ReducerClass reducer(m, "Reducer");
   bind_create(reducer);

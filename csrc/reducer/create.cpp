@@ -153,7 +153,7 @@ BucketPlan agree_on_plan(GroupLink& link, const BucketSet& layout,
   const auto device = plan.buckets.back().device;
   const auto text = to_string(with_devices_in_order(plan), layout.infos) + describe(options);
   const auto own_number = link.next_number();
-  HostOffer hosts(link, options.between_hosts);
+  HostOffer hosts(link, options.between_hosts.value_or(waits_in_streams(*link.group, device)));
   const auto [offer, hosts_number] = hosts.said();
   uint64_t most_others = 0;
   uint64_t number = 0;
@@ -178,11 +178,18 @@ Tail make_tail(const GroupLink& link, const BucketPlan& plan, std::vector<at::Te
     buffers.clear();
   }
   std::erase_if(buffers, [&](const auto& buffer) { return buffer.device() != link.device; });
-  return {static_cast<int64_t>(parameters), link.rank, link.world_size, std::move(buffers),
+  const bool travels = link.world_size > 1 && !link.hosts();
+  const bool has_losses = link.world_size > 1 && !link.device.is_cpu();
+  const auto head = travels      ? Tail::Head::all
+                    : has_losses ? Tail::Head::losses
+                                 : Tail::Head::nothing;
+  return {static_cast<int64_t>(parameters),
+          link.rank,
+          link.world_size,
+          std::move(buffers),
           c10::toRealValueType(plan.buckets.back().dtype),
           std::count(options.sparse.begin(), options.sparse.end(), true),
-          // Those of a device hold figures that lie there.
-          /*carries_records=*/!link.hosts() || !link.device.is_cpu()};
+          head};
 }
 
 void start_tuner(Engine& engine, const ReducerOptions& options) {
@@ -221,6 +228,9 @@ std::shared_ptr<Reducer::State> Reducer::State::make(std::vector<at::Tensor> par
   std::optional<Updates> updates;
   if (link.world_size > 1 && options.check_updates) {
     updates.emplace(parameters, link.device, options.renormalised, "DistributedDataParallel");
+    if (link.hosts() && !link.device.is_cpu()) {
+      updates->be_late();
+    }
   }
   state->buffers = buffers;
   layout.tail.emplace(make_tail(link, plan, std::move(buffers), options, parameters.size()));

@@ -23,6 +23,7 @@ EngineStep::EngineStep(Engine& engine, EngineParts& parts)
 
 void EngineStep::begin(int buffer_source) {
   driver_->give_way(/*to_step=*/true);
+  transport_->require_sums();
   transport_->drop_sums();
   const auto lock = attempt_.lock();
   tuner_.take_up();

@@ -34,6 +34,10 @@ class EngineStep final : public ParticipantAttempt {
                    bool launches);
   /// No backward runs any more; what was launched is still waited for.
   void leave_backward();
+  /// Before a step. @throws RankFailed if sums of earlier ones have failed
+  void require_sums() { transport_->require_sums(); }
+  /// Waits for them.
+  void wait_for_sums() { transport_->wait_for_sums(); }
   /// In place of accept(), on a rank that only made the others' collectives.
   void accept_nothing();
   /// Ends an attempt that leaves nothing behind, and is none.

@@ -150,6 +150,7 @@ void GroupLink::require_whole(int64_t at_step, const std::string& waiting_for) {
 }
 
 void GroupLink::abort() {
+  traffic->device_aborted = true;
   if (hosts_) {
     hosts_->abort();
   }

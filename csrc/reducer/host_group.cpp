@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "base/block_sigpipe.h"
@@ -12,6 +13,9 @@
 
 namespace brimful {
 namespace {
+constexpr std::chrono::hours kForever{24 * 365};
+constexpr std::chrono::milliseconds kLookEvery{500};
+
 /// A message that meets one of another exchange would be taken for it.
 int tag_of(uint64_t exchange, size_t round) {
   constexpr uint64_t kRounds = 32;
@@ -44,24 +48,34 @@ class HostGroup::Running final : public c10d::Work {
 };
 
 HostGroup::HostGroup(c10::intrusive_ptr<c10d::Backend> backend, int64_t bytes,
-                     std::chrono::milliseconds timeout)
+                     std::chrono::milliseconds timeout, Watch watch)
     : backend_(std::move(backend)),
       rank_(backend_->getRank()),
       world_size_(backend_->getSize()),
       bytes_(bytes),
       rounds_(rounds_of(rank_, world_size_)),
-      timeout_(timeout) {
+      timeout_(timeout),
+      watch_(std::move(watch)) {
   const memory::Unlimited unlimited;  // as in begin()
   for (auto& list : lists_) {
     list = at::empty({world_size_, bytes}, at::kByte);
   }
   const BlockSigpipe inherited;
+  if (watch_.lost) {
+    listener_ = std::thread([this] { listen(); });
+  }
   thread_ = std::thread([this] { run(); });
 }
 
 HostGroup::~HostGroup() {
+  if (watch_.leaves && is_whole()) {
+    watch_.leaves();
+  }
   abort();
   thread_.join();
+  if (listener_.joinable()) {
+    listener_.join();
+  }
 }
 
 Exchange HostGroup::begin(const std::vector<uint8_t>& own) {
@@ -75,12 +89,55 @@ Exchange HostGroup::begin(const std::vector<uint8_t>& own) {
     running->end(error_);
   } else {
     queue_.push_back(std::move(running));
-    changed_.notify_one();
+    changed_.notify_all();
   }
   return exchange;
 }
 
+void HostGroup::expect(c10::intrusive_ptr<c10d::Work> sums) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  expected_.push_back({std::move(sums), std::chrono::steady_clock::now()});
+}
+
+void HostGroup::look_at_sums() {
+  while (true) {
+    Expected oldest;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (expected_.empty()) {
+        return;
+      }
+      oldest = expected_.front();
+    }
+    if (!oldest.sums->isCompleted()) {
+      TORCH_CHECK(std::chrono::steady_clock::now() - oldest.since < timeout_,
+                  "the sums of a step did not end in ", timeout_.count(), " ms");
+      return;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    expected_.pop_front();
+  }
+}
+
+void HostGroup::wait_for_next() {
+  const auto is_due = [&] { return error_ || !queue_.empty(); };
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (watch_.overdue && !changed_.wait_for(lock, kLookEvery, is_due)) {
+    lock.unlock();
+    if (const auto error = thrown_by([&] { look_at_sums(); })) {
+      fail(error);
+      watch_.overdue();
+    }
+    lock.lock();
+  }
+  changed_.wait(lock, is_due);
+}
+
 void HostGroup::abort() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    aborted_ = true;
+  }
   fail(std::make_exception_ptr(std::runtime_error("the exchange between hosts was aborted")));
 }
 
@@ -103,7 +160,7 @@ void HostGroup::fail(std::exception_ptr error) {
       message->abort();
     }
   }
-  changed_.notify_one();
+  changed_.notify_all();
 }
 
 void HostGroup::ask(uint64_t number) {
@@ -116,10 +173,43 @@ void HostGroup::ask(uint64_t number) {
     std::vector<at::Tensor> into{lists_[turn].narrow(0, round.begin, round.blocks)};
     coming_[turn].push_back(backend_->recv(into, round.from, tag_of(number, i)));
   }
+  asked_ = number + 1;
+  changed_.notify_all();
 }
 
 void HostGroup::wait(const Messages& messages, size_t index) {
   TORCH_CHECK(messages[index]->wait(timeout_), "the exchange between hosts was aborted");
+}
+
+void HostGroup::wait_for_first(uint64_t number) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const bool ended =
+      changed_.wait_for(lock, timeout_, [&] { return error_ || first_come_ > number; });
+  require_whole();
+  TORCH_CHECK(ended, "another host did not come to an exchange in ", timeout_.count(), " ms");
+}
+
+void HostGroup::listen() {
+  for (uint64_t number = 0;; ++number) {
+    c10::intrusive_ptr<c10d::Work> first;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [&] { return error_ || asked_ > number; });
+      if (error_) {
+        return;
+      }
+      first = coming_[number % lists_.size()].front();
+    }
+    if (const auto error = thrown_by([&] {
+          TORCH_CHECK(first->wait(kForever), "the exchange between hosts was aborted");
+        })) {
+      fail(error);
+      return;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    first_come_ = number + 1;
+    changed_.notify_all();
+  }
 }
 
 void HostGroup::make_rounds(const Running& running, uint64_t number) {
@@ -134,7 +224,11 @@ void HostGroup::make_rounds(const Running& running, uint64_t number) {
       require_whole();
       sent_.push_back(backend_->send(from, rounds_[i].to, tag_of(number, i)));
     }
-    wait(coming_[turn], i);
+    if (i == 0 && listener_.joinable()) {
+      wait_for_first(number);
+    } else {
+      wait(coming_[turn], i);
+    }
   }
   for (size_t i = 0; i < sent_.size(); ++i) {
     wait(sent_, i);
@@ -147,9 +241,9 @@ void HostGroup::make_rounds(const Running& running, uint64_t number) {
 
 void HostGroup::run_next(uint64_t number) {
   c10::intrusive_ptr<Running> next;
+  wait_for_next();
   {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return error_ || !queue_.empty(); });
+    const std::lock_guard<std::mutex> lock(mutex_);
     require_whole();
     sent_.clear();
     next = std::move(queue_.front());
@@ -171,6 +265,13 @@ void HostGroup::run() {
     }
   });
   fail(error);
+  const auto is_lost = [&] {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return !aborted_;
+  };
+  if (watch_.lost && is_lost()) {
+    watch_.lost();
+  }
   // Whoever waits for this rank learns of it by the connections' end.
   backend_.reset();
   const std::lock_guard<std::mutex> lock(mutex_);

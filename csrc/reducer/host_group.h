@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -34,10 +35,18 @@ std::vector<HostRound> rounds_of(int rank, int world_size);
 /// would take a message back first.
 class HostGroup {
  public:
+  /// Who is informed. Neither throws.
+  struct Watch {
+    std::function<void()> leaves;  ///< this host is about to close its connections, as it should
+    std::function<void()>
+        lost;  ///< by the thread: a connection has ended, which was not aborted here
+    std::function<void()>
+        overdue;  ///< by the thread: sums of the group's device have not ended in time
+  };
   /// `backend`: sends and receives between the ranks, for this object alone. `bytes`: of each rank in an exchange. `timeout`:
   /// for a message of another rank.
   HostGroup(c10::intrusive_ptr<c10d::Backend> backend, int64_t bytes,
-            std::chrono::milliseconds timeout);
+            std::chrono::milliseconds timeout, Watch watch = {});
   /// What is under way has failed then.
   ~HostGroup();
   HostGroup(const HostGroup&) = delete;
@@ -45,6 +54,8 @@ class HostGroup {
 
   /// Begins after the exchanges that were begun before, in the same order on all ranks. From any thread; does not wait.
   Exchange begin(const std::vector<uint8_t>& own);
+  /// Sums of the group's device, for which whoever waits shall not wait for ever.
+  void expect(c10::intrusive_ptr<c10d::Work> sums);
   /// What is under way, and what is begun later, fails; the other ranks' with it.
   void abort();
   /// No exchange has failed, and none was aborted.
@@ -55,12 +66,26 @@ class HostGroup {
 
   using Messages = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
+  struct Expected {
+    c10::intrusive_ptr<c10d::Work> sums;
+    std::chrono::steady_clock::time_point since;
+  };
+
   void run();
+  /// Until there is an exchange to make.
+  void wait_for_next();
+  /// @throws std::runtime_error if sums have not ended in time
+  void look_at_sums();
   void run_next(uint64_t number);
   /// What comes in this exchange.
   void ask(uint64_t number);
   void make_rounds(const Running& running, uint64_t number);
   void wait(const Messages& messages, size_t index);
+  /// Of this exchange, by the thread that listens.
+  void wait_for_first(uint64_t number);
+  /// Waits for the first message of each exchange, also between them: gloo says that a connection has ended only to who
+  /// waits for a message of it, and closes one whose message is late.
+  void listen();
   void fail(std::exception_ptr error);
   void require_whole() const;
 
@@ -77,7 +102,13 @@ class HostGroup {
   std::array<Messages, 2> coming_;  ///< by round
   Messages sent_;                   ///< of the exchange that runs
   std::exception_ptr error_;        ///< the first one
+  std::deque<Expected> expected_;   ///< oldest first
+  bool aborted_ = false;            ///< by abort()
+  Watch watch_;
+  uint64_t asked_ = 0;       ///< exchanges whose messages may come
+  uint64_t first_come_ = 0;  ///< exchanges whose first message has come
   std::thread thread_;
+  std::thread listener_;  ///< where a host that is lost is watched for
 };
 
 }  // namespace brimful

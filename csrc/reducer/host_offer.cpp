@@ -10,6 +10,7 @@
 
 #include "base/format.h"
 #include "reducer/device_wait.h"
+#include "reducer/host_message.h"
 
 namespace brimful {
 namespace {
@@ -24,6 +25,62 @@ std::chrono::milliseconds timeout_of(const GroupLink& link) {
   } catch (const std::exception&) {  // it does not say
     return kBackendDefaultTimeout;
   }
+}
+
+std::string place_of(const std::string& key, int rank) {
+  return key + "hosts/left/" + std::to_string(rank);
+}
+
+/// A host may leave at its program's end, while devices still make its last sums.
+bool has_any_left(c10d::Store& store, const std::string& key, int rank, int world_size) {
+  for (int other = 0; other < world_size; ++other) {
+    if (other != rank && store.check({place_of(key, other)})) {
+      return true;
+    }
+  }
+  return false;
+}
+
+/// What waits for the group's device goes on.
+void abort_device(const c10::weak_intrusive_ptr<c10d::ProcessGroup>& weak, const char* why) {
+  try {
+    if (const auto group = weak.lock()) {
+      traffic_of(group.get())->device_aborted = true;
+      log(LogLevel::error, std::string(why) + ": the process group is aborted");
+      group->abort();
+    }
+  } catch (const std::exception& e) {
+    log(LogLevel::warning, std::string("could not abort the process group: ") + e.what());
+  }
+}
+
+/// A device waits for a dead rank until its group's timeout, and so does whoever waits for the device: the group is aborted
+/// once a connection shows it. Where it is not known why the connection ended, the timeout stands.
+HostGroup::Watch watch_of(const GroupLink& link) {
+  if (link.device.is_cpu() || link.traffic->is_dead) {
+    return {};
+  }
+  const auto store = link.store;
+  const auto key = link.key;
+  const int rank = link.rank;
+  const auto leaves = [=] {
+    try {
+      store->set(place_of(key, rank), std::string("1"));
+    } catch (const std::exception&) {  // who served it has ended
+    }
+  };
+  const auto weak = c10::weak_intrusive_ptr<c10d::ProcessGroup>(link.group);
+  const auto lost = [=, world_size = link.world_size] {
+    bool any_left = true;
+    try {
+      any_left = has_any_left(*store, key, rank, world_size);
+    } catch (const std::exception&) {  // who served it has ended, or died
+    }
+    if (!any_left) {
+      abort_device(weak, "the connection to another rank's host has ended");
+    }
+  };
+  return {leaves, lost, [=] { abort_device(weak, "a step's sums did not end in time"); }};
 }
 }  // namespace
 
@@ -86,7 +143,8 @@ void HostOffer::connect() {
     log_why(by_rank);
     return;
   }
-  link_.use_hosts(std::make_shared<HostGroup>(std::move(backend), kRecordBytes, timeout_of(link_)));
+  link_.use_hosts(std::make_shared<HostGroup>(std::move(backend), kHostMessageBytes,
+                                              timeout_of(link_), watch_of(link_)));
   link_.traffic->note_hosts(link_.hosts(), link_.number);
 }
 

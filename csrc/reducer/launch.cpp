@@ -27,11 +27,11 @@ void EngineStep::launch() {
 void EngineStep::write_tail() {
   auto& record = outgoing_.record;
   record.plan = tuner_.proposed();
-  record.updated.fill(updates_ ? kUpdateUnknown : kUpdateNotCompared);
+  record.updated.fill(updates_ ? kAllUnknown : kNoneCompared);
   const bool looks = looks_at_updates() && record.verdict < Status::retry;
-  const auto updated = looks ? updates_->look() : at::Tensor();
-  layout_.tail->write(placement_.used(), record, outgoing_.loss_sum, updated,
-                      attempt_.buffer_source(), layout_.own_rows());
+  const auto updated = looks ? updates_->look(record.updated) : at::Tensor();
+  layout_.tail->write({placement_.used(), record, outgoing_.loss_sum, updated, layout_.own_rows(),
+                       attempt_.buffer_source(), attempt_.is_managed()});
   transport_->say(record, outgoing_.loss_sum, updated);
 }
 

@@ -66,8 +66,10 @@ void Launcher::send(bool sends) {
   if (!link_.is_broken() && !link_.alone) {
     link_.call([&] { link_.require(bucket.device); });
   }
-  sends =
-      sends && !link_.is_broken() && !link_.alone && !bucket.sparse();  // rows follow (rows.cpp)
+  sends = sends && !link_.is_broken() && !link_.alone;
+  // Of gradients and tail, on all ranks alike. Rows follow (rows.cpp).
+  const auto numel = bucket.sparse() ? int64_t{0} : layout_.payload(bucket).numel();
+  sends = sends && numel > 0;
   watch_.launch(index, bucket.device);
   const WithoutPythonObjects without;
   if (sends && hooks_.takes(layout_, index)) {
@@ -90,26 +92,56 @@ void Launcher::send(bool sends) {
   ++next_;  // after the call: another participant may launch from now on
 }
 
-void Launcher::wait_for_all() {
+void Launcher::begin_wait() {
   watch_.begin_wait();
   if (!link_.is_broken()) {
     link_.begin_wait();
   }
-  for (size_t i = 0; i < layout_.buckets.size(); ++i) {
+}
+
+void Launcher::forget(int64_t index) {
+  auto& bucket = layout_.buckets[index];
+  watch_.waited(index);
+  bucket.work.reset();
+  bucket.hooked.reset();
+  bucket.launched = false;
+}
+
+void Launcher::end_wait() {
+  watch_.end_wait();
+  hooks_.forget_last();
+}
+
+void Launcher::wait_for_all() {
+  begin_wait();
+  for (int64_t i = 0; i <= layout_.last(); ++i) {
     auto& bucket = layout_.buckets[i];
     if (bucket.work && !link_.is_broken()) {
       link_.call([&] { link_.wait_for(*bucket.work, bucket.device, nullptr, bucket.launched_at); });
     } else if (bucket.hooked && !link_.is_broken()) {
       link_.wait_for(*bucket.hooked);
     }
-    watch_.waited(static_cast<int64_t>(i));
-    bucket.work.reset();
-    bucket.hooked.reset();
-    bucket.launched = false;
+    forget(i);
   }
-  watch_.end_wait();
-  hooks_.forget_last();
+  end_wait();
   link_.count(&Reducer::Counters::host_waits);
+}
+
+c10::intrusive_ptr<c10d::Work> Launcher::queue_waits() {
+  begin_wait();
+  c10::intrusive_ptr<c10d::Work> last;
+  for (int64_t i = 0; i <= layout_.last(); ++i) {
+    auto& bucket = layout_.buckets[i];
+    if (bucket.work && !link_.is_broken()) {
+      link_.call([&] { bucket.work->wait(); });
+      last = bucket.work;
+    } else if (bucket.hooked && !link_.is_broken()) {
+      link_.wait_for(*bucket.hooked);
+    }
+    forget(i);
+  }
+  end_wait();
+  return last;
 }
 
 bool Launcher::has_ended() const {

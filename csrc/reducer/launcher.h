@@ -35,6 +35,8 @@ class Launcher {
   void launch_drained(Fill fill, int64_t step, bool sends);
   /// The one host wait of a step.
   void wait_for_all();
+  /// Makes the current stream wait for all, and not the host. Returns the work of the last bucket that has one.
+  c10::intrusive_ptr<c10d::Work> queue_waits();
   /// All that was launched has ended, as far as the process group knows.
   bool has_ended() const;
   /// The attempt has ended.
@@ -42,6 +44,9 @@ class Launcher {
 
  private:
   void send(bool sends);
+  void begin_wait();
+  void forget(int64_t index);
+  void end_wait();
 
   GroupLink& link_;
   BucketSet& layout_;

@@ -131,6 +131,7 @@ void LoopDriver::prepare_forward() {
                "an allocation was refused before backward reached the model");
   }
   settle();
+  engine_.step().require_sums();
   forwards_.begin(sync_ && at::GradMode::is_enabled());
   engine_.watch().begin_step(link_.traffic->agreeing_ms);
 }

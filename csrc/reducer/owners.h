@@ -28,6 +28,8 @@ struct GroupTraffic {
   std::atomic<double> agreeing_ms = 0;  ///< for the other ranks to agree
   /// Whether a rank is known to be dead; null where that is not watched. Set before the group is used.
   std::function<bool(int rank)> is_dead;
+  /// The group's device was made to give up: what ends from then on has any values. Set before that, by any thread.
+  std::atomic<bool> device_aborted = false;
   std::string configuration;       ///< of the members that all of this is about
   std::weak_ptr<HostGroup> hosts;  ///< of the reducers that use them
   uint64_t hosts_number = 0;       ///< of the reducer that connected them
@@ -43,6 +45,7 @@ struct GroupTraffic {
       is_dead = nullptr;
       hosts.reset();
       hosts_missing = false;
+      device_aborted = false;
     }
     configuration = now;
   }

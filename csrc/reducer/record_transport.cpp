@@ -1,12 +1,18 @@
 #include "reducer/record_transport.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <utility>
 
 #include "reducer/device_wait.h"
 #include "reducer/host_group.h"
 
 namespace brimful {
+namespace {
+bool can_queue(const GroupLink& link) {
+  return !link.device.is_cpu() && (link.alone || waits_in_streams(*link.group, link.device));
+}
+}  // namespace
 
 void RecordTransport::end_step() {
   std::vector<float> ms_by_rank;
@@ -24,55 +30,155 @@ std::vector<ControlRecord> InBucket::take() {
   return records_;
 }
 
+OwnRecord::OwnRecord(const Parts& parts) : RecordTransport(parts), queues_(can_queue(parts.link)) {}
+
+void OwnRecord::say(const ControlRecord& record, const at::Tensor& loss_sum,
+                    const at::Tensor& updated) {
+  own_ = with_figures_of_host(record, loss_sum, updated);
+  loss_sum_ = loss_sum.defined() && !loss_sum.is_cpu() ? loss_sum : at::Tensor();
+}
+
+void OwnRecord::wait() {
+  sums_are_due_ = true;
+  if (!queues_) {
+    drop_sums();
+  }
+}
+
+std::vector<ControlRecord> OwnRecord::take() {
+  auto& tail = *parts_.layout.tail;
+  tail.take({tail.own_sizes()}, {tail.more()});
+  if (const auto loss_sum = std::exchange(loss_sum_, {}); loss_sum.defined()) {
+    own_.loss_sum = loss_sum.item<double>();
+  }
+  records_ = {own_};
+  if (!queues_) {
+    end_step();
+  }
+  return records_;
+}
+
+void OwnRecord::end_sums() {
+  if (std::exchange(sums_are_due_, false)) {
+    parts_.launcher.queue_waits();
+    end_step();
+  }
+}
+
+void OwnRecord::drop_sums() {
+  if (std::exchange(sums_are_due_, false)) {
+    parts_.launcher.wait_for_all();
+  }
+}
+
+BetweenHosts::BetweenHosts(const Parts& parts)
+    : RecordTransport(parts),
+      queues_(can_queue(parts.link) && !parts.link.traffic->is_dead),
+      under_way_(parts.link) {}
+
 void BetweenHosts::say(const ControlRecord& record, const at::Tensor& loss_sum,
                        const at::Tensor& updated) {
-  own_ = with_figures_of_host(record, loss_sum, updated);
-  on_device_ = !parts_.link.device.is_cpu();
+  const auto& tail = *parts_.layout.tail;
+  own_ = {with_figures_of_host(record, loss_sum, updated), tail.own_sizes(), tail.has_more()};
 }
 
 void BetweenHosts::send() {
-  const auto bytes = encode(own_);
   parts_.link.count(&Reducer::Counters::host_exchanges);
-  exchange_ = parts_.link.hosts()->begin({bytes.begin(), bytes.end()});
+  exchange_ = parts_.link.hosts()->begin(encode(own_));
+}
+
+void BetweenHosts::wait_for(Exchange& exchange) {
+  auto& link = parts_.link;
+  link.begin_wait();
+  link.call([&] {
+    link.wait_for(*exchange.work, c10::kCPU, [&] {
+      require_no_error(link.group, link.device);
+      under_way_.look();
+      if (link.is_broken()) {
+        std::rethrow_exception(link.error());
+      }
+    });
+  });
+  if (link.is_broken()) {
+    link.amend_error([&](std::exception_ptr error) { return under_way_.named(std::move(error)); });
+  }
 }
 
 void BetweenHosts::wait() {
-  auto& link = parts_.link;
   parts_.watch.begin_wait();
-  if (exchange_ && !link.is_broken()) {
-    link.begin_wait();
-    link.call([&] {
-      link.wait_for(*exchange_->work, c10::kCPU,
-                    [&] { require_no_error(link.group, link.device); });
-    });
+  if (exchange_ && !parts_.link.is_broken()) {
+    wait_for(*exchange_);
   }
-  if (!exchange_ || link.is_broken()) {
+  if (!exchange_ || parts_.link.is_broken()) {
     exchange_.reset();
     parts_.launcher.wait_for_all();
   }
 }
 
 std::vector<ControlRecord> BetweenHosts::take() {
+  std::vector<HostMessage> messages;
   std::vector<ControlRecord> records;
   for (const auto& bytes : std::exchange(exchange_, {})->read()) {
-    RecordBytes theirs{};
-    std::copy_n(bytes.begin(), theirs.size(), theirs.begin());
-    records.push_back(decode(theirs));
+    messages.push_back(decode_message(bytes));
+    records.push_back(messages.back().record);
   }
   sums_are_due_ = true;
-  if (on_device_ && worst(records) < Status::retry) {
-    records_ = records;
-    end_sums();
-    add_figures_of_device(records);
+  if (worst(records) < Status::retry) {
+    take_head(messages);
+    add_losses(records);
   }
   return records;
 }
 
-void BetweenHosts::add_figures_of_device(std::vector<ControlRecord>& records) {
-  const auto& summed = parts_.layout.tail->records();
+void BetweenHosts::take_head(const std::vector<HostMessage>& messages) {
+  std::vector<uint64_t> sizes;
+  bool more = false;
+  for (const auto& theirs : messages) {
+    sizes.push_back(theirs.sizes);
+    more = more || theirs.more;
+  }
+  parts_.layout.tail->take(sizes, more ? exchange_more() : std::vector<std::vector<uint8_t>>());
+}
+
+std::vector<std::vector<uint8_t>> BetweenHosts::exchange_more() {
+  auto& link = parts_.link;
+  const auto own = parts_.layout.tail->more();
+  const auto part_bytes = static_cast<size_t>(kHostMessageBytes);
+  std::vector<Exchange> parts;
+  for (size_t begin = 0; begin < own.size(); begin += part_bytes) {
+    std::vector<uint8_t> part(part_bytes);
+    std::copy_n(own.begin() + static_cast<std::ptrdiff_t>(begin),
+                std::min(part_bytes, own.size() - begin), part.begin());
+    link.count(&Reducer::Counters::host_exchanges);
+    parts.push_back(link.hosts()->begin(part));
+  }
+  std::vector<std::vector<uint8_t>> all(link.world_size);
+  for (auto& part : parts) {
+    wait_for(part);
+    require_whole();
+    const auto by_rank = part.read();
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      all[rank].insert(all[rank].end(), by_rank[rank].begin(), by_rank[rank].end());
+    }
+  }
+  return all;
+}
+
+void BetweenHosts::require_whole() {
+  parts_.link.require_whole(under_way_.oldest_step().value_or(parts_.attempt.step() - 1), "a step");
+}
+
+/// Those of a managed step, whose tail has them.
+void BetweenHosts::add_losses(std::vector<ControlRecord>& records) {
+  if (parts_.link.device.is_cpu() || parts_.attempt.is_of_loop()) {
+    return;
+  }
+  records_ = records;
+  drop_sums();
+  require_whole();
+  const auto losses = parts_.layout.tail->read_losses();
   for (size_t rank = 0; rank < records.size(); ++rank) {
-    records[rank].loss_sum = summed[rank].loss_sum;
-    records[rank].updated = summed[rank].updated;
+    records[rank].loss_sum = losses[rank];
   }
 }
 
@@ -84,18 +190,41 @@ void BetweenHosts::drop_sums() {
 }
 
 void BetweenHosts::end_sums() {
-  if (sums_are_due_) {
-    drop_sums();
-    parts_.link.require_whole(parts_.attempt.step() - 1, "a step");
-    parts_.layout.tail->read();
+  if (!sums_are_due_) {
+    return;
   }
+  if (queues_) {
+    sums_are_due_ = false;
+    if (const auto last = parts_.launcher.queue_waits()) {
+      under_way_.add(parts_.attempt.step() - 1, last);
+      parts_.link.hosts()->expect(last);
+    }
+    end_step();
+  } else {
+    drop_sums();
+  }
+  require_whole();
+}
+
+void BetweenHosts::require_sums() {
+  under_way_.look();
+  require_whole();
+}
+
+void BetweenHosts::wait_for_sums() {
+  under_way_.wait();
+  require_whole();
 }
 
 bool BetweenHosts::has_ended() const {
-  return (!exchange_ || exchange_->work->isCompleted()) && parts_.launcher.has_ended();
+  return (!exchange_ || exchange_->work->isCompleted()) && parts_.launcher.has_ended() &&
+         under_way_.have_ended();
 }
 
 std::unique_ptr<RecordTransport> make_record_transport(const RecordTransport::Parts& parts) {
+  if (parts.link.world_size == 1) {
+    return std::make_unique<OwnRecord>(parts);
+  }
   if (parts.link.hosts()) {
     return std::make_unique<BetweenHosts>(parts);
   }

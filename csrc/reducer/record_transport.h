@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "reducer/attempt.h"
+#include "reducer/host_message.h"
 #include "reducer/launcher.h"
+#include "reducer/sums_under_way.h"
 
 namespace brimful {
 
@@ -27,7 +29,7 @@ class RecordTransport {
   RecordTransport(const RecordTransport&) = delete;
   RecordTransport& operator=(const RecordTransport&) = delete;
 
-  /// Of this rank, once its tail is written; arguments as Tail::write().
+  /// Of this rank, once its tail is written; arguments as Tail::Contents.
   virtual void say(const ControlRecord& record, const at::Tensor& loss_sum,
                    const at::Tensor& updated) = 0;
   /// The last bucket was launched.
@@ -39,9 +41,15 @@ class RecordTransport {
   /// @throws RankFailed if the group breaks
   const std::vector<ControlRecord>& read() { return records_ = take(); }
   const std::vector<ControlRecord>& records() const { return records_; }
-  /// The sums, and all that rides beside them, are here.
+  /// The sums, and all that rides beside them, are here, or the current stream waits for them.
   /// @throws RankFailed if the group breaks meanwhile
   virtual void end_sums() = 0;
+  /// Looks at sums of earlier steps that a stream was made to wait for. Waits for nothing.
+  /// @throws RankFailed if they have failed
+  virtual void require_sums() {}
+  /// Waits for them.
+  /// @throws RankFailed if they fail
+  virtual void wait_for_sums() {}
   /// The buckets may be filled anew, whatever came.
   virtual void drop_sums() = 0;
   /// What this rank owes the others has reached them, as far as the group knows.
@@ -72,27 +80,56 @@ class InBucket final : public RecordTransport {
   std::vector<ControlRecord> take() override;
 };
 
-/// Between the hosts, besides the buckets: a verdict waits for no device. A step that stands on a device does, for its loss and
-/// for which parameters were updated, since these lie there.
+/// The record of a rank that is alone. Its sums are waited for by its streams, where they can be.
+class OwnRecord final : public RecordTransport {
+ public:
+  explicit OwnRecord(const Parts& parts);
+  void say(const ControlRecord& record, const at::Tensor& loss_sum,
+           const at::Tensor& updated) override;
+  void send() override {}
+  void wait() override;
+  void end_sums() override;
+  void drop_sums() override;
+  bool has_ended() const override { return parts_.launcher.has_ended(); }
+
+ private:
+  std::vector<ControlRecord> take() override;
+
+  bool queues_ = false;  ///< the streams wait
+  ControlRecord own_;
+  at::Tensor loss_sum_;  ///< of a device
+  bool sums_are_due_ = false;
+};
+
+/// Between the hosts, besides the buckets: a verdict waits for no device, and the sums are waited for by the streams that read
+/// them. A managed step that stands waits for its loss, which lies on the device.
 class BetweenHosts final : public RecordTransport {
  public:
-  using RecordTransport::RecordTransport;
+  explicit BetweenHosts(const Parts& parts);
   void say(const ControlRecord& record, const at::Tensor& loss_sum,
            const at::Tensor& updated) override;
   void send() override;
   void wait() override;
   void end_sums() override;
+  void require_sums() override;
+  void wait_for_sums() override;
   void drop_sums() override;
   bool has_ended() const override;
 
  private:
   std::vector<ControlRecord> take() override;
-  void add_figures_of_device(std::vector<ControlRecord>& records);
+  void take_head(const std::vector<HostMessage>& messages);
+  /// A second exchange, which all ranks make.
+  std::vector<std::vector<uint8_t>> exchange_more();
+  void wait_for(Exchange& exchange);
+  void require_whole();
+  void add_losses(std::vector<ControlRecord>& records);
 
-  ControlRecord own_;
-  bool on_device_ = false;  ///< there are figures in the bucket that the record lacks
+  bool queues_ = false;  ///< the streams wait for the sums
+  HostMessage own_;
   std::optional<Exchange> exchange_;
   bool sums_are_due_ = false;
+  SumsUnderWay under_way_;
 };
 
 /// That of the group's reducer.

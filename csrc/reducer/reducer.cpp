@@ -48,6 +48,9 @@ bool Reducer::is_broken() const {
   return s_->engine.link().is_broken();
 }
 
+void Reducer::wait_for_sums() {
+  s_->engine.step().wait_for_sums();
+}
 int64_t Reducer::launched() const {
   return s_->engine.step().progress().launched;
 }

@@ -22,8 +22,10 @@ brimful_sources(HEAVY
   hook_chain.cpp
   host_connector.cpp
   host_group.cpp
+  host_message.cpp
   host_offer.cpp
   join.cpp
+  late_flags.cpp
   launch.cpp
   launcher.cpp
   loop_driver.cpp
@@ -40,6 +42,7 @@ brimful_sources(HEAVY
   shared_step.cpp
   step_gate.cpp
   stopwatch.cpp
+  sums_under_way.cpp
   tail.cpp
   updates.cpp
   wire.cpp)

@@ -8,6 +8,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "base/fnv.h"
@@ -29,6 +30,24 @@ uint64_t number_of(const Riders& riders, const SizesOf& sizes_of) {
   }
   return hash.value();
 }
+
+constexpr size_t kBits = 8;
+
+std::vector<uint8_t> as_bits(const std::vector<uint8_t>& flags) {
+  std::vector<uint8_t> bytes((flags.size() + kBits - 1) / kBits);
+  for (size_t i = 0; i < flags.size(); ++i) {
+    bytes[i / kBits] |= static_cast<uint8_t>((flags[i] != 0 ? 1 : 0) << (i % kBits));
+  }
+  return bytes;
+}
+
+/// Sets the flags whose bits are; returns what follows the bits.
+const uint8_t* add_bits(const uint8_t* bytes, std::vector<uint8_t>& flags) {
+  for (size_t i = 0; i < flags.size(); ++i) {
+    flags[i] |= (bytes[i / kBits] >> (i % kBits)) & 1;
+  }
+  return bytes + (flags.size() + kBits - 1) / kBits;
+}
 }  // namespace
 
 ControlRecord with_figures_of_host(const ControlRecord& record, const at::Tensor& loss_sum,
@@ -49,12 +68,12 @@ bool Tail::Rider::fits(const at::Tensor& tensor) const {
 }
 
 Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers,
-           c10::ScalarType dtype, int64_t sparse, bool carries_records)
+           c10::ScalarType dtype, int64_t sparse, Head head)
     : parameters_(parameters),
       rank_(rank),
       dtype_(dtype),
       sparse_(sparse),
-      record_bytes_(carries_records ? kRecordBytes : 0),
+      head_(head),
       used_(parameters),
       rows_(world_size, std::vector<int64_t>(sparse)) {
   for (auto& buffer : buffers) {
@@ -64,9 +83,21 @@ Tail::Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor>
     riders_.push_back({std::move(buffer), form.dtype().toScalarType(), form.device(), 0, 0,
                        as_bytes, sizes, sizes});
   }
-  head_numel_ = record_offset(world_size) + std::ssize(riders_);
+  head_numel_ = head_elements(world_size);
   sent_.resize(riders_.size());
   place_riders();
+}
+
+int64_t Tail::head_elements(int world_size) const {
+  switch (head_) {
+    case Head::all:
+      return record_offset(world_size) + std::ssize(riders_);
+    case Head::losses:
+      return world_size * kNumberBytes;
+    case Head::nothing:
+      return 0;
+  }
+  return 0;
 }
 
 void Tail::place_riders() {
@@ -92,6 +123,7 @@ void Tail::take_up_sizes() {
 }
 
 void Tail::note_sizes(int buffer_source) {
+  is_source_ = rank_ == buffer_source;
   for (size_t i = 0; i < riders_.size(); ++i) {
     auto& rider = riders_[i];
     rider.new_sizes = rider.buffer.sizes().vec();
@@ -105,32 +137,55 @@ void Tail::attach(at::Tensor region) {
   region_ = std::move(region);
   const auto host =
       at::TensorOptions().dtype(region_.scalar_type()).pinned_memory(region_.is_cuda());
-  outgoing_ = at::zeros({head_numel_}, host);
+  outgoing_ = at::zeros({head_ == Head::all ? head_numel_ : 0}, host);
   incoming_ = region_.is_cpu() ? region_.narrow(0, 0, head_numel_) : at::zeros({head_numel_}, host);
 }
 
-void Tail::write(const std::vector<uint8_t>& used, const ControlRecord& record,
-                 const at::Tensor& loss_sum, const at::Tensor& updated, int buffer_source,
-                 const std::vector<int64_t>& rows) {
+void Tail::write(const Contents& contents) {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
+  note_sizes(contents.buffer_source);
+  if (head_ == Head::all) {
+    write_head(contents);
+  } else {
+    own_used_ = contents.used;
+    own_rows_ = contents.rows;
+    if (head_ == Head::losses && contents.has_losses) {
+      write_loss(contents);
+    }
+  }
+  write_riders(contents.buffer_source);
+}
+
+void Tail::write_head(const Contents& contents) {
+  const auto& [used, record, loss_sum, updated, rows, source, has_losses] = contents;
   const auto bytes = encode(with_figures_of_host(record, loss_sum, updated));
   write_bytes(outgoing_, 0, used.data(), parameters_);
-  write_bytes(outgoing_, record_offset(rank_), bytes.data(), record_bytes_);
-  write_bytes(outgoing_, record_offset(rank_) + record_bytes_,
+  write_bytes(outgoing_, record_offset(rank_), bytes.data(), kRecordBytes);
+  write_bytes(outgoing_, record_offset(rank_) + kRecordBytes,
               reinterpret_cast<const uint8_t*>(rows.data()), sparse_ * kNumberBytes);
-  note_sizes(buffer_source);
   write_bytes(outgoing_, flags_offset(), sent_.data(), std::ssize(sent_));
   write_bytes(outgoing_, sizes_offset(rank_), reinterpret_cast<const uint8_t*>(&own_sizes_),
               sizes_bytes());
   region_.narrow(0, 0, head_numel_).copy_(outgoing_, /*non_blocking=*/true);
-  if (record_bytes_ > 0 && loss_sum.defined() && !loss_sum.is_cpu()) {
-    region_.narrow(0, record_offset(rank_) + kLossSumOffset, 8)
+  if (loss_sum.defined() && !loss_sum.is_cpu()) {
+    region_.narrow(0, record_offset(rank_) + kLossSumOffset, kNumberBytes)
         .copy_(loss_sum.reshape({1}).view(at::kByte));
   }
-  if (record_bytes_ > 0 && updated.defined() && !updated.is_cpu()) {
+  if (updated.defined() && !updated.is_cpu()) {
     region_.narrow(0, record_offset(rank_) + kUpdatedOffset, updated.numel()).copy_(updated);
   }
+}
+
+void Tail::write_loss(const Contents& contents) {
+  region_.narrow(0, 0, head_numel_).zero_();
+  if (contents.loss_sum.defined()) {
+    region_.narrow(0, rank_ * kNumberBytes, kNumberBytes)
+        .copy_(contents.loss_sum.reshape({1}).view(at::kByte));
+  }
+}
+
+void Tail::write_riders(int buffer_source) {
   if (riders_.empty()) {
     return;
   }
@@ -149,7 +204,7 @@ void Tail::write(const std::vector<uint8_t>& used, const ControlRecord& record,
   }
 }
 
-void Tail::read() {
+void Tail::fetch_head() {
   if (!region_.is_cpu()) {
     incoming_.copy_(region_.narrow(0, 0, head_numel_), /*non_blocking=*/true);
     c10::Event arrived(region_.device().type());
@@ -157,24 +212,72 @@ void Tail::read() {
         c10::impl::VirtualGuardImpl(region_.device().type()).getStream(region_.device()));
     arrived.synchronize();
   }
+}
+
+void Tail::read() {
+  fetch_head();
   read_bytes(incoming_, 0, used_.data(), parameters_);
   read_bytes(incoming_, flags_offset(), sent_.data(), std::ssize(sent_));
   records_.clear();
-  bool alike = true;
+  std::vector<uint64_t> sizes(rows_.size());
   for (int rank = 0; rank < std::ssize(rows_); ++rank) {
-    if (record_bytes_ > 0) {
-      RecordBytes bytes{};
-      read_bytes(incoming_, record_offset(rank), bytes.data(), kRecordBytes);
-      records_.push_back(decode(bytes));
-    }
-    read_bytes(incoming_, record_offset(rank) + record_bytes_,
+    RecordBytes bytes{};
+    read_bytes(incoming_, record_offset(rank), bytes.data(), kRecordBytes);
+    records_.push_back(decode(bytes));
+    read_bytes(incoming_, record_offset(rank) + kRecordBytes,
                reinterpret_cast<uint8_t*>(rows_[rank].data()), sparse_ * kNumberBytes);
-    uint64_t sizes = 0;
-    read_bytes(incoming_, sizes_offset(rank), reinterpret_cast<uint8_t*>(&sizes), sizes_bytes());
-    alike = alike && sizes == own_sizes_;
+    read_bytes(incoming_, sizes_offset(rank), reinterpret_cast<uint8_t*>(&sizes[rank]),
+               sizes_bytes());
   }
+  note_heads(riders_.empty() ? std::vector<uint64_t>() : sizes);
+}
+
+std::vector<double> Tail::read_losses() {
+  fetch_head();
+  std::vector<double> losses(rows_.size());
+  for (size_t rank = 0; rank < losses.size(); ++rank) {
+    read_bytes(incoming_, static_cast<int64_t>(rank) * kNumberBytes,
+               reinterpret_cast<uint8_t*>(&losses[rank]), kNumberBytes);
+  }
+  return losses;
+}
+
+void Tail::note_heads(const std::vector<uint64_t>& sizes) {
+  const bool alike = std::all_of(sizes.begin(), sizes.end(),
+                                 [&](uint64_t theirs) { return theirs == own_sizes_; });
   has_new_sizes_ =
-      rows_.size() > 1 && !riders_.empty() && alike && own_sizes_ != sizes_ && changes_left_ > 0;
+      sizes.size() > 1 && !riders_.empty() && alike && own_sizes_ != sizes_ && changes_left_ > 0;
+}
+
+bool Tail::has_more() const {
+  const auto is_no = [](uint8_t flag) { return flag == 0; };
+  return std::any_of(own_used_.begin(), own_used_.end(), is_no) ||
+         std::any_of(own_rows_.begin(), own_rows_.end(), [](int64_t rows) { return rows > 0; }) ||
+         (is_source_ && std::any_of(sent_.begin(), sent_.end(), is_no));
+}
+
+std::vector<uint8_t> Tail::more() const {
+  auto bytes = as_bits(own_used_);
+  const auto sent = as_bits(sent_);
+  bytes.insert(bytes.end(), sent.begin(), sent.end());
+  const auto* rows = reinterpret_cast<const uint8_t*>(own_rows_.data());
+  bytes.insert(bytes.end(), rows, rows + sparse_ * kNumberBytes);
+  return bytes;
+}
+
+void Tail::take(const std::vector<uint64_t>& sizes, const std::vector<std::vector<uint8_t>>& more) {
+  note_heads(sizes);
+  const uint8_t usual = more.empty() ? 1 : 0;
+  std::fill(used_.begin(), used_.end(), usual);
+  std::fill(sent_.begin(), sent_.end(), usual);
+  for (size_t rank = 0; rank < rows_.size(); ++rank) {
+    std::fill(rows_[rank].begin(), rows_[rank].end(), 0);
+    if (!more.empty()) {
+      const auto* at = add_bits(more[rank].data(), used_);
+      at = add_bits(at, sent_);
+      std::memcpy(rows_[rank].data(), at, sparse_ * kNumberBytes);
+    }
+  }
 }
 
 std::vector<int64_t> Tail::rows(int64_t sparse) const {

@@ -225,7 +225,7 @@ Ending TorchDdpAdapter::State::finish() {
   }
   record.updated.fill(updates ? kUpdateUnknown : kUpdateNotCompared);
   if (updates && record.verdict < Status::retry) {
-    if (const auto updated = updates->look(); updated.defined()) {
+    if (const auto updated = updates->look(record.updated); updated.defined()) {
       const auto on_host = updated.cpu();
       std::copy_n(on_host.const_data_ptr<uint8_t>(), on_host.numel(), record.updated.begin());
     }

@@ -135,19 +135,43 @@ Updates::Updates(std::vector<at::Tensor> parameters, c10::Device device,
   for (const auto i : watched_) {
     values.push_back(values_of(parameters_[i]));
   }
-  seen_ = at::cat(values);
-  before_ = at::empty_like(seen_);
-  gradients_ = at::zeros_like(seen_);
-  no_values_ = at::zeros({kValues}, seen_.options());
-  differs_ = at::empty_like(seen_, seen_.options().dtype(at::kBool));
+  no_values_ = at::zeros({kValues}, values[0].options());
+  make_moments(2);
+  differs_ = at::empty_like(now().values, no_values_.options().dtype(at::kBool));
   changed_ = at::empty({static_cast<int64_t>(count)}, differs_.options());
   idle_ = at::empty_like(changed_);
   updated_ = at::empty_like(changed_, changed_.options().dtype(at::kByte));
-  versions_seen_.resize(count);
-  versions_before_.resize(count);
 }
 
-at::Tensor Updates::look() {
+void Updates::make_moments(size_t count) {
+  moments_.resize(count);
+  const auto numel = static_cast<int64_t>(watched_.size()) * kValues;
+  for (auto& moment : moments_) {
+    moment.values = at::zeros({numel}, no_values_.options());
+    moment.gradients = at::zeros_like(moment.values);
+    moment.versions.resize(watched_.size());
+  }
+}
+
+void Updates::be_late() {
+  if (!watched_.empty()) {
+    const at::NoGradGuard no_grad;
+    make_moments(LateFlags::kLongest + 2);
+    late_.emplace(device_, watched_.size());
+  }
+}
+
+at::Tensor Updates::look(std::array<uint8_t, 8>& flags) {
+  const auto updated = compare();
+  if (!late_) {
+    return updated;
+  }
+  flags = late_->of_last_steps(stood_);
+  late_->note(stood_, updated);
+  return {};
+}
+
+at::Tensor Updates::compare() {
   looked_ = std::all_of(watched_.begin(), watched_.end(),
                         [&](size_t i) { return can_watch(parameters_[i], device_); }) &&
             !watched_.empty();
@@ -160,13 +184,13 @@ at::Tensor Updates::look() {
   values.reserve(watched_.size());
   for (size_t i = 0; i < watched_.size(); ++i) {
     values.push_back(values_of(parameters_[watched_[i]]));
-    versions_seen_[i] = version_of(parameters_[watched_[i]]);
+    now().versions[i] = version_of(parameters_[watched_[i]]);
   }
-  at::cat_out(seen_, values);
+  at::cat_out(now().values, values);
   if (!can_compare_) {
     return {};
   }
-  at::ne_out(differs_, seen_, before_);
+  at::ne_out(differs_, now().values, before().values);
   at::any_out(changed_, differs_.view({changed_.numel(), kValues}), 1);
   updated_.fill_(kUpdateUnknown);
   mark_idle();
@@ -176,13 +200,13 @@ at::Tensor Updates::look() {
 
 /// Where a parameter's values should be others: it got a gradient there, and its counter says nothing of another write.
 void Updates::mark_idle() {
-  const auto written = [&](size_t i) { return versions_seen_[i] != versions_before_[i]; };
+  const auto written = [&](size_t i) { return now().versions[i] != before().versions[i]; };
   std::vector<size_t> all(watched_.size());
   std::iota(all.begin(), all.end(), 0);
-  if (!gradients_known_ || std::all_of(all.begin(), all.end(), written)) {
+  if (!before().gradients_known || std::all_of(all.begin(), all.end(), written)) {
     return;
   }
-  at::ne_out(differs_, gradients_, at::Scalar(0));
+  at::ne_out(differs_, before().gradients, at::Scalar(0));
   at::any_out(idle_, differs_.view({idle_.numel(), kValues}), 1);
   for (const auto i : all) {
     if (written(i)) {
@@ -204,26 +228,39 @@ void Updates::note_gradients() {
     auto gradient = gradient_of(parameters_[i], no_values_.options());
     values.push_back(gradient.defined() ? std::move(gradient) : no_values_);
   }
-  at::cat_out(gradients_, values);
-  gradients_known_ = true;
+  at::cat_out(before().gradients, values);
+  before().gradients_known = true;
 }
 
-/// Of what all ranks must have had alike in the step before, to be alike after it.
-uint64_t Updates::premises() const {
-  return gradients_known_ ? checksum({before_, gradients_}) : 0;
+uint64_t Updates::premises(int64_t step) {
+  const auto& premise = at_step(step - 1 + std::ssize(moments_));
+  return premise.gradients_known ? checksum({premise.values, premise.gradients}) : 0;
 }
 
 void Updates::settle(const std::vector<ControlRecord>& records, const Exchange& exchange) {
-  if (divergence_.empty() && updated_alike(records)) {
+  if (late_) {
+    const auto differing = late_->settle(records, stood_);
+    if (divergence_.empty() && !differing) {
+      take_looked();
+    } else {
+      compare_all(differing ? differing->records : records,
+                  differing ? std::optional(differing->step) : std::nullopt, exchange);
+    }
+  } else if (divergence_.empty() && updated_alike(records)) {
     take_looked();
-    return;
+  } else {
+    compare_all(records, stood_, exchange);
   }
+}
+
+void Updates::compare_all(const std::vector<ControlRecord>& records, std::optional<int64_t> step,
+                          const Exchange& exchange) {
   ControlRecord own;
   {
     const memory::Unlimited unlimited;
     const at::NoGradGuard no_grad;
     own.next_weight = std::bit_cast<double>(checksum(parameters_));
-    own.weight = std::bit_cast<double>(premises());
+    own.weight = std::bit_cast<double>(step ? premises(*step) : uint64_t{0});
   }
   const auto all = exchange(own);
   std::vector<int> others;
@@ -258,14 +295,16 @@ void Updates::settle(const std::vector<ControlRecord>& records, const Exchange& 
 }
 
 void Updates::take_looked() {
-  std::swap(seen_, before_);
-  std::swap(versions_seen_, versions_before_);
+  now().gradients_known = false;
+  ++stood_;
   can_compare_ = looked_;
-  gradients_known_ = false;
 }
 
 void Updates::forget() {
   can_compare_ = false;
+  if (late_) {
+    late_->forget();
+  }
   how_.clear();
   divergence_.clear();
 }

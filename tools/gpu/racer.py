@@ -73,7 +73,9 @@ SMALL_CASES = {
 
 
 def _torchs(**options: Any) -> Callable[[nn.Module], nn.Module]:
-    return lambda module: nn.parallel.DistributedDataParallel(module, device_ids=[0], **options)
+    return lambda module: nn.parallel.DistributedDataParallel(
+        module, device_ids=[torch.cuda.current_device()], **options
+    )
 
 
 def _brimfuls(**options: Any) -> Callable[[nn.Module], nn.Module]:

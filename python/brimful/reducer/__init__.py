@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from brimful import _C
 from brimful._compat import optimizers_in_backward, skipped_by_dynamo
 from brimful._process_end import is_out_of_memory, register, text_of
+from brimful.reducer._before_saving import BeforeSaving
 from brimful.reducer._comm_hook import builtin_hook, check_comm_hook
 from brimful.reducer._join import InTorchsJoin, joining, not_joined
 from brimful.reducer._mixed_precision import MixedPrecision, check_mixed_precision, wire_dtype_of
@@ -163,6 +164,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         }
         self._mixed = self._make_mixed()
         self._reducer: _C.Reducer | None = self._make_reducer(contents, init_sync, at_start)
+        self._guard_state()
         register(self)
 
     def _belong_to_no_loop(self) -> None:
@@ -239,7 +241,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.buckets_expected = _always
         self._mixed = self._make_mixed()
+        self._guard_state()
         register(self)
+
+    def _guard_state(self) -> None:
+        """A step on a device may end before its sums do."""
+        if any(p.requires_grad and p.device.type != "cpu" for p in self.module.parameters()):
+            self.module.register_state_dict_pre_hook(BeforeSaving(self))
 
     @skipped_by_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:

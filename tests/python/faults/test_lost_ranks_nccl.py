@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import signal
 import sys
 import threading
@@ -143,8 +144,8 @@ def test_a_device_that_hangs_ends_no_process(ranks):
     def run(kind):
         results = ranks(lost_job, kind, {}, "finish", TIMEOUT_S + 3, False, watchdog_s=40)
         for step, error in results:
-            assert step == 2, results
+            assert step in (2, 3), results  # a plain loop's step does not wait for its sums
             assert type(error) is brimful.RankFailed, error
-            assert "the process group broke in step 2: " in str(error), error
+            assert re.search("broke in step 2: |the sums of step 2 had not ended", str(error)), error
 
     at_once([partial(run, kind) for kind in KINDS])

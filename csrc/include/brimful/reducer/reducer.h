@@ -109,6 +109,11 @@ class BRIMFUL_API Reducer final : public Participant {
   /// Of the last steps, oldest first (at most 64); does not synchronise.
   std::vector<StepTimes> times() const;
 
+  /// Waits until a device has made the sums of all steps so far: before what they gave is saved. Nothing on the CPU, whose
+  /// steps wait themselves. Between steps.
+  /// @throws RankFailed if those of a step have failed: its update is not known
+  void wait_for_sums();
+
   /// Buckets of this step so far, and in all.
   int64_t launched() const;
   int64_t buckets() const;

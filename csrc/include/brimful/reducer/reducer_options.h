@@ -38,8 +38,9 @@ struct ReducerOptions {
   /// Ranks whose parameters were not updated alike raise PlanMismatch. False, on any rank: they differ on purpose.
   bool check_updates = true;
   /// Control records go between the hosts, over a gloo group of their own that all reducers of a process group share, and not
-  /// in the last bucket. Only if all ranks set it and can connect: else the log says why not.
-  bool between_hosts = false;
+  /// in the last bucket: a step then waits for no device. Only if all ranks want it and can connect: else the log says why not.
+  /// None: on devices whose collectives end in streams (NCCL).
+  std::optional<bool> between_hosts;
 };
 
 }  // namespace brimful
