@@ -34,6 +34,8 @@ class EngineStep final : public ParticipantAttempt {
                    bool launches);
   /// No backward runs any more; what was launched is still waited for.
   void leave_backward();
+  /// Of one that ends no step.
+  void end_unsent_backward();
   /// In place of accept(), on a rank that only made the others' collectives.
   void accept_nothing();
   /// Ends an attempt that leaves nothing behind, and is none.
