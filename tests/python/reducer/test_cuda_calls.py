@@ -23,6 +23,9 @@ simulation = ctypes.CDLL(None)
 simulated = hasattr(simulation, "sim_cuda_calls")
 counted = pytest.mark.skipif(not simulated, reason="only the simulated device counts")
 COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync", "cudaLaunchKernel", "operator")
+RECORDS = ("cudaEventRecord", "cudaEventRecordWithFlags")
+WAITS = ("cudaStreamWaitEvent",)
+SETTLED, COUNTED = 12, 16  # steps
 
 
 def calls(names):
@@ -51,6 +54,12 @@ def difference(model, expected):
 def wrapped(module, group, **options):
     with whole_path():
         return brimful.DistributedDataParallel(module, process_group=group, **options)
+
+
+def torchs(module, group):
+    return nn.parallel.DistributedDataParallel(
+        module, device_ids=[torch.cuda.current_device()], process_group=group
+    )
 
 
 def small_layers(count, norms):
@@ -92,6 +101,23 @@ def copies_job(rank, norms):
 def test_gradients_are_copied_together(ranks, size):
     for copies in ranks(copies_job, False, size=size):
         assert copies <= (4 if size == 1 else 16)
+
+
+def events_job(rank):
+    group = on_device(rank)
+    x = torch.randn(8, 16, device="cuda")
+    found = []
+    for wrap in (wrapped, torchs):
+        step = step_of(wrap(small_layers(10, False), group), x)
+        found.append(counts(step, SETTLED, COUNTED, records=RECORDS, waits=WAITS))
+    return found
+
+
+@counted
+def test_a_step_records_hardly_more_events_than_torchs(ranks):
+    for ours, torchs_own in ranks(events_job):
+        assert ours["records"] <= torchs_own["records"] + 2
+        assert ours["waits"] <= torchs_own["waits"] + 2
 
 
 class Net(nn.Module):
