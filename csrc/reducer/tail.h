@@ -14,8 +14,8 @@ ControlRecord with_figures_of_host(const ControlRecord& record, const at::Tensor
 
 /// What rides behind the gradients of the last bucket: a 0/1 element per parameter (used or not), the control records
 /// (unless they go between hosts), how many rows each rank has for each sparse gradient, and the buffers that ranks must agree on. Every element is written by one rank and 0 on the others (or 0/1), so a sum
-/// delivers it exactly in any dtype and order of reduction. Buffers of the bucket's dtype travel as values, others as
-/// bytes.
+/// delivers it exactly in any dtype and order of reduction. Buffers of the bucket's dtype travel as values; behind them come
+/// the others, as bytes. A single rank's stay where they are.
 class Tail {
  public:
   Tail(int64_t parameters, int rank, int world_size, std::vector<at::Tensor> buffers,
@@ -59,10 +59,21 @@ class Tail {
     std::vector<int64_t> sizes;      ///< for which there is room
     std::vector<int64_t> new_sizes;  ///< when the region was written last
     bool was_logged = false;
+    at::Tensor place = {};  ///< in the region, or where bytes are made elements of it
 
     bool fits(const at::Tensor& tensor) const;
   };
+  std::vector<Rider*> riders_in_order();
   void place_riders();
+  void attach_riders();
+  void write_riders(bool is_source);
+  bool shares_buffers() const { return !riders_.empty() && rows_.size() > 1; }
+  /// Of what travels as bytes.
+  at::Tensor region_of_bytes() const {
+    return region_.narrow(0, numel_ - bytes_.numel(), bytes_.numel());
+  }
+  /// Than there is room for.
+  bool has_other_sizes() const;
   void note_sizes(int buffer_source);
   void note_unlike(Rider& rider, size_t number) const;
   /// Of a rank's record and, behind it, its numbers of rows, and a number of its buffers' sizes.
@@ -83,9 +94,9 @@ class Tail {
       0;  ///< used flags, records and which buffers come, staged through host memory
   int64_t numel_ = 0;
   std::vector<Rider> riders_;
+  at::Tensor bytes_;           ///< of riders that travel as bytes, as they are in memory
   std::vector<uint8_t> sent_;  ///< riders that the source rank has sent
-  uint64_t sizes_ = 0;         ///< number of the sizes for which there is room
-  uint64_t own_sizes_ = 0;     ///< of those when the region was written last
+  uint64_t own_sizes_ = 0;     ///< number of the sizes when the region was written last
   bool has_new_sizes_ = false;
   int changes_left_ = 8;  ///< each lays out all buckets anew: not for what varies from step to step
   at::Tensor region_;

@@ -97,10 +97,11 @@ def copies_job(rank, norms):
 
 
 @counted
+@pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
-def test_gradients_are_copied_together(ranks, size):
-    for copies in ranks(copies_job, False, size=size):
-        assert copies <= (4 if size == 1 else 16)
+def test_gradients_and_buffers_are_copied_together(ranks, size, norms):
+    for copies in ranks(copies_job, norms, size=size):
+        assert copies <= (4 if size == 1 else 16 + 8 * norms)
 
 
 def events_job(rank):
