@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import json
 from contextlib import nullcontext
 
 import pytest
@@ -119,6 +120,72 @@ def test_a_step_records_hardly_more_events_than_torchs(ranks):
     for ours, torchs_own in ranks(events_job):
         assert ours["records"] <= torchs_own["records"] + 2
         assert ours["waits"] <= torchs_own["waits"] + 2
+
+
+class Wide(nn.Module):
+    """Gradients of more than 4 MiB between small ones: 17 MiB in all."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.ModuleList([nn.Linear(1100, 1000) for _ in range(4)])
+        self.small = nn.ModuleList([nn.Linear(1000, 1100) for _ in range(3)])
+
+    def forward(self, x):
+        for wide, small in zip(self.wide, self.small, strict=False):
+            x = nn.functional.linear(wide(x), small.weight[:, :1000], small.bias)
+        return self.wide[-1](x)
+
+
+def collectives_job(rank):
+    group = on_device(rank)
+    x = torch.randn(4, 1100, device="cuda")
+    backend = group._get_backend(torch.device("cuda"))
+    found = []
+    for wrap in (wrapped, torchs):
+        model = wrap(Wide().cuda(), group)
+        step = step_of(model, x)
+        made = []
+        for _ in range(30):
+            before = backend._get_sequence_number_for_group()
+            step()
+            made.append(backend._get_sequence_number_for_group() - before)
+        found.append((max(made[2:]), made))
+        del model, step
+    return found
+
+
+def test_a_step_makes_no_more_collectives_than_torchs(ranks):
+    for (ours, by_step), (torchs_own, theirs) in ranks(collectives_job):
+        assert ours <= torchs_own, (by_step, theirs)
+
+
+def resnet_50_sizes():
+    """Elements of its parameters, in their order."""
+
+    def convolution(into, out, kernel):
+        return [into * out * kernel**2, out, out]
+
+    sizes, into = convolution(3, 64, 7), 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = 64 << stage
+        for block in range(blocks):
+            sizes += convolution(into, width, 1) + convolution(width, width, 3)
+            sizes += convolution(width, 4 * width, 1)
+            sizes += convolution(into, 4 * width, 1) if block == 0 else []
+            into = 4 * width
+    return [*sizes, into * 1000, 1000]
+
+
+def resnet_job(rank):
+    group = on_device(rank)
+    sizes = resnet_50_sizes()
+    assert sum(sizes) == 25_557_032
+    net = nn.ParameterList([torch.zeros(size, device="cuda") for size in sizes])
+    return len(json.loads(wrapped(net, group).plan))
+
+
+def test_a_resnet_50_makes_no_more_collectives_than_torchs(ranks):
+    assert max(ranks(resnet_job, size=1)) <= 5  # 1 MiB, then 25 MiB each
 
 
 class Net(nn.Module):
