@@ -44,7 +44,7 @@ void bind_figures(py::module_& m) {
                       parameters);
   py::class_<StepTimes>(m, "StepTimes")
       .BRIMFUL_FIELDS(def_readonly, StepTimes, step, backward_ms, copy_ms, launch_ms, wait_ms,
-                      total_ms, bytes, straggler, straggler_ms, buckets);
+                      total_ms, bytes, straggler, straggler_ms, by_device, buckets);
 }
 
 void bind_create(ReducerClass& reducer) {

@@ -29,6 +29,15 @@ struct Slot {
 /// The gradients that travel together. Flat: they move into one persistent buffer, so that draining needs no memory.
 /// Direct: one large gradient, reduced where autograd left it. Sparse: one sparse gradient.
 struct Bucket {
+  /// A gradient that has come and waits for the others of its bucket, see DeferredCopies.
+  struct Held {
+    int64_t parameter = 0;
+    at::Tensor gradient;  ///< what p.grad is
+    int64_t bytes = 0;    ///< that it takes besides the bucket
+    double scale = 1;
+    c10::Stream stream;  ///< in which it came
+  };
+
   at::Tensor flat;       ///< flat: real; gradients and, in the last bucket, the tail
   at::Tensor gradients;  ///< flat: the part of it that holds gradients
   at::Tensor
@@ -42,6 +51,7 @@ struct Bucket {
   std::optional<c10::Stream>
       stream;           ///< the last one that worked on it in this backward; not on the CPU
   int64_t pending = 0;  ///< gradients that this backward still owes
+  std::vector<Held> held;
   bool launched = false;
   std::chrono::steady_clock::time_point launched_at;
   c10::intrusive_ptr<c10d::Work> work;

@@ -26,8 +26,10 @@ bool same_kind(const BucketPlan::Bucket& bucket, const ParameterInfo& info) {
   return bucket.dtype == info.dtype && bucket.device == info.device;
 }
 
+/// On a device a copy costs less than the call of a collective.
 bool is_direct(const ParameterInfo& info, const PlanOptions& options) {
-  return !info.sparse && info.packed && info.bytes() >= options.direct_bytes;
+  return !info.sparse && info.packed && info.device.is_cpu() &&
+         info.bytes() >= options.direct_bytes;
 }
 
 BucketPlan::Bucket bucket_for(const ParameterInfo& info, const PlanOptions& options) {

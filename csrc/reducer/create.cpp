@@ -192,12 +192,13 @@ Tail make_tail(const GroupLink& link, const BucketPlan& plan, std::vector<at::Te
           head};
 }
 
+/// A trial of smaller buckets would make more collectives than torch's sizes, and a host is slower than its device.
 void start_tuner(Engine& engine, const ReducerOptions& options) {
   const auto& link = engine.link();
   const bool may_change = !is_fixed(options.plan) && options.plan != "registration";
   if (link.rank == 0 && link.store && !link.alone && may_change) {
     const bool caps_given = options.bucket_cap_mb || !options.bucket_cap_mb_list.empty();
-    engine.tuner().start(options.plan == "auto" && !caps_given);
+    engine.tuner().start(options.plan == "auto" && !caps_given && link.device.is_cpu());
   }
 }
 }  // namespace

@@ -13,13 +13,13 @@ c10::Stream DeviceClock::current_stream() const {
 }
 
 void DeviceClock::guarded(const std::function<void()>& action) {
-  if (lost_) {
+  if (!on_) {
     return;
   }
   try {
     action();
   } catch (const std::exception&) {
-    lost_ = true;
+    on_ = false;
   }
 }
 
@@ -32,7 +32,7 @@ void DeviceClock::mark(Point& point, c10::Stream stream) const {
 }
 
 void DeviceClock::begin_step() {
-  lost_ = false;
+  on_ = steps_ < kFirstSteps || steps_ % kOneIn == 0;
   begin_.set = work_.set = end_.set = false;
   buckets_ = 0;
   guarded([&] { mark(begin_, current_stream()); });
@@ -72,6 +72,7 @@ bool DeviceClock::launched(size_t bucket, c10::Device device, c10d::Work& work) 
 }
 
 void DeviceClock::end_step() {
+  ++steps_;
   guarded([&] {
     const auto current = current_stream();
     for (size_t i = buckets_; i > 0; --i) {
@@ -84,39 +85,48 @@ void DeviceClock::end_step() {
   });
 }
 
-bool DeviceClock::passed(const Point& point) const {
-  return !point.set || point.event->query();
-}
-
 std::optional<double> DeviceClock::since_begin(const Point& point) const {
   return point.set ? std::optional(begin_.event->elapsedTime(*point.event)) : std::nullopt;
 }
 
+DeviceClock::Times DeviceClock::times() const {
+  Times times;
+  times.total_ms = *since_begin(end_);
+  times.work_ms = since_begin(work_);
+  for (size_t i = 0; i < buckets_; ++i) {
+    times.buckets.push_back({since_begin(points_[i].launch), since_begin(points_[i].done)});
+  }
+  return times;
+}
+
+DeviceClock::Times DeviceClock::no_times() const {
+  const auto unknown = [](const Point& point) {
+    return point.set ? std::optional(Times::kUnknown) : std::nullopt;
+  };
+  Times times;
+  times.total_ms = Times::kUnknown;
+  times.work_ms = unknown(work_);
+  for (size_t i = 0; i < buckets_; ++i) {
+    times.buckets.push_back({unknown(points_[i].launch), unknown(points_[i].done)});
+  }
+  return times;
+}
+
 std::optional<DeviceClock::Times> DeviceClock::read() const {
-  if (lost_ || !begin_.set || !end_.set) {
+  if (!on_ || !begin_.set || !end_.set) {
     return std::nullopt;
   }
   try {
-    const auto last = points_.begin() + static_cast<std::ptrdiff_t>(buckets_);
-    // Not so if the step began, or launched a bucket, in a stream that the others did not wait for.
-    const bool known = passed(begin_) && passed(work_) && passed(end_) &&
-                       std::all_of(points_.begin(), last,
-                                   [&](const Points& points) {
-                                     return passed(points.launch) && passed(points.done);
-                                   }) &&
-                       *since_begin(end_) >= 0;
-    const auto ms = [&](const Point& point) {
-      return known || !point.set ? since_begin(point) : Times::kUnknown;
-    };
-    Times times;
-    times.total_ms = *ms(end_);
-    times.work_ms = ms(work_);
-    for (auto points = points_.begin(); points != last; ++points) {
-      times.buckets.push_back({ms(points->launch), ms(points->done)});
-    }
-    return times;
+    auto found = times();
+    return found.total_ms >= 0 ? found : no_times();
   } catch (const std::exception&) {
-    return std::nullopt;
+    // One of them is still to come: the step began, or launched a bucket, in a stream that the others did not wait for. Or
+    // the device is lost.
+    try {
+      return end_.event->query() ? std::optional(no_times()) : std::nullopt;
+    } catch (const std::exception&) {
+      return std::nullopt;
+    }
   }
 }
 

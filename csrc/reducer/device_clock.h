@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -13,12 +14,16 @@
 namespace brimful {
 
 /// When a device came to points of a step. Its events are made once and read at the step's end, behind the one host wait
-/// of a step: nothing here waits for the device. A device that is lost has no times; it throws elsewhere.
+/// of a step: nothing here waits for the device. A device that is lost has no times; it throws elsewhere. Events cost the
+/// host calls: it takes the times of the first steps, and of one step in so many from then on.
 class DeviceClock {
  public:
   /// `collectives_in_streams`: a collective's wait() makes the current stream wait, and not the host.
   DeviceClock(c10::Device device, bool collectives_in_streams)
       : device_(device), in_streams_(collectives_in_streams) {}
+
+  static constexpr int64_t kFirstSteps = 10;
+  static constexpr int64_t kOneIn = 16;
 
   void begin_step();
   /// All that this rank has to do itself has been enqueued.
@@ -43,7 +48,7 @@ class DeviceClock {
     std::optional<double> work_ms;
     std::vector<Bucket> buckets;
   };
-  /// Nothing if the step began or launched a bucket in a stream that its end did not wait for.
+  /// Nothing if this step has none.
   std::optional<Times> read() const;
 
  private:
@@ -58,13 +63,15 @@ class DeviceClock {
   };
   c10::Stream current_stream() const;
   void mark(Point& point, c10::Stream stream) const;
-  bool passed(const Point& point) const;
   std::optional<double> since_begin(const Point& point) const;
+  Times times() const;
+  Times no_times() const;
   void guarded(const std::function<void()>& action);
 
   c10::Device device_;
   bool in_streams_;
-  bool lost_ = false;  ///< in this step
+  int64_t steps_ = 0;
+  bool on_ = false;  ///< in this step, whose device is not lost so far
   std::optional<c10::Stream> side_;
   Point begin_;
   Point work_;

@@ -66,6 +66,12 @@ void EngineStep::begin_piece(bool last, const at::Tensor& loss) {
   }
 }
 
+void EngineStep::end_unsent_backward() {
+  const auto lock = attempt_.lock();
+  placement_.end_backward();
+  attempt_.leave();
+}
+
 void EngineStep::start_backward(bool launching) {
   attempt_.begin_backward(launching);
   arrivals_.begin_backward();

@@ -38,6 +38,8 @@ class EngineStep final : public ParticipantAttempt {
   void require_sums() { transport_->require_sums(); }
   /// Waits for them.
   void wait_for_sums() { transport_->wait_for_sums(); }
+  /// Of one that ends no step.
+  void end_unsent_backward();
   /// In place of accept(), on a rank that only made the others' collectives.
   void accept_nothing();
   /// Ends an attempt that leaves nothing behind, and is none.

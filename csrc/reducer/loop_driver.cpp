@@ -235,7 +235,7 @@ void LoopDriver::end_plain_backward() {
     return;  // ended with another one's
   }
   if (!attempt_.launches()) {
-    attempt_.leave();
+    engine_.step().end_unsent_backward();
     return;
   }
   const auto step = plain_;

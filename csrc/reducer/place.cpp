@@ -33,6 +33,8 @@ void Placement::begin_backward() {
   seen_.resize(layout_.parameters.size(), -1);
   used_.resize(layout_.parameters.size(), 0);
   ++generation_;
+  copies_.flush_all();
+  copies_.forget();
   for (auto& bucket : layout_.buckets) {
     bucket.pending = static_cast<int64_t>(bucket.parameters.size());
     bucket.stream.reset();
@@ -42,7 +44,12 @@ void Placement::begin_backward() {
 bool Placement::place_next(int64_t parameter, const at::Tensor& arrived) {
   seen_[parameter] = generation_;
   place(parameter, arrived);
-  return --layout_.buckets[layout_.slots[parameter].bucket].pending == 0;
+  const auto index = layout_.slots[parameter].bucket;
+  auto& bucket = layout_.buckets[index];
+  if (bucket.pending == 1) {
+    copies_.flush(index);
+  }
+  return --bucket.pending == 0;
 }
 
 double Placement::scale_into(const Bucket& bucket, int64_t index) const {
@@ -78,16 +85,29 @@ void Placement::place(int64_t parameter, const at::Tensor& arrived) {
     if (attempt_.is_last_backward()) {
       bucket.own = sparse_scaled(gradient, scales_.sparse);
     }
-  } else if (!is_alias(gradient, slot.view)) {
-    layout_.views[parameter].let_go();
-    copy_scaled(slot.view, gradient, scale);
-    if (!gradient.requires_grad()) {
-      gradient = layout_.views[parameter].over(slot.view);
-    } else if (attempt_.is_last_backward()) {
+  } else {
+    place_flat(parameter, scale);
+  }
+}
+
+void Placement::place_flat(int64_t parameter, double scale) {
+  auto& gradient = layout_.parameters[parameter].mutable_grad();
+  const auto& view = layout_.slots[parameter].view;
+  if (is_alias(gradient, view)) {
+    if (scale != 1 && !copies_.hold(parameter, scale)) {
+      view.mul_(scale);
+    }
+    return;
+  }
+  layout_.views[parameter].let_go();
+  if (gradient.requires_grad()) {
+    copy_scaled(view, gradient, scale);
+    if (attempt_.is_last_backward()) {
       with_history_.push_back(parameter);
     }
-  } else if (scale != 1) {
-    slot.view.mul_(scale);
+  } else if (!copies_.hold(parameter, scale)) {
+    copy_scaled(view, gradient, scale);
+    gradient = layout_.views[parameter].over(view);
   }
 }
 
@@ -141,6 +161,10 @@ void Placement::add_again(int64_t parameter, const at::Tensor& gradient) {
     place(parameter, gradient);
     return;
   }
+  if (copies_.holds(parameter)) {
+    return;  // autograd has added it to what will be copied
+  }
+  copies_.flush(slot.bucket);
   auto& sum = layout_.parameters[parameter].mutable_grad();
   const auto& placed = bucket.direct ? bucket.own : slot.view;
   const double scale = scale_into(bucket, slot.bucket);
@@ -159,12 +183,14 @@ void Placement::add_again(int64_t parameter, const at::Tensor& gradient) {
 }
 
 bool Placement::fill(int64_t index) {
-  const auto& bucket = layout_.buckets[index];
+  auto& bucket = layout_.buckets[index];
+  bucket.join_current_stream();
   for (const auto parameter : bucket.parameters) {
     if (!has_come(parameter)) {
       place(parameter, {});
     }
   }
+  copies_.flush(index);
   return bucket.pending > 0;
 }
 
@@ -225,6 +251,7 @@ void Placement::discard() {
 
 void Placement::forget() {
   with_history_.clear();
+  copies_.forget();
   for (auto& bucket : layout_.buckets) {
     bucket.own.reset();
     bucket.hook_result.reset();

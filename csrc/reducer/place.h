@@ -8,6 +8,7 @@
 
 #include "reducer/attempt.h"
 #include "reducer/bucket_set.h"
+#include "reducer/deferred_copies.h"
 #include "reducer/hook_chain.h"
 
 namespace brimful {
@@ -25,7 +26,7 @@ struct Scales {
 class Placement {
  public:
   Placement(BucketSet& layout, const HookChain& hooks, const Attempt& attempt)
-      : layout_(layout), hooks_(hooks), attempt_(attempt) {}
+      : layout_(layout), hooks_(hooks), attempt_(attempt), copies_(layout) {}
   /// `watch`: called with gradients that have a graph, since a loss of one reaches the parameters too.
   void watch_histories(std::function<void(const at::Tensor&)> watch) { watch_ = std::move(watch); }
 
@@ -40,6 +41,8 @@ class Placement {
   void add_again(int64_t parameter, const at::Tensor& gradient);
   /// Zeros in the bucket for gradients that did not come. True if there were such.
   bool fill(int64_t index);
+  /// No more gradients of this backward come: those that are held back go into their buckets.
+  void end_backward() { copies_.flush_all(); }
   /// By parameter: had a gradient when its bucket was filled.
   const std::vector<uint8_t>& used() const { return used_; }
 
@@ -52,6 +55,7 @@ class Placement {
 
  private:
   void place(int64_t parameter, const at::Tensor& arrived);
+  void place_flat(int64_t parameter, double scale);
   void place_direct(int64_t parameter, const at::Tensor& arrived);
   double scale_into(const Bucket& bucket, int64_t index) const;
   void take_sum(size_t parameter, double scale, bool keep_unused);
@@ -59,6 +63,7 @@ class Placement {
   BucketSet& layout_;
   const HookChain& hooks_;
   const Attempt& attempt_;
+  DeferredCopies copies_;
   std::function<void(const at::Tensor&)> watch_;
   Scales scales_;
   int64_t generation_ = 0;     ///< of the backward that runs

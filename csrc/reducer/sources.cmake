@@ -7,7 +7,9 @@ brimful_sources(HEAVY
   bucket.cpp
   bucket_plan.cpp
   bucket_set.cpp
+  copy_list.cpp
   create.cpp
+  deferred_copies.cpp
   device_clock.cpp
   device_wait.cpp
   engine.cpp

@@ -148,7 +148,10 @@ void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank, dou
   for (size_t i = 0; done_ && i < times_.buckets.size(); ++i) {
     times_.buckets[i].done_ms = (*done_)[i].load();
   }
-  if (const auto device = device_ ? device_->read() : std::nullopt) {
+  const auto device = device_ ? device_->read() : std::nullopt;
+  known_ = true;
+  times_.by_device = device.has_value();
+  if (device) {
     take_device_times(*device, agreeing_ms);
   }
   find_straggler(ms_by_rank, times_);

@@ -9,10 +9,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 #include "base/fnv.h"
 #include "reducer/bucket.h"
+#include "reducer/copy_list.h"
 
 namespace brimful {
 
@@ -100,16 +102,29 @@ int64_t Tail::head_elements(int world_size) const {
   return 0;
 }
 
+/// Those of the region's dtype, then the others by dtype: larger elements first, so that each lies where its dtype may.
+std::vector<Tail::Rider*> Tail::riders_in_order() {
+  const auto key = [](const Rider& rider) {
+    const auto bytes = rider.as_bytes ? -static_cast<int64_t>(c10::elementSize(rider.dtype)) : 0;
+    return std::tuple(rider.as_bytes, bytes, rider.dtype);
+  };
+  std::vector<Rider*> order;
+  for (auto& rider : riders_) {
+    order.push_back(&rider);
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](const Rider* a, const Rider* b) { return key(*a) < key(*b); });
+  return order;
+}
+
 void Tail::place_riders() {
   numel_ = head_numel_;
-  for (auto& rider : riders_) {
-    rider.offset = numel_;
-    rider.numel = c10::multiply_integers(rider.sizes) *
-                  (rider.as_bytes ? static_cast<int64_t>(c10::elementSize(rider.dtype)) : 1);
-    numel_ += rider.numel;
+  for (auto* rider : riders_in_order()) {
+    rider->offset = numel_;
+    rider->numel = c10::multiply_integers(rider->sizes) *
+                   (rider->as_bytes ? static_cast<int64_t>(c10::elementSize(rider->dtype)) : 1);
+    numel_ += rider->numel;
   }
-  sizes_ = number_of(
-      riders_, [](const Rider& rider) -> const auto& { return rider.sizes; });
 }
 
 void Tail::take_up_sizes() {
@@ -120,6 +135,11 @@ void Tail::take_up_sizes() {
     }
     place_riders();
   }
+}
+
+bool Tail::has_other_sizes() const {
+  return std::any_of(riders_.begin(), riders_.end(),
+                     [](const Rider& rider) { return rider.new_sizes != rider.sizes; });
 }
 
 void Tail::note_sizes(int buffer_source) {
@@ -139,6 +159,25 @@ void Tail::attach(at::Tensor region) {
       at::TensorOptions().dtype(region_.scalar_type()).pinned_memory(region_.is_cuda());
   outgoing_ = at::zeros({head_ == Head::all ? head_numel_ : 0}, host);
   incoming_ = region_.is_cpu() ? region_.narrow(0, 0, head_numel_) : at::zeros({head_numel_}, host);
+  attach_riders();
+}
+
+void Tail::attach_riders() {
+  if (!shares_buffers()) {
+    return;
+  }
+  int64_t begin = numel_;
+  for (const auto& rider : riders_) {
+    begin = rider.as_bytes ? std::min(begin, rider.offset) : begin;
+  }
+  bytes_ =
+      at::zeros({numel_ - begin}, at::TensorOptions().dtype(at::kByte).device(region_.device()));
+  for (auto& rider : riders_) {
+    const auto row = rider.as_bytes
+                         ? bytes_.narrow(0, rider.offset - begin, rider.numel).view(rider.dtype)
+                         : region_.narrow(0, rider.offset, rider.numel);
+    rider.place = row.view(rider.sizes);
+  }
 }
 
 void Tail::write(const Contents& contents) {
@@ -154,7 +193,7 @@ void Tail::write(const Contents& contents) {
       write_loss(contents);
     }
   }
-  write_riders(contents.buffer_source);
+  write_riders(is_source_);
 }
 
 void Tail::write_head(const Contents& contents) {
@@ -185,22 +224,25 @@ void Tail::write_loss(const Contents& contents) {
   }
 }
 
-void Tail::write_riders(int buffer_source) {
-  if (riders_.empty()) {
+void Tail::write_riders(bool is_source) {
+  if (!shares_buffers()) {
     return;
   }
-  if (rank_ != buffer_source) {
+  if (!is_source) {
     region_.narrow(0, head_numel_, numel_ - head_numel_).zero_();
     return;
   }
+  CopyList copies;
   for (const auto& rider : riders_) {
-    const auto region = region_.narrow(0, rider.offset, rider.numel);
     if (!rider.fits(rider.buffer)) {
-      region.zero_();
-      continue;
+      rider.place.zero_();
+    } else if (!copies.add(rider.place, rider.buffer)) {
+      rider.place.copy_(rider.buffer, /*non_blocking=*/true);
     }
-    const auto values = rider.buffer.detach().reshape({-1});
-    region.copy_(rider.as_bytes ? values.view(at::kByte) : values);
+  }
+  copies.make();
+  if (bytes_.numel() > 0) {
+    region_of_bytes().copy_(bytes_);
   }
 }
 
@@ -246,7 +288,7 @@ void Tail::note_heads(const std::vector<uint64_t>& sizes) {
   const bool alike = std::all_of(sizes.begin(), sizes.end(),
                                  [&](uint64_t theirs) { return theirs == own_sizes_; });
   has_new_sizes_ =
-      sizes.size() > 1 && !riders_.empty() && alike && own_sizes_ != sizes_ && changes_left_ > 0;
+      sizes.size() > 1 && !riders_.empty() && alike && changes_left_ > 0 && has_other_sizes();
 }
 
 bool Tail::has_more() const {
@@ -316,6 +358,13 @@ void Tail::note_unlike(Rider& rider, size_t number) const {
 void Tail::write_back_buffers() {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
+  if (!shares_buffers()) {
+    return;
+  }
+  if (bytes_.numel() > 0) {
+    bytes_.copy_(region_of_bytes());
+  }
+  CopyList copies;
   for (size_t i = 0; i < riders_.size(); ++i) {
     auto& rider = riders_[i];
     if (sent_[i] == 0 || !rider.fits(rider.buffer)) {
@@ -325,12 +374,12 @@ void Tail::write_back_buffers() {
     if (rider.numel == 0) {
       continue;
     }
-    auto values = region_.narrow(0, rider.offset, rider.numel);
-    if (rider.as_bytes) {
-      values = values.to(at::kByte).view(rider.buffer.scalar_type());
+    const auto values = rider.buffer.variable_data();
+    if (!copies.add(values, rider.place)) {
+      values.copy_(rider.place, /*non_blocking=*/true);
     }
-    rider.buffer.variable_data().copy_(values.view(rider.buffer.sizes()));
   }
+  copies.make();
 }
 
 }  // namespace brimful

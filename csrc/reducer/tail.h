@@ -15,8 +15,8 @@ ControlRecord with_figures_of_host(const ControlRecord& record, const at::Tensor
 /// What rides behind the gradients of the last bucket: a head and the buffers that ranks must agree on. The head is a 0/1
 /// element per parameter (used or not), the control records, and how many rows each rank has for each sparse gradient; or
 /// it goes between hosts, but for the losses of a device. Every element is written by one rank and 0 on the others (or 0/1),
-/// so a sum delivers it exactly in any dtype and order of reduction. Buffers of the bucket's dtype travel as values, others
-/// as bytes.
+/// so a sum delivers it exactly in any dtype and order of reduction. Buffers of the bucket's dtype travel as values; behind them
+/// come the others, as bytes. A single rank's stay where they are.
 class Tail {
  public:
   /// What of the head is in the bucket.
@@ -81,6 +81,7 @@ class Tail {
     std::vector<int64_t> sizes;      ///< for which there is room
     std::vector<int64_t> new_sizes;  ///< when the region was written last
     bool was_logged = false;
+    at::Tensor place = {};  ///< in the region, or where bytes are made elements of it
 
     bool fits(const at::Tensor& tensor) const;
   };
@@ -89,9 +90,18 @@ class Tail {
   void fetch_head();
   void write_head(const Contents& contents);
   void write_loss(const Contents& contents);
-  void write_riders(int buffer_source);
   void note_heads(const std::vector<uint64_t>& sizes);
+  std::vector<Rider*> riders_in_order();
   void place_riders();
+  void attach_riders();
+  void write_riders(bool is_source);
+  bool shares_buffers() const { return !riders_.empty() && rows_.size() > 1; }
+  /// Of what travels as bytes.
+  at::Tensor region_of_bytes() const {
+    return region_.narrow(0, numel_ - bytes_.numel(), bytes_.numel());
+  }
+  /// Than there is room for.
+  bool has_other_sizes() const;
   void note_sizes(int buffer_source);
   void note_unlike(Rider& rider, size_t number) const;
   /// Of a rank's record and, behind it, its numbers of rows, and a number of its buffers' sizes.
@@ -111,9 +121,9 @@ class Tail {
   int64_t head_numel_ = 0;
   int64_t numel_ = 0;
   std::vector<Rider> riders_;
+  at::Tensor bytes_;           ///< of riders that travel as bytes, as they are in memory
   std::vector<uint8_t> sent_;  ///< riders that the source rank has sent
-  uint64_t sizes_ = 0;         ///< number of the sizes for which there is room
-  uint64_t own_sizes_ = 0;     ///< of those when the region was written last
+  uint64_t own_sizes_ = 0;     ///< number of the sizes when the region was written last
   bool has_new_sizes_ = false;
   bool is_source_ = false;
   int changes_left_ = 8;  ///< each lays out all buckets anew: not for what varies from step to step

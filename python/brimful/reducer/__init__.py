@@ -63,7 +63,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
       agree after every step that synchronises, not before a forward, so that no graph finds them changed in the
       middle; ``broadcast_buffers=False`` is ``forward_sync_buffers=False`` without buffers in ``init_sync``.
     - ``bucket_cap_mb_list``: caps of the first, second, ... bucket (of each dtype), the last one for all that follow.
-      A gradient that is reduced where it lies (from 4 MiB) takes an entry too.
+      A gradient of the CPU that is reduced where it lies (from 4 MiB) takes an entry too.
     - ``mixed_precision``: torch's ``_MixedPrecision``. Parameters, gradients and the optimizer stay in float32, the
       module runs in ``param_dtype`` and returns what it returns. Gradients travel in ``reduce_dtype``, else in
       ``param_dtype``, unless ``wire_dtype`` is given. Buffers run in ``buffer_dtype`` and keep their own.
@@ -73,7 +73,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     Beyond torch's arguments:
 
     - ``plan``: ``"auto"`` learns the order of buckets from the first backward and, unless ``bucket_cap_mb`` is given,
-      tries bucket sizes in the first steps and keeps the fastest; ``"ordered"`` only learns the order;
+      on the CPU tries bucket sizes in the first steps and keeps the fastest; ``"ordered"`` only learns the order;
       ``"registration"`` never changes (deterministic for more than two ranks); or what ``plan`` of an earlier run was.
     - ``wire_dtype``: gradients travel in this dtype: ``torch.bfloat16`` halves the bytes of float32 gradients,
       ``torch.float32`` sums bfloat16 or float16 gradients without rounding on the way (one more copy of them).

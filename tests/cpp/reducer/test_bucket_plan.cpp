@@ -146,6 +146,9 @@ TEST_CASE("A large parameter is a direct bucket, and the record then has its own
   strided.packed = false;
   CHECK_FALSE(plan_buckets({strided}).buckets[0].direct);
   CHECK_FALSE(plan_buckets({floats((1 << 20) - 1)}).buckets[0].direct);
+  auto of_device = floats(1 << 20);
+  of_device.device = c10::Device(c10::DeviceType::CUDA, 0);
+  CHECK_FALSE(plan_buckets({of_device}).buckets[0].direct);
 }
 
 TEST_CASE("A plan follows the order in which gradients come", "[reducer]") {

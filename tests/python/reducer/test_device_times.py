@@ -91,6 +91,30 @@ def test_buckets_end_as_the_devices_end_them(ranks, backend):
             assert first["launch_ms"] <= first["done_ms"], times
 
 
+def timed_steps_job(rank):
+    torch.cuda.set_device(rank.index)
+    net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).cuda()
+    model = wrap(net, process_group=dist.new_group(backend="nccl"))
+    x = torch.randn(8, 16, device="cuda")
+    found = []
+    for _ in range(34):
+        with model.no_sync():
+            model(x).square().mean().backward()  # a step with two forwards is timed as a whole
+        model(x).square().mean().backward()
+        found.append(model.telemetry())
+        model.zero_grad()
+    return found
+
+
+def test_the_device_times_one_of_sixteen_steps(ranks):
+    for steps in ranks(timed_steps_job):
+        assert [n for n, times in enumerate(steps) if times["by_device"]] == [*range(10), 16, 32]
+        for times in steps:
+            for bucket in times["buckets"]:
+                assert bucket["ready_ms"] <= bucket["launch_ms"] <= bucket["done_ms"]
+                assert bucket["done_ms"] <= times["total_ms"]
+
+
 def begins_elsewhere_job(rank):
     model = model_of(rank, "nccl", busy=rank.index == 1)
     x = torch.randn(8, 16, device="cuda")

@@ -24,8 +24,9 @@ struct PlanOptions {
   /// In place of those two: caps of the first, second, ... bucket of each dtype and device, the last one for all that
   /// follow, as in torch's bucket_cap_mb_list. A direct parameter takes an entry, a sparse one does not.
   std::vector<int64_t> bucket_bytes_list = {};
-  int64_t direct_bytes = int64_t{4} << 20;  ///< from here on a gradient is reduced where it lies
-  bool own_record = false;                  ///< the control record has a bucket of its own
+  /// From here on a gradient of the CPU is reduced where it lies. One of a device shares a bucket with others.
+  int64_t direct_bytes = int64_t{4} << 20;
+  bool own_record = false;  ///< the control record has a bucket of its own
   c10::ScalarType record_dtype = c10::ScalarType::Float;  ///< of that bucket
   std::vector<int64_t> order = {};  ///< in which gradients come; empty: the reverse of registration
 };

@@ -7,9 +7,10 @@
 
 namespace brimful {
 
-/// When things happened to a bucket, in ms since its step's beginning. On CUDA ready_ms, launch_ms and done_ms are the
-/// device's: it had its gradients, so that its collective could begin, and had ended it (over gloo done_ms is the host's);
-/// NaN where it does not say, since the step began in a stream that the others did not wait for. first_ms is the host's.
+/// When things happened to a bucket, in ms since its step's beginning: by the host's clock, which sees the end of all
+/// collectives on CUDA when it has waited for them. In a step that is timed by its device (StepTimes) ready_ms, launch_ms and
+/// done_ms are the device's: it had its gradients, so that its collective could begin, and had ended it (over gloo done_ms is
+/// the host's); NaN where it does not say, since the step began in a stream that the others did not wait for.
 struct BucketTimes {
   double first_ms = 0;   ///< its first gradient came
   double ready_ms = 0;   ///< its last gradient came
@@ -31,10 +32,13 @@ struct StepTimes {
   double total_ms = 0;
   int64_t bytes = 0;  ///< that all buckets' collectives carried
   /// The rank that came last to its last bucket, and by how much against the fastest; on CUDA by the devices' time in the
-  /// step before, without a wait for it (in the first step by the hosts'). Ranks that do not know theirs are left out;
+  /// last step before that they timed, without a wait for it (in the first step by the hosts'). Ranks that do not know theirs are left out;
   /// -1 and 0 if none does.
   int straggler = 0;
   double straggler_ms = 0;
+  /// Its device has timed it, as it does with the first ten steps, and with one of sixteen from then on: events cost the host
+  /// calls. Never on the CPU.
+  bool by_device = false;
   std::vector<BucketTimes> buckets;
 };
 
