@@ -32,6 +32,11 @@ void DeviceClock::mark(Point& point, c10::Stream stream) const {
 }
 
 void DeviceClock::begin_step() {
+  if (kept_) {
+    on_ = false;
+    return;
+  }
+  timed_ = false;
   on_ = steps_ < kFirstSteps || steps_ % kOneIn == 0;
   begin_.set = work_.set = end_.set = false;
   buckets_ = 0;
@@ -43,6 +48,9 @@ void DeviceClock::end_work() {
 }
 
 void DeviceClock::begin_backward(size_t buckets) {
+  if (kept_) {
+    return;
+  }
   buckets_ = buckets;
   points_.resize(std::max(points_.size(), buckets));
   for (auto& points : points_) {
@@ -83,6 +91,16 @@ void DeviceClock::end_step() {
     }
     mark(end_, current);
   });
+  timed_ = timed_ || on_;
+  on_ = false;
+}
+
+bool DeviceClock::has_passed() const {
+  try {
+    return !timed_ || !end_.set || end_.event->query();
+  } catch (const std::exception&) {  // the device is lost
+    return true;
+  }
 }
 
 std::optional<double> DeviceClock::since_begin(const Point& point) const {
@@ -113,7 +131,7 @@ DeviceClock::Times DeviceClock::no_times() const {
 }
 
 std::optional<DeviceClock::Times> DeviceClock::read() const {
-  if (!on_ || !begin_.set || !end_.set) {
+  if (!timed_ || !begin_.set || !end_.set) {
     return std::nullopt;
   }
   try {

@@ -48,8 +48,12 @@ class DeviceClock {
     std::optional<double> work_ms;
     std::vector<Bucket> buckets;
   };
-  /// Nothing if this step has none.
+  /// The last step that was timed has ended on the device, or none was.
+  bool has_passed() const;
+  /// That step's, once has_passed(). Nothing if it has none.
   std::optional<Times> read() const;
+  /// It is read later: until then no other step is timed.
+  void keep(bool kept) { kept_ = kept; }
 
  private:
   /// An event of the pool, and whether it belongs to this step.
@@ -71,7 +75,9 @@ class DeviceClock {
   c10::Device device_;
   bool in_streams_;
   int64_t steps_ = 0;
-  bool on_ = false;  ///< in this step, whose device is not lost so far
+  bool on_ = false;     ///< in this step, whose device is not lost so far
+  bool timed_ = false;  ///< the points are of a step that has ended
+  bool kept_ = false;
   std::optional<c10::Stream> side_;
   Point begin_;
   Point work_;

@@ -150,12 +150,11 @@ void GroupLink::require_whole(int64_t at_step, const std::string& waiting_for) {
 }
 
 void GroupLink::abort() {
-  traffic->device_aborted = true;
   if (hosts_) {
     hosts_->abort();
   }
   try {
-    group->abort();
+    traffic->abort(*group);
   } catch (const std::exception& e) {
     log(LogLevel::warning, std::string("could not abort the process group: ") + e.what());
   }

@@ -45,9 +45,8 @@ bool has_any_left(c10d::Store& store, const std::string& key, int rank, int worl
 void abort_device(const c10::weak_intrusive_ptr<c10d::ProcessGroup>& weak, const char* why) {
   try {
     if (const auto group = weak.lock()) {
-      traffic_of(group.get())->device_aborted = true;
       log(LogLevel::error, std::string(why) + ": the process group is aborted");
-      group->abort();
+      traffic_of(group.get())->abort(*group);
     }
   } catch (const std::exception& e) {
     log(LogLevel::warning, std::string("could not abort the process group: ") + e.what());

@@ -46,6 +46,12 @@ bool shares_any(const OwnerEntry& entry, const std::vector<at::Tensor>& paramete
 }
 }  // namespace
 
+void GroupTraffic::abort(c10d::ProcessGroup& group) {
+  const std::lock_guard<std::mutex> lock(aborting);
+  device_aborted = true;
+  group.abort();
+}
+
 std::shared_ptr<GroupTraffic> traffic_of(const c10d::ProcessGroup* group) {
   const std::lock_guard<std::mutex> lock(owner_registry().mutex);
   auto& all = owner_registry().traffic;

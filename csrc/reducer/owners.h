@@ -28,8 +28,10 @@ struct GroupTraffic {
   std::atomic<double> agreeing_ms = 0;  ///< for the other ranks to agree
   /// Whether a rank is known to be dead; null where that is not watched. Set before the group is used.
   std::function<bool(int rank)> is_dead;
-  /// The group's device was made to give up: what ends from then on has any values. Set before that, by any thread.
+  /// The group's device was made to give up: what ends from then on has any values.
   std::atomic<bool> device_aborted = false;
+  std::mutex
+      aborting;  ///< torch's nccl2 joins its watchdog in abort(), which two threads must not do at once
   std::string configuration;       ///< of the members that all of this is about
   std::weak_ptr<HostGroup> hosts;  ///< of the reducers that use them
   uint64_t hosts_number = 0;       ///< of the reducer that connected them
@@ -56,6 +58,8 @@ struct GroupTraffic {
   }
   /// True the first time.
   bool note_missing_hosts() { return !std::exchange(hosts_missing, true); }
+  /// From any thread. @throws what the group throws
+  void abort(c10d::ProcessGroup& group);
   bool knows_dead(int world_size) const {
     for (int rank = 0; is_dead && rank < world_size; ++rank) {
       if (is_dead(rank)) {

@@ -61,7 +61,9 @@ Reducer::Counters Reducer::counters() const {
   return s_->engine.link().counters();
 }
 std::vector<StepTimes> Reducer::times() const {
-  return s_->engine.watch().steps();
+  auto& watch = s_->engine.watch();
+  watch.take_late_times();
+  return watch.steps();
 }
 
 std::string Reducer::plan() const {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "base/chrome_trace.h"
 
@@ -29,6 +30,7 @@ void find_straggler(const std::vector<float>& ms_by_rank, StepTimes& times) {
 }  // namespace
 
 void Stopwatch::begin_step(double agreeing_ms) {
+  take_late_times();
   begin_ = Clock::now();
   agreeing_before_ms_ = agreeing_ms;
   if (device_) {
@@ -116,13 +118,12 @@ double Stopwatch::end_work(double agreeing_ms) {
   return device_work_ms_.value_or(now_ms() - (agreeing_ms - agreeing_before_ms_));
 }
 
-/// On the host's axis: what the host has just waited for is the last of the device's events.
-void Stopwatch::take_device_times(const DeviceClock::Times& device, double agreeing_ms) {
-  known_ = !std::isnan(device.total_ms);
-  const double begin_ms = times_.total_ms - device.total_ms;
-  for (size_t i = 0; i < times_.buckets.size(); ++i) {
+void Stopwatch::take_device_times(const DeviceClock::Times& device, double begin_ms,
+                                  double agreeing_ms, StepTimes& times) {
+  times.by_device = true;
+  for (size_t i = 0; i < times.buckets.size(); ++i) {
     const auto& points = device.buckets.at(i);
-    auto& bucket = times_.buckets[i];
+    auto& bucket = times.buckets[i];
     if (points.launch_ms) {
       const double launch_ms = begin_ms + *points.launch_ms;
       // A host that sees the last event late moves the device's times behind its own, which gloo's ends are.
@@ -138,6 +139,22 @@ void Stopwatch::take_device_times(const DeviceClock::Times& device, double agree
   }
 }
 
+/// It begins on the device when it does on the host, or later.
+void Stopwatch::take_late_times() {
+  if (!late_ || !device_->has_passed()) {
+    return;
+  }
+  const auto late = *std::exchange(late_, std::nullopt);
+  const auto device = device_->read();
+  device_->keep(false);
+  const auto of_step = std::find_if(kept_.begin(), kept_.end(),
+                                    [&](const auto& times) { return times.step == late.step; });
+  if (device && of_step != kept_.end()) {
+    take_device_times(*device, 0, late.agreeing_ms, *of_step);
+    of_step->total_ms = std::fmax(of_step->total_ms, device->total_ms);
+  }
+}
+
 void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank, double agreeing_ms) {
   agreeing_ms -= agreeing_before_ms_;
   times_.step = step;
@@ -148,11 +165,14 @@ void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank, dou
   for (size_t i = 0; done_ && i < times_.buckets.size(); ++i) {
     times_.buckets[i].done_ms = (*done_)[i].load();
   }
-  const auto device = device_ ? device_->read() : std::nullopt;
   known_ = true;
-  times_.by_device = device.has_value();
-  if (device) {
-    take_device_times(*device, agreeing_ms);
+  if (device_ && !late_ && !device_->has_passed()) {
+    late_ = Late{step, agreeing_ms};
+    device_->keep(true);
+  } else if (const auto device = device_ && !late_ ? device_->read() : std::nullopt) {
+    known_ = !std::isnan(device->total_ms);
+    // What the host has just waited for is the last of the device's events.
+    take_device_times(*device, times_.total_ms - device->total_ms, agreeing_ms, times_);
   }
   find_straggler(ms_by_rank, times_);
   kept_.push_back(times_);

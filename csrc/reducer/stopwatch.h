@@ -56,6 +56,8 @@ class Stopwatch {
   /// From the first gradient of the last backward to the end of the step, of the last step.
   double span_ms() const { return span_ms_; }
 
+  /// Of a step that ended before its device did, if that has ended it now. Waits for nothing.
+  void take_late_times();
   std::vector<StepTimes> steps() const { return {kept_.begin(), kept_.end()}; }
   const StepTimes& last_step() const { return kept_.back(); }
   bool has_steps() const { return !kept_.empty(); }
@@ -66,7 +68,9 @@ class Stopwatch {
   static double ms_since(Clock::time_point begin) {
     return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
   }
-  void take_device_times(const DeviceClock::Times& device, double agreeing_ms);
+  /// `begin_ms`: of the device's step on the host's axis.
+  void take_device_times(const DeviceClock::Times& device, double begin_ms, double agreeing_ms,
+                         StepTimes& times);
   /// Written by the process group's threads.
   using Done = std::vector<std::atomic<double>>;
 
@@ -80,8 +84,13 @@ class Stopwatch {
   double span_ms_ = 0;
   StepTimes times_;
   std::shared_ptr<Done> done_;
-  std::optional<DeviceClock> device_;     ///< nothing on the CPU
-  std::optional<double> device_work_ms_;  ///< of the last step that ended
+  std::optional<DeviceClock> device_;  ///< nothing on the CPU
+  struct Late {
+    int64_t step = 0;
+    double agreeing_ms = 0;
+  };
+  std::optional<Late> late_;              ///< a step whose device has not ended it yet
+  std::optional<double> device_work_ms_;  ///< of the last step that is known
   bool known_ = true;
   std::deque<StepTimes> kept_;
 };

@@ -106,7 +106,7 @@ class BRIMFUL_API Reducer final : public Participant {
   std::optional<int64_t> nonfinite_gradient() const;
   const std::vector<std::string>& names() const;
 
-  /// Of the last steps, oldest first (at most 64); does not synchronise.
+  /// Of the last steps, oldest first (at most 64); does not synchronise. Between steps.
   std::vector<StepTimes> times() const;
 
   /// Waits until a device has made the sums of all steps so far: before what they gave is saved. Nothing on the CPU, whose

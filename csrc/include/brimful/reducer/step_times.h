@@ -7,8 +7,8 @@
 
 namespace brimful {
 
-/// When things happened to a bucket, in ms since its step's beginning: by the host's clock, which sees the end of all
-/// collectives on CUDA when it has waited for them. In a step that is timed by its device (StepTimes) ready_ms, launch_ms and
+/// When things happened to a bucket, in ms since its step's beginning: by the host's clock; over NCCL a
+/// collective has ended there when the stream was made to wait for it. In a step that is timed by its device (StepTimes) ready_ms, launch_ms and
 /// done_ms are the device's: it had its gradients, so that its collective could begin, and had ended it (over gloo done_ms is
 /// the host's); NaN where it does not say, since the step began in a stream that the others did not wait for.
 struct BucketTimes {
