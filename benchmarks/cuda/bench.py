@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks import common
-from benchmarks.cuda import checks, replay, suites
+from benchmarks.cuda import calls, checks, replay, suites
 
-MODULES = (checks, suites, replay)
+MODULES = (checks, suites, replay, calls)
 
 
 def figures(quick: bool, only: Sequence[str] = (), **_: object) -> Iterator[common.Figure]:

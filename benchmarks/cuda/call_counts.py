@@ -77,9 +77,33 @@ def collectives() -> int:
     return number
 
 
-def counts(case: racer.Case, wrapper: str, steps: int) -> dict[str, float]:
+def sizer_step(case: racer.Case, wrapper: str) -> racer.Step:
+    """As `racer.make_step`, with the step of a sizer that has room."""
+    import brimful
+
+    torch.manual_seed(0)
+    module, x = case.make().cuda(), case.batch().cuda()
+    model = racer.WRAPPERS[wrapper](module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    sizer = brimful.BatchSizer(model, optimizer)
+
+    def step() -> None:
+        sizer.step(x, case.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def counts(args: argparse.Namespace) -> dict[str, float]:
     """Calls a step, by function."""
-    _, step = racer.make_step(case, wrapper)
+    small = args.case.startswith("small ")
+    case = racer.SMALL_CASES[args.case[6:]] if small else racer.CASES[args.case]
+    if args.sizer:
+        step = sizer_step(case, args.wrapper)
+    else:
+        _, step = racer.make_step(case, args.wrapper)
+    steps: int = args.steps
     for _ in range(SETTLED):
         step()
     torch.cuda.synchronize()
@@ -92,15 +116,16 @@ def counts(case: racer.Case, wrapper: str, steps: int) -> dict[str, float]:
     return {**{name: number for name, number in calls.items() if number}, "collectives": made / steps}
 
 
-def in_group(case: racer.Case, wrapper: str, steps: int, rank: int, ranks: int, store: str) -> None:
+def in_group(args: argparse.Namespace) -> None:
     """As one of several ranks, each on its own device."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    found = counts(case, wrapper, steps)
+    torch.cuda.set_device(args.rank)
+    store = dist.FileStore(args.store, args.ranks)
+    dist.init_process_group("nccl", store=store, rank=args.rank, world_size=args.ranks)
+    found = counts(args)
     torch.cuda.synchronize()
     dist.barrier()
-    if rank == 0:
+    if args.rank == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
 
@@ -125,16 +150,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
+    parser.add_argument("--sizer", action="store_true")
     args = parser.parse_args()
     if args.ranks > 1 and args.rank is None:
         sys.exit(spawn(args.ranks))
-    small = args.case.startswith("small ")
-    case = racer.SMALL_CASES[args.case[6:]] if small else racer.CASES[args.case]
     if args.rank is not None:
-        in_group(case, args.wrapper, args.steps, args.rank, args.ranks, args.store)
+        in_group(args)
         return
     with alone_over_nccl():
-        print(json.dumps(counts(case, args.wrapper, args.steps)))
+        print(json.dumps(counts(args)))
 
 
 if __name__ == "__main__":

@@ -23,15 +23,21 @@ class Device:
     environment: dict[str, str]
 
 
-def device() -> Device | None:
-    """None where there is no GPU and the simulated device is not built."""
-    if torch.cuda.is_available():
-        return Device(torch.cuda.get_device_name(0), False, {})
+def simulation() -> Path | None:
+    """The folder with the simulated device's libraries; none where it is not built."""
     spec = importlib.util.find_spec("brimful")
     if spec is None or spec.origin is None:
         return None
     libraries = Path(spec.origin).with_name("cuda_sim")
-    if not (libraries / "libcudart.so.13").exists():
+    return libraries if (libraries / "libcudart.so.13").exists() else None
+
+
+def device() -> Device | None:
+    """None where there is no GPU and the simulated device is not built."""
+    if torch.cuda.is_available():
+        return Device(torch.cuda.get_device_name(0), False, {})
+    libraries = simulation()
+    if libraries is None:
         return None
     found = runpy.run_path(str(ROOT / "csrc/cuda_sim/run.py"))["environment"](libraries)
     names = ("LD_PRELOAD", "SIM_CUDA_STRICT")

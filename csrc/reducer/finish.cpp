@@ -4,6 +4,7 @@
 #include <brimful/memory/stats.h>
 
 #include <stdexcept>
+#include <utility>
 
 #include "reducer/engine.h"
 #include "reducer/gather.h"
@@ -64,7 +65,9 @@ Ending EngineStep::finish() {
     updates_->settle(records,
                      [&](const ControlRecord& own) { return exchange_records(engine_, own); });
   }
-  return {records, looks_at_updates() ? updates_->divergence() : std::string()};
+  auto divergence = looks_at_updates() ? updates_->divergence() : std::string();
+  auto losses = divergence.empty() ? transport_->take_losses() : nullptr;
+  return {records, std::move(divergence), std::move(losses)};
 }
 
 void EngineStep::accept(double scale, bool keep_unused) {

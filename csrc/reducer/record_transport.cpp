@@ -6,6 +6,7 @@
 
 #include "reducer/device_wait.h"
 #include "reducer/host_group.h"
+#include "step/late_loss.h"
 
 namespace brimful {
 namespace {
@@ -48,14 +49,16 @@ void OwnRecord::wait() {
 std::vector<ControlRecord> OwnRecord::take() {
   auto& tail = *parts_.layout.tail;
   tail.take({tail.own_sizes()}, {tail.more()});
-  if (const auto loss_sum = std::exchange(loss_sum_, {}); loss_sum.defined()) {
-    own_.loss_sum = loss_sum.item<double>();
-  }
   records_ = {own_};
   if (!queues_) {
     end_step();
   }
   return records_;
+}
+
+std::shared_ptr<LateLosses> OwnRecord::take_losses() {
+  const auto loss_sum = std::exchange(loss_sum_, {});
+  return loss_sum.defined() && own_.verdict < Status::retry ? late_loss_of(loss_sum) : nullptr;
 }
 
 void OwnRecord::end_sums() {
@@ -125,7 +128,6 @@ std::vector<ControlRecord> BetweenHosts::take() {
   sums_are_due_ = true;
   if (worst(records) < Status::retry) {
     take_head(messages);
-    add_losses(records);
   }
   return records;
 }
@@ -169,17 +171,13 @@ void BetweenHosts::require_whole() {
 }
 
 /// Those of a managed step, whose tail has them.
-void BetweenHosts::add_losses(std::vector<ControlRecord>& records) {
-  if (parts_.link.device.is_cpu() || parts_.attempt.is_of_loop()) {
-    return;
+std::shared_ptr<LateLosses> BetweenHosts::take_losses() {
+  if (parts_.link.device.is_cpu() || parts_.attempt.is_of_loop() ||
+      worst(records_) >= Status::retry) {
+    return nullptr;
   }
-  records_ = records;
-  drop_sums();
-  require_whole();
-  const auto losses = parts_.layout.tail->read_losses();
-  for (size_t rank = 0; rank < records.size(); ++rank) {
-    records[rank].loss_sum = losses[rank];
-  }
+  end_sums();
+  return parts_.layout.tail->late_losses();
 }
 
 void BetweenHosts::drop_sums() {

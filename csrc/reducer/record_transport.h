@@ -1,6 +1,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <brimful/step/control_record.h>
+#include <brimful/step/late_losses.h>
 
 #include <memory>
 #include <optional>
@@ -44,6 +45,8 @@ class RecordTransport {
   /// The sums, and all that rides beside them, are here, or the current stream waits for them.
   /// @throws RankFailed if the group breaks meanwhile
   virtual void end_sums() = 0;
+  /// Of the attempt that read() was for, if it stands and its records have none.
+  virtual std::shared_ptr<LateLosses> take_losses() { return nullptr; }
   /// Looks at sums of earlier steps that a stream was made to wait for. Waits for nothing.
   /// @throws RankFailed if they have failed
   virtual void require_sums() {}
@@ -95,6 +98,8 @@ class OwnRecord final : public RecordTransport {
  private:
   std::vector<ControlRecord> take() override;
 
+  std::shared_ptr<LateLosses> take_losses() override;
+
   bool queues_ = false;  ///< the streams wait
   ControlRecord own_;
   at::Tensor loss_sum_;  ///< of a device
@@ -102,7 +107,7 @@ class OwnRecord final : public RecordTransport {
 };
 
 /// Between the hosts, besides the buckets: a verdict waits for no device, and the sums are waited for by the streams that read
-/// them. A managed step that stands waits for its loss, which lies on the device.
+/// them. The losses of a managed step follow later.
 class BetweenHosts final : public RecordTransport {
  public:
   explicit BetweenHosts(const Parts& parts);
@@ -113,6 +118,7 @@ class BetweenHosts final : public RecordTransport {
   void end_sums() override;
   void require_sums() override;
   void wait_for_sums() override;
+  std::shared_ptr<LateLosses> take_losses() override;
   void drop_sums() override;
   bool has_ended() const override;
 
@@ -123,7 +129,6 @@ class BetweenHosts final : public RecordTransport {
   std::vector<std::vector<uint8_t>> exchange_more();
   void wait_for(Exchange& exchange);
   void require_whole();
-  void add_losses(std::vector<ControlRecord>& records);
 
   bool queues_ = false;  ///< the streams wait for the sums
   HostMessage own_;

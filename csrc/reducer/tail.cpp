@@ -274,14 +274,16 @@ void Tail::read() {
   note_heads(riders_.empty() ? std::vector<uint64_t>() : sizes);
 }
 
-std::vector<double> Tail::read_losses() {
-  fetch_head();
-  std::vector<double> losses(rows_.size());
-  for (size_t rank = 0; rank < losses.size(); ++rank) {
-    read_bytes(incoming_, static_cast<int64_t>(rank) * kNumberBytes,
-               reinterpret_cast<uint8_t*>(&losses[rank]), kNumberBytes);
-  }
-  return losses;
+std::shared_ptr<LateLosses> Tail::late_losses() const {
+  const auto read = [ranks = rows_.size()](const at::Tensor& host) {
+    std::vector<double> losses(ranks);
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      read_bytes(host, static_cast<int64_t>(rank) * kNumberBytes,
+                 reinterpret_cast<uint8_t*>(&losses[rank]), kNumberBytes);
+    }
+    return losses;
+  };
+  return std::make_shared<LateLosses>(region_.narrow(0, 0, head_numel_), read);
 }
 
 void Tail::note_heads(const std::vector<uint64_t>& sizes) {

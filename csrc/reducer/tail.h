@@ -1,9 +1,11 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <brimful/step/control_record.h>
+#include <brimful/step/late_losses.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace brimful {
@@ -45,8 +47,8 @@ class Tail {
   void read();
   /// Those that read() has found.
   const std::vector<ControlRecord>& records() const { return records_; }
-  /// By rank, of the sum of a step that has losses. Waits for the device.
-  std::vector<double> read_losses();
+  /// Of the sum of a step that has losses.
+  std::shared_ptr<LateLosses> late_losses() const;
 
   // A head that goes between hosts, once the tail is written. All ranks give the same number of bytes.
   uint64_t own_sizes() const { return own_sizes_; }

@@ -43,7 +43,8 @@ void BatchSizer::State::stand(const AttemptResult& result, double scale, Outcome
   if (total > 0) {
     engine_.note_total(total);
   }
-  outcome.loss = mean_loss(result.records);
+  const auto& late = engine_.group().late_losses();
+  outcome.loss = late ? MeanLoss(late, total) : MeanLoss(mean_loss(result.records));
   outcome.weight = total;
   outcome.last = engine_.agreed().at_end;
   outcome.stop = stops(result.records);
@@ -76,7 +77,7 @@ Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepI
     }
     require_alike(result.records);
     if (pairs != nullptr) {
-      pairs->require_alike(result.records);
+      pairs->require_alike(engine_.group().with_losses(result.records));
     }
     adopt(result.records);
     return {};

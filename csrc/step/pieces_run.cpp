@@ -122,7 +122,7 @@ AttemptResult PiecesRun::run() {
   if (result_.error) {
     end_after_error();
   } else {
-    result_.records = group_.finish();
+    result_.records = group_.finish(/*late=*/true);
   }
   return std::move(result_);
 }

@@ -12,6 +12,7 @@ brimful_sources(HEAVY
   garbage.cpp
   kept_batch.cpp
   kept_gradients.cpp
+  late_losses.cpp
   meet.cpp
   no_capture.cpp
   oom.cpp

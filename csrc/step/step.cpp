@@ -12,6 +12,7 @@
 #include "step/behind_error.h"
 #include "step/failure_board.h"
 #include "step/kept_gradients.h"
+#include "step/late_loss.h"
 #include "step/meet.h"
 
 namespace brimful {
@@ -116,18 +117,31 @@ std::vector<ControlRecord> StepGroup::run_failed(FailureKind kind, const std::st
   return finish();
 }
 
-std::vector<ControlRecord> StepGroup::finish() {
-  if (participants_.empty()) {
-    if (const auto loss_sum = std::exchange(own_.loss_sum, {}); loss_sum.defined()) {
-      own_.record.loss_sum = loss_sum.item<double>();
-    }
-    return {own_.record};
-  }
-  own_ = {};
+std::vector<ControlRecord> StepGroup::finish(bool late) {
   divergence_.clear();
-  auto ending = attempts_of(participants_).finish();
+  late_losses_.reset();
+  auto ending = participants_.empty() ? end_alone() : attempts_of(participants_).finish();
+  own_ = {};
   divergence_ = std::move(ending.divergence);
-  return std::move(ending.records);
+  late_losses_ = std::move(ending.losses);
+  return late ? std::move(ending.records) : with_losses(std::move(ending.records));
+}
+
+std::vector<ControlRecord> StepGroup::with_losses(std::vector<ControlRecord> records) const {
+  for (size_t rank = 0; late_losses_ && rank < records.size(); ++rank) {
+    records[rank].loss_sum = late_losses_->sums().at(rank);
+  }
+  return records;
+}
+
+Ending StepGroup::end_alone() {
+  Ending ending{{own_.record}, {}, {}};
+  if (own_.loss_sum.defined() && !own_.loss_sum.is_cpu()) {
+    ending.losses = late_loss_of(own_.loss_sum);
+  } else if (own_.loss_sum.defined()) {
+    ending.records[0].loss_sum = own_.loss_sum.item<double>();
+  }
+  return ending;
 }
 
 void StepGroup::accept(double scale, bool keep_unused) {

@@ -175,7 +175,7 @@ int train(const Arguments& args) {
       if (rank == 0 && sizer.steps() % 10 == 0) {
         std::printf("step %lld/%lld  pieces %lld  loss %.3f\n",
                     static_cast<long long>(sizer.steps()), static_cast<long long>(steps_in_all),
-                    static_cast<long long>(outcome.pieces), outcome.loss);
+                    static_cast<long long>(outcome.pieces), outcome.loss.value());
         std::fflush(stdout);
       }
     }

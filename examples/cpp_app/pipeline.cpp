@@ -52,7 +52,7 @@ void train() {
     optimizer.step();
     optimizer.zero_grad();
     if (step == 0 || step + 1 == kSteps) {
-      std::printf("step %d: loss %.3f, %d microbatches\n", step, outcome.loss,
+      std::printf("step %d: loss %.3f, %d microbatches\n", step, outcome.loss.value(),
                   static_cast<int>(outcome.pieces));
     }
   }

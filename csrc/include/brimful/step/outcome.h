@@ -1,5 +1,6 @@
 #pragma once
 #include <brimful/export.h>
+#include <brimful/step/late_losses.h>
 #include <brimful/step/stage_note.h>
 #include <c10/core/Device.h>
 
@@ -41,7 +42,7 @@ struct AttemptNote {
 
 /// How a step ended: of a BatchSizer, or of a Pipeline, whose pieces are its microbatches.
 struct Outcome {
-  double loss = 0;             ///< weighted mean over all samples of all ranks
+  MeanLoss loss;               ///< weighted over all samples of all ranks; read, it may wait for the device
   std::vector<double> losses;  ///< of a step over pairs: each, on this rank
   double weight = 0;           ///< of all ranks
   int64_t pieces = 0;          ///< on this rank, of those that have rows

@@ -5,11 +5,13 @@
 #include <brimful/step/failure.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 namespace brimful {
 class FailureBoard;
+class LateLosses;
 
 /// What a rank says of its step in its last bucket. `loss_sum` (0-dim, float64), where defined, is for record.loss_sum.
 struct Announcement {
@@ -35,6 +37,8 @@ struct Ending {
   /// How the ranks' parameters differ, because not all of them were updated; empty where they agree. Alike on all ranks.
   /// An attempt that ends with a text must not be accepted.
   std::string divergence;
+  /// Of an attempt that stands: where a device computes the losses still, and the records have none.
+  std::shared_ptr<LateLosses> losses;
 };
 
 /// A participant's part of an attempt, driven by one thread in the order of these calls. Whatever happens between begin()

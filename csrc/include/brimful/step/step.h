@@ -47,8 +47,9 @@ class BRIMFUL_API StepGroup {
   void begin_attempt(int buffer_source);
   void complete(const Announcement& said);
   void drain(ControlRecord record, Status verdict);
+  /// `late`: the losses of an attempt that stands may be left to late_losses(), which waits for no device.
   /// @throws RankFailed if the process group broke
-  std::vector<ControlRecord> finish();
+  std::vector<ControlRecord> finish(bool late = false);
   /// In place of complete() and finish(), where this rank cannot match the others' collectives: posts its failure and aborts
   /// the groups.
   void abandon(FailureKind kind, const std::string& text);
@@ -57,6 +58,10 @@ class BRIMFUL_API StepGroup {
 
   /// Of the attempt that finish() ended, as Ending::divergence: of the first participant that returns a text.
   const std::string& divergence() const { return divergence_; }
+  /// Of the attempt that finish(true) ended; null if the records have them.
+  const std::shared_ptr<LateLosses>& late_losses() const { return late_losses_; }
+  /// The records with them. Waits for the device.
+  std::vector<ControlRecord> with_losses(std::vector<ControlRecord> records) const;
   const std::vector<std::shared_ptr<Participant>>& participants() const { return participants_; }
   /// Parameters that are trained, and whose gradients stay on this rank.
   const std::vector<at::Tensor>& outside() const { return outside_; }
@@ -68,12 +73,15 @@ class BRIMFUL_API StepGroup {
 
  private:
   void launch(Fill fill, const Announcement& said);
+  /// Without participants.
+  Ending end_alone();
 
   std::vector<std::shared_ptr<Participant>> participants_;
   std::vector<at::Tensor> outside_;
   std::shared_ptr<KeptGradients> kept_;
   Announcement own_;  ///< of a group without participants
   std::string divergence_;
+  std::shared_ptr<LateLosses> late_losses_;
 };
 
 /// As Participant::follow_group() of all participants: true if any has other members now. Before a step.

@@ -1,0 +1,21 @@
+"""In a step the host waits for no device: counted on a simulated one without arithmetic, where torch's own CUDA code runs."""
+
+import pytest
+import torch
+
+from benchmarks.cuda import calls
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("sizer", [False, True], ids=["plain", "sizer"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_waits_for_no_device(ranks, sizer):
+    if calls.simulation() is None or torch.version.cuda is None:
+        pytest.skip("counts on a simulated device")
+    found = calls.counts_of("small ResNet-50 fp32", "brimful", ranks, sizer)
+    assert found["cudaLaunchKernel"] > 100  # it ran
+    waits = {name: found[name] for name in calls.WAITS if name in found}
+    assert not waits
+    assert found["collectives"] <= 2
+    assert found["cudaStreamIsCapturing"] <= 20
