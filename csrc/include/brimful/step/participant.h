@@ -38,7 +38,7 @@ struct Ending {
   /// An attempt that ends with a text must not be accepted.
   std::string divergence;
   /// Of an attempt that stands: where a device computes the losses still, and the records have none.
-  std::shared_ptr<LateLosses> losses;
+  std::shared_ptr<LateLosses> losses = nullptr;
 };
 
 /// A participant's part of an attempt, driven by one thread in the order of these calls. Whatever happens between begin()
