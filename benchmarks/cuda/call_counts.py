@@ -1,7 +1,7 @@
-"""What a step of a plain loop calls of the CUDA runtime, on a simulated device: python -m benchmarks.cuda.call_counts CASE WRAPPER
+"""What a step calls of the CUDA runtime, on a simulated device: python -m benchmarks.cuda.call_counts CASE WRAPPER
 
-One wrapper in a process of its own, alone over NCCL with all its collectives, or `--ranks 2`. Prints a line of JSON: calls a
-step by function, with those of the steps that are counted only.
+One wrapper in a process of its own, alone over NCCL with all its collectives, or `--ranks 2`; a plain loop, or `--sizer`.
+Prints a line of JSON: calls a step, by function.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ def counts(args: argparse.Namespace) -> dict[str, float]:
         step()
     after, made = so_far(), collectives() - issued
     calls = {name: (number - before[name]) / steps for name, number in after.items()}
-    return {**{name: number for name, number in calls.items() if number}, "collectives": made / steps}
+    return {
+        **{name: number for name, number in calls.items() if number},
+        "collectives": made / steps,
+    }
 
 
 def in_group(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Figures of what a step calls of the CUDA runtime, beside torch's DDP, counted on a simulated device without arithmetic."""
+"""What a step calls of the CUDA runtime, beside torch's DDP, counted on a simulated device without arithmetic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from benchmarks import common
-from benchmarks.cuda.call_counts import LAUNCHES, OTHERS, WAITS
+from benchmarks.cuda.call_counts import LAUNCHES, WAITS
 from benchmarks.cuda.device import ROOT, Device, count, simulation
 
 IDS = ("cuda.waits", "cuda.calls", "cuda.collectives")
@@ -56,7 +56,13 @@ def counts_of(case: str, wrapper: str, ranks: int = 1, sizer: bool = False) -> C
     """Calls a step of the first rank, by function."""
     simulated = ["csrc/cuda_sim/run.py", "--device", "h200", "--libraries", str(simulation()), "--"]
     program = ["-m", "benchmarks.cuda.call_counts", case, wrapper, "--ranks", str(ranks)]
-    command = [sys.executable, *simulated, sys.executable, *program, *(["--sizer"] if sizer else [])]
+    command = [
+        sys.executable,
+        *simulated,
+        sys.executable,
+        *program,
+        *(["--sizer"] if sizer else []),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")

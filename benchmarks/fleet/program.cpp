@@ -40,7 +40,7 @@ double ask(const std::vector<brimful::ControlRecord>& records) {
 }
 
 void time_record(int ranks, int rounds) {
-  brimful::Tail tail(kParameters, 0, ranks, {}, at::kFloat, 0);
+  brimful::Tail tail({kParameters, 0, 0, ranks}, {}, at::kFloat);
   tail.attach(at::zeros({tail.numel()}));
   const std::vector<uint8_t> used(kParameters, 1);
   brimful::ControlRecord record;
@@ -48,9 +48,9 @@ void time_record(int ranks, int rounds) {
   record.weight = kRows;
   double asked = 0;
   for (int round = 0; round < rounds; ++round) {
-    const double write = seconds_of([&] { tail.write(used, record, {}, {}, 0, {}); });
-    const double read = seconds_of([&] { tail.read(); });
-    const double questions = seconds_of([&] { asked += ask(tail.records()); });
+    const double write = seconds_of([&] { tail.write({used, record, {}, {}, {}}); });
+    const double read = seconds_of([&] { tail.head().read(); });
+    const double questions = seconds_of([&] { asked += ask(tail.head().records()); });
     std::printf(
         "%lld %.9f %.9f %.9f\n",
         static_cast<long long>(tail.numel() - kParameters) * static_cast<long long>(sizeof(float)),

@@ -130,7 +130,8 @@ void bind_buckets(ReducerClass& reducer) {
       .def("clip_grad_norm", &Reducer::clip_grad_norm, py::arg("max_norm"), py::arg("norm_type"),
            NoGil())
       .def("nonfinite_gradient", &Reducer::nonfinite_gradient, NoGil())
-      .def("wait_for_sums", &Reducer::wait_for_sums, NoGil())
+      .def(
+          "wait_for_sums", [](Reducer& reducer) { wait_for_sums(reducer); }, NoGil())
       .def("times", &Reducer::times)
       .def("chrome_trace",
            [](const Reducer& reducer) { return to_chrome_trace(reducer.times(), reducer.rank()); })

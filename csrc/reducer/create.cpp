@@ -178,18 +178,16 @@ Tail make_tail(const GroupLink& link, const BucketPlan& plan, std::vector<at::Te
     buffers.clear();
   }
   std::erase_if(buffers, [&](const auto& buffer) { return buffer.device() != link.device; });
-  const bool travels = link.world_size > 1 && !link.hosts();
-  const bool has_losses = link.world_size > 1 && !link.device.is_cpu();
-  const auto head = travels      ? Tail::Head::all
-                    : has_losses ? Tail::Head::losses
-                                 : Tail::Head::nothing;
-  return {static_cast<int64_t>(parameters),
-          link.rank,
-          link.world_size,
-          std::move(buffers),
-          c10::toRealValueType(plan.buckets.back().dtype),
-          std::count(options.sparse.begin(), options.sparse.end(), true),
-          head};
+  TailHead::Form form;
+  form.parameters = static_cast<int64_t>(parameters);
+  form.sparse = std::count(options.sparse.begin(), options.sparse.end(), true);
+  form.rank = link.rank;
+  form.world_size = link.world_size;
+  if (link.world_size == 1 || link.hosts()) {
+    const bool has_losses = link.world_size > 1 && !link.device.is_cpu();
+    form.place = has_losses ? TailHead::Place::losses : TailHead::Place::nothing;
+  }
+  return {form, std::move(buffers), c10::toRealValueType(plan.buckets.back().dtype)};
 }
 
 /// A trial of smaller buckets would make more collectives than torch's sizes, and a host is slower than its device.

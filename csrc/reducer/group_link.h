@@ -62,11 +62,6 @@ struct GroupLink {
   const std::exception_ptr& error() const { return broken_; }
   /// The group has broken, if `error` is one and the first.
   void fail(std::exception_ptr error) { broken_ = broken_ ? broken_ : std::move(error); }
-  /// What `amend` makes of the error takes its place.
-  template <typename Amend>
-  void amend_error(const Amend& amend) {
-    broken_ = amend(std::move(broken_));
-  }
   /// A wait for the other ranks begins, which throw_broken() counts from here.
   void begin_wait() { waiting_since_ = Clock::now(); }
   Clock::time_point waiting_since() const { return waiting_since_; }

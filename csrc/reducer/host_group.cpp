@@ -173,7 +173,7 @@ void HostGroup::ask(uint64_t number) {
     std::vector<at::Tensor> into{lists_[turn].narrow(0, round.begin, round.blocks)};
     coming_[turn].push_back(backend_->recv(into, round.from, tag_of(number, i)));
   }
-  asked_ = number + 1;
+  firsts_.asked = number + 1;
   changed_.notify_all();
 }
 
@@ -184,7 +184,7 @@ void HostGroup::wait(const Messages& messages, size_t index) {
 void HostGroup::wait_for_first(uint64_t number) {
   std::unique_lock<std::mutex> lock(mutex_);
   const bool ended =
-      changed_.wait_for(lock, timeout_, [&] { return error_ || first_come_ > number; });
+      changed_.wait_for(lock, timeout_, [&] { return error_ || firsts_.come > number; });
   require_whole();
   TORCH_CHECK(ended, "another host did not come to an exchange in ", timeout_.count(), " ms");
 }
@@ -194,7 +194,7 @@ void HostGroup::listen() {
     c10::intrusive_ptr<c10d::Work> first;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [&] { return error_ || asked_ > number; });
+      changed_.wait(lock, [&] { return error_ || firsts_.asked > number; });
       if (error_) {
         return;
       }
@@ -207,7 +207,7 @@ void HostGroup::listen() {
       return;
     }
     const std::lock_guard<std::mutex> lock(mutex_);
-    first_come_ = number + 1;
+    firsts_.come = number + 1;
     changed_.notify_all();
   }
 }

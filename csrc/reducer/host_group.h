@@ -105,8 +105,11 @@ class HostGroup {
   std::deque<Expected> expected_;   ///< oldest first
   bool aborted_ = false;            ///< by abort()
   Watch watch_;
-  uint64_t asked_ = 0;       ///< exchanges whose messages may come
-  uint64_t first_come_ = 0;  ///< exchanges whose first message has come
+  struct Firsts {
+    uint64_t asked = 0;  ///< exchanges whose messages may come
+    uint64_t come = 0;   ///< exchanges whose first message has come
+  };
+  Firsts firsts_;
   std::thread thread_;
   std::thread listener_;  ///< where a host that is lost is watched for
 };

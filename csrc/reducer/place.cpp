@@ -230,7 +230,7 @@ void Placement::take_sum(size_t parameter, double scale, bool keep_unused) {
     return;  // its gradient has been the view, or what was sent, since place()
   }
   auto& gradient = layout_.parameters[parameter].mutable_grad();
-  if (keep_unused && !layout_.tail->is_used(static_cast<int64_t>(parameter))) {
+  if (keep_unused && !layout_.tail->head().is_used(static_cast<int64_t>(parameter))) {
     gradient.reset();
   } else if (!bucket.sparse()) {
     gradient = bucket.direct ? bucket.own : layout_.views[parameter].over(slot.view);

@@ -25,8 +25,9 @@ void RecordTransport::end_step() {
 }
 
 std::vector<ControlRecord> InBucket::take() {
-  parts_.layout.tail->read();
-  records_ = parts_.layout.tail->records();
+  auto& head = parts_.layout.tail->head();
+  head.read();
+  records_ = head.records();
   end_step();
   return records_;
 }
@@ -47,8 +48,8 @@ void OwnRecord::wait() {
 }
 
 std::vector<ControlRecord> OwnRecord::take() {
-  auto& tail = *parts_.layout.tail;
-  tail.take({tail.own_sizes()}, {tail.more()});
+  auto& head = parts_.layout.tail->head();
+  head.take({head.own_sizes()}, {head.more()});
   records_ = {own_};
   if (!queues_) {
     end_step();
@@ -81,8 +82,8 @@ BetweenHosts::BetweenHosts(const Parts& parts)
 
 void BetweenHosts::say(const ControlRecord& record, const at::Tensor& loss_sum,
                        const at::Tensor& updated) {
-  const auto& tail = *parts_.layout.tail;
-  own_ = {with_figures_of_host(record, loss_sum, updated), tail.own_sizes(), tail.has_more()};
+  const auto& head = parts_.layout.tail->head();
+  own_ = {with_figures_of_host(record, loss_sum, updated), head.own_sizes(), head.has_more()};
 }
 
 void BetweenHosts::send() {
@@ -94,17 +95,19 @@ void BetweenHosts::wait_for(Exchange& exchange) {
   auto& link = parts_.link;
   link.begin_wait();
   link.call([&] {
-    link.wait_for(*exchange.work, c10::kCPU, [&] {
-      require_no_error(link.group, link.device);
-      under_way_.look();
-      if (link.is_broken()) {
-        std::rethrow_exception(link.error());
-      }
+    const auto failed = thrown_by([&] {
+      link.wait_for(*exchange.work, c10::kCPU, [&] {
+        require_no_error(link.group, link.device);
+        under_way_.look();
+        if (link.is_broken()) {
+          std::rethrow_exception(link.error());
+        }
+      });
     });
+    if (failed) {
+      std::rethrow_exception(under_way_.named(failed));
+    }
   });
-  if (link.is_broken()) {
-    link.amend_error([&](std::exception_ptr error) { return under_way_.named(std::move(error)); });
-  }
 }
 
 void BetweenHosts::wait() {
@@ -139,12 +142,13 @@ void BetweenHosts::take_head(const std::vector<HostMessage>& messages) {
     sizes.push_back(theirs.sizes);
     more = more || theirs.more;
   }
-  parts_.layout.tail->take(sizes, more ? exchange_more() : std::vector<std::vector<uint8_t>>());
+  parts_.layout.tail->head().take(sizes,
+                                  more ? exchange_more() : std::vector<std::vector<uint8_t>>());
 }
 
 std::vector<std::vector<uint8_t>> BetweenHosts::exchange_more() {
   auto& link = parts_.link;
-  const auto own = parts_.layout.tail->more();
+  const auto own = parts_.layout.tail->head().more();
   const auto part_bytes = static_cast<size_t>(kHostMessageBytes);
   std::vector<Exchange> parts;
   for (size_t begin = 0; begin < own.size(); begin += part_bytes) {
@@ -177,7 +181,7 @@ std::shared_ptr<LateLosses> BetweenHosts::take_losses() {
     return nullptr;
   }
   end_sums();
-  return parts_.layout.tail->late_losses();
+  return parts_.layout.tail->head().late_losses();
 }
 
 void BetweenHosts::drop_sums() {

@@ -30,7 +30,7 @@ class RecordTransport {
   RecordTransport(const RecordTransport&) = delete;
   RecordTransport& operator=(const RecordTransport&) = delete;
 
-  /// Of this rank, once its tail is written; arguments as Tail::Contents.
+  /// Of this rank, once its tail is written; arguments as TailHead::Contents.
   virtual void say(const ControlRecord& record, const at::Tensor& loss_sum,
                    const at::Tensor& updated) = 0;
   /// The last bucket was launched.

@@ -48,9 +48,6 @@ bool Reducer::is_broken() const {
   return s_->engine.link().is_broken();
 }
 
-void Reducer::wait_for_sums() {
-  s_->engine.step().wait_for_sums();
-}
 int64_t Reducer::launched() const {
   return s_->engine.step().progress().launched;
 }
@@ -94,6 +91,10 @@ void Reducer::broadcast(const std::vector<at::Tensor>& tensors, int source) {
 }
 std::vector<std::vector<uint8_t>> gather_bytes(Reducer& reducer, const std::vector<uint8_t>& own) {
   return gather_bytes(reducer.s_->engine, own, "an exchange");
+}
+
+void wait_for_sums(Reducer& reducer) {
+  reducer.s_->engine.step().wait_for_sums();
 }
 
 void Reducer::register_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook,

@@ -104,7 +104,7 @@ void exchange_rows(GroupLink& link, BucketSet& layout, int64_t step) {
   const memory::Unlimited unlimited;  // all ranks have accepted: no way back
   std::optional<memory::UnlimitedEverywhere> also_the_groups_threads;
   std::vector<Gathering> gatherings;
-  const auto rows_of = [&](size_t i) { return layout.tail->rows(static_cast<int64_t>(i)); };
+  const auto rows_of = [&](size_t i) { return layout.tail->head().rows(static_cast<int64_t>(i)); };
   link.begin_wait();
   try {
     for (size_t i = 0; i < sparse.size(); ++i) {

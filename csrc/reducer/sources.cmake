@@ -46,5 +46,6 @@ brimful_sources(HEAVY
   stopwatch.cpp
   sums_under_way.cpp
   tail.cpp
+  tail_head.cpp
   updates.cpp
   wire.cpp)

@@ -18,8 +18,7 @@ LateLosses::LateLosses(const at::Tensor& values, Read read)
   host_ = at::empty(values.sizes(),
                     at::TensorOptions().dtype(values.dtype()).pinned_memory(values.is_cuda()));
   host_.copy_(values, /*non_blocking=*/true);
-  arrived_.record(
-      c10::impl::VirtualGuardImpl(values.device().type()).getStream(values.device()));
+  arrived_.record(c10::impl::VirtualGuardImpl(values.device().type()).getStream(values.device()));
 }
 
 const std::vector<double>& LateLosses::sums() {

@@ -247,7 +247,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _guard_state(self) -> None:
         """A step on a device may end before its sums do."""
         if any(p.requires_grad and p.device.type != "cpu" for p in self.module.parameters()):
-            self.module.register_state_dict_pre_hook(BeforeSaving(self))
+            self.module.register_state_dict_pre_hook(BeforeSaving(self))  # type: ignore[no-untyped-call]
 
     @skipped_by_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -25,5 +25,5 @@ class BeforeSaving:
             wrapper._reducer.wait_for_sums()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A module that is pickled, or copied, is to be read where there is no brimful: `slice` takes three arguments too.
+        # A module that is pickled is read where there is no brimful, too: `slice` takes three arguments as well.
         return functools.partial, (slice,)

@@ -10,7 +10,7 @@ from brimful import _C
 
 @contextmanager
 def between_hosts(on: bool = True) -> Iterator[None]:
-    """What this process wraps in it makes its control records go between the hosts, if all ranks do and can, or never."""
+    """What this process wraps in it sends its control records between hosts, if all ranks do and can, or never."""
     before = _C._set_between_hosts(on)
     try:
         yield

@@ -1,4 +1,4 @@
-"""A step over NCCL ends when the hosts have met: what comes of ranks that die, and devices that fail, before their sums."""
+"""A step over NCCL ends when the hosts have met: what comes of ranks that die before their devices have made the sums."""
 
 import datetime
 import os
@@ -31,7 +31,7 @@ def model_over_nccl(rank, kind):
 
 
 class Nap:
-    """The device sleeps when the last gradient of an armed step has come: its sums wait for that, and the host does not."""
+    """The device sleeps when the last gradient of an armed step has come: its sums wait for that, the host does not."""
 
     def __init__(self, model, seconds):
         self.seconds, self.armed = seconds, False
@@ -81,7 +81,9 @@ def ended_job(rank, kind):
     time.sleep(2)  # the connections have ended
     torch.cuda.synchronize()
     state = raised(model.state_dict)
-    return state, all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected))
+    return state, all(
+        torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -87,7 +87,8 @@ def joined_job(rank):
 JOBS = {
     sizer_job: STEPS + 1,  # one attempt is repeated
     plain_job: STEPS,
-    joined_job: STEPS + 3,  # one in which no rank has data; where one has none, a second exchange says so by parameter
+    joined_job: STEPS
+    + 3,  # one in which no rank has data; where one has none, a second exchange says so by parameter
 }
 
 

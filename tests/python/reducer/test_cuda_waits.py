@@ -1,8 +1,7 @@
-"""In a step the host waits for no device: counted on a simulated one without arithmetic, where torch's own CUDA code runs."""
+"""The host waits for no device in a step: counted on one without arithmetic, where torch's own CUDA code runs."""
 
 import pytest
 import torch
-
 from benchmarks.cuda import calls
 
 pytestmark = pytest.mark.gpu
@@ -14,7 +13,7 @@ def test_a_step_waits_for_no_device(ranks, sizer):
     if calls.simulation() is None or torch.version.cuda is None:
         pytest.skip("counts on a simulated device")
     found = calls.counts_of("small ResNet-50 fp32", "brimful", ranks, sizer)
-    assert found["cudaLaunchKernel"] > 100  # it ran
+    assert found["cudaLaunchKernel"] > 50  # it ran
     waits = {name: found[name] for name in calls.WAITS if name in found}
     assert not waits
     assert found["collectives"] <= 2

@@ -62,6 +62,10 @@ class BRIMFUL_API Reducer final : public Participant {
   /// @throws RankFailed if the group broke
   friend BRIMFUL_API std::vector<std::vector<uint8_t>> gather_bytes(
       Reducer& reducer, const std::vector<uint8_t>& own);
+  /// Waits until a device has made the sums of all steps so far: before what they gave is saved. Nothing on the CPU, whose
+  /// steps wait themselves. Between steps.
+  /// @throws RankFailed if those of a step have failed: its update is not known
+  friend BRIMFUL_API void wait_for_sums(Reducer& reducer);
   ~Reducer() override;
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -108,11 +112,6 @@ class BRIMFUL_API Reducer final : public Participant {
 
   /// Of the last steps, oldest first (at most 64); does not synchronise. Between steps.
   std::vector<StepTimes> times() const;
-
-  /// Waits until a device has made the sums of all steps so far: before what they gave is saved. Nothing on the CPU, whose
-  /// steps wait themselves. Between steps.
-  /// @throws RankFailed if those of a step have failed: its update is not known
-  void wait_for_sums();
 
   /// Buckets of this step so far, and in all.
   int64_t launched() const;

@@ -42,7 +42,7 @@ struct AttemptNote {
 
 /// How a step ended: of a BatchSizer, or of a Pipeline, whose pieces are its microbatches.
 struct Outcome {
-  MeanLoss loss;               ///< weighted over all samples of all ranks; read, it may wait for the device
+  MeanLoss loss;  ///< weighted over all samples of all ranks; read, it may wait for the device
   std::vector<double> losses;  ///< of a step over pairs: each, on this rank
   double weight = 0;           ///< of all ranks
   int64_t pieces = 0;          ///< on this rank, of those that have rows
