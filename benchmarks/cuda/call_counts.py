@@ -1,7 +1,7 @@
 """What a step calls of the CUDA runtime, on a simulated device: python -m benchmarks.cuda.call_counts CASE WRAPPER
 
-One wrapper in a process of its own, alone over NCCL with all its collectives, or `--ranks 2`; a plain loop, or `--sizer`.
-Prints a line of JSON: calls a step, by function.
+One wrapper in a process of its own, alone over NCCL with all its collectives, or `--ranks 2`; a plain loop, or
+`--sizer`. Prints a line of JSON: calls a step, by function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A step over NCCL ends when the hosts have met: what comes of ranks that die before their devices have made the sums."""
+"""A step over NCCL ends when the hosts have met: ranks that die before their devices have made the sums."""
 
 import datetime
 import os

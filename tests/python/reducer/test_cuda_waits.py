@@ -17,4 +17,4 @@ def test_a_step_waits_for_no_device(ranks, sizer):
     waits = {name: found[name] for name in calls.WAITS if name in found}
     assert not waits
     assert found["collectives"] <= 2
-    assert found["cudaStreamIsCapturing"] <= 20
+    assert found["cudaStreamIsCapturing"] <= 30  # as many as torch's DDP
