@@ -54,6 +54,7 @@ std::vector<Tail::Rider*> Tail::riders_in_order() {
     return std::tuple(rider.as_bytes, bytes, rider.dtype);
   };
   std::vector<Rider*> order;
+  order.reserve(riders_.size());
   for (auto& rider : riders_) {
     order.push_back(&rider);
   }
@@ -93,6 +94,7 @@ bool Tail::has_other_sizes() const {
 
 void Tail::note_sizes(bool is_source) {
   std::vector<uint8_t> sent;
+  sent.reserve(riders_.size());
   for (auto& rider : riders_) {
     rider.new_sizes = rider.buffer.sizes().vec();
     sent.push_back(is_source && rider.fits(rider.buffer) ? 1 : 0);

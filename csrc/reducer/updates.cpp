@@ -162,7 +162,7 @@ void Updates::be_late() {
 }
 
 at::Tensor Updates::look(std::array<uint8_t, 8>& flags) {
-  const auto updated = compare();
+  auto updated = compare();
   if (!late_) {
     return updated;
   }
