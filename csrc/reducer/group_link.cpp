@@ -154,7 +154,7 @@ void GroupLink::abort() {
     hosts_->abort();
   }
   try {
-    traffic->abort(*group);
+    traffic->aborting.abort(*group);
   } catch (const std::exception& e) {
     log(LogLevel::warning, std::string("could not abort the process group: ") + e.what());
   }

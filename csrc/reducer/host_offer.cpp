@@ -46,7 +46,7 @@ void abort_device(const c10::weak_intrusive_ptr<c10d::ProcessGroup>& weak, const
   try {
     if (const auto group = weak.lock()) {
       log(LogLevel::error, std::string(why) + ": the process group is aborted");
-      traffic_of(group.get())->abort(*group);
+      traffic_of(group.get())->aborting.abort(*group);
     }
   } catch (const std::exception& e) {
     log(LogLevel::warning, std::string("could not abort the process group: ") + e.what());

@@ -46,9 +46,9 @@ bool shares_any(const OwnerEntry& entry, const std::vector<at::Tensor>& paramete
 }
 }  // namespace
 
-void GroupTraffic::abort(c10d::ProcessGroup& group) {
-  const std::lock_guard<std::mutex> lock(aborting);
-  device_aborted = true;
+void GroupAbort::abort(c10d::ProcessGroup& group) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  begun_ = true;
   group.abort();
 }
 

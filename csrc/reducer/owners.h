@@ -19,6 +19,22 @@ class HostGroup;
 class LoopDriver;
 class PlainStep;
 
+/// A group's collectives are made to end, by whoever finds that it must be. From any thread.
+class GroupAbort {
+ public:
+  /// @throws what the group throws
+  void abort(c10d::ProcessGroup& group);
+  /// What ends from then on on the group's device has any values.
+  bool has_begun() const { return begun_; }
+  /// The group has other members.
+  void forget() { begun_ = false; }
+
+ private:
+  std::mutex
+      mutex_;  ///< torch's nccl2 joins its watchdog in abort(), which two threads must not do at once
+  std::atomic<bool> begun_ = false;
+};
+
 /// What the reducers of a group share on this rank.
 struct GroupTraffic {
   std::atomic<bool> several =
@@ -28,10 +44,7 @@ struct GroupTraffic {
   std::atomic<double> agreeing_ms = 0;  ///< for the other ranks to agree
   /// Whether a rank is known to be dead; null where that is not watched. Set before the group is used.
   std::function<bool(int rank)> is_dead;
-  /// The group's device was made to give up: what ends from then on has any values.
-  std::atomic<bool> device_aborted = false;
-  std::mutex
-      aborting;  ///< torch's nccl2 joins its watchdog in abort(), which two threads must not do at once
+  GroupAbort aborting;
   std::string configuration;       ///< of the members that all of this is about
   std::weak_ptr<HostGroup> hosts;  ///< of the reducers that use them
   uint64_t hosts_number = 0;       ///< of the reducer that connected them
@@ -47,7 +60,7 @@ struct GroupTraffic {
       is_dead = nullptr;
       hosts.reset();
       hosts_missing = false;
-      device_aborted = false;
+      aborting.forget();
     }
     configuration = now;
   }
@@ -58,8 +71,6 @@ struct GroupTraffic {
   }
   /// True the first time.
   bool note_missing_hosts() { return !std::exchange(hosts_missing, true); }
-  /// From any thread. @throws what the group throws
-  void abort(c10d::ProcessGroup& group);
   bool knows_dead(int world_size) const {
     for (int rank = 0; is_dead && rank < world_size; ++rank) {
       if (is_dead(rank)) {

@@ -119,11 +119,11 @@ double Stopwatch::end_work(double agreeing_ms) {
 }
 
 void Stopwatch::take_device_times(const DeviceClock::Times& device, double begin_ms,
-                                  double agreeing_ms, StepTimes& times) {
-  times.by_device = true;
-  for (size_t i = 0; i < times.buckets.size(); ++i) {
+                                  double agreeing_ms) {
+  times_.by_device = true;
+  for (size_t i = 0; i < times_.buckets.size(); ++i) {
     const auto& points = device.buckets.at(i);
-    auto& bucket = times.buckets[i];
+    auto& bucket = times_.buckets[i];
     if (points.launch_ms) {
       const double launch_ms = begin_ms + *points.launch_ms;
       // A host that sees the last event late moves the device's times behind its own, which gloo's ends are.
@@ -150,8 +150,10 @@ void Stopwatch::take_late_times() {
   const auto of_step = std::find_if(kept_.begin(), kept_.end(),
                                     [&](const auto& times) { return times.step == late.step; });
   if (device && of_step != kept_.end()) {
-    take_device_times(*device, 0, late.agreeing_ms, *of_step);
-    of_step->total_ms = std::fmax(of_step->total_ms, device->total_ms);
+    std::swap(times_, *of_step);
+    take_device_times(*device, 0, late.agreeing_ms);
+    times_.total_ms = std::fmax(times_.total_ms, device->total_ms);
+    std::swap(times_, *of_step);
   }
 }
 
@@ -172,7 +174,7 @@ void Stopwatch::end_step(int64_t step, const std::vector<float>& ms_by_rank, dou
   } else if (const auto device = device_ && !late_ ? device_->read() : std::nullopt) {
     known_ = !std::isnan(device->total_ms);
     // What the host has just waited for is the last of the device's events.
-    take_device_times(*device, times_.total_ms - device->total_ms, agreeing_ms, times_);
+    take_device_times(*device, times_.total_ms - device->total_ms, agreeing_ms);
   }
   find_straggler(ms_by_rank, times_);
   kept_.push_back(times_);

@@ -69,8 +69,7 @@ class Stopwatch {
     return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
   }
   /// `begin_ms`: of the device's step on the host's axis.
-  void take_device_times(const DeviceClock::Times& device, double begin_ms, double agreeing_ms,
-                         StepTimes& times);
+  void take_device_times(const DeviceClock::Times& device, double begin_ms, double agreeing_ms);
   /// Written by the process group's threads.
   using Done = std::vector<std::atomic<double>>;
 

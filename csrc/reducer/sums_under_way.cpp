@@ -73,7 +73,7 @@ std::exception_ptr SumsUnderWay::named(std::exception_ptr error) const {
 
 /// After a collective has ended: what is aborted ends, too.
 void SumsUnderWay::require_not_aborted() const {
-  TORCH_CHECK(!link_.traffic->device_aborted, "the group's collectives were aborted");
+  TORCH_CHECK(!link_.traffic->aborting.has_begun(), "the group's collectives were aborted");
 }
 
 std::optional<int64_t> SumsUnderWay::oldest_step() const {
