@@ -96,6 +96,10 @@ Exchange HostGroup::begin(const std::vector<uint8_t>& own) {
 
 void HostGroup::expect(c10::intrusive_ptr<c10d::Work> sums) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  // The thread looks only between steps that are far apart.
+  while (!expected_.empty() && expected_.front().sums->isCompleted()) {
+    expected_.pop_front();
+  }
   expected_.push_back({std::move(sums), std::chrono::steady_clock::now()});
 }
 
@@ -126,6 +130,7 @@ void HostGroup::wait_for_next() {
     lock.unlock();
     if (const auto error = thrown_by([&] { look_at_sums(); })) {
       fail(error);
+      abort();  // no connection was lost
       watch_.overdue();
     }
     lock.lock();
