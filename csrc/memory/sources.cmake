@@ -19,6 +19,7 @@ brimful_sources(LIGHT
   stats.cpp
   system_limit.cpp)
 brimful_sources(HEAVY
+  host_tensor.cpp
   moment.cpp)
 if(brimful_torch_cuda)
   brimful_sources(LIGHT_ALONE cuda.cpp cuda_caching.cpp cuda_follow.cpp cuda_trace.cpp cuda_workspaces.cpp)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "memory/host_tensor.h"
 #include "reducer/updates.h"
 
 namespace brimful {
@@ -44,10 +45,10 @@ bool are_here(const std::vector<ControlRecord>& records) {
 
 LateFlags::LateFlags(c10::Device device, size_t parameters)
     : device_(device), parameters_(parameters) {
-  const auto host = at::TensorOptions().dtype(at::kByte).pinned_memory(device.is_cuda());
   for (int64_t i = 0; i <= kLongest; ++i) {
     found_.push_back(
-        {at::zeros({static_cast<int64_t>(parameters)}, host), c10::Event(device.type())});
+        {memory::zeros_on_host({static_cast<int64_t>(parameters)}, at::kByte, device),
+         c10::Event(device.type())});
   }
 }
 

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <utility>
 
+#include "memory/host_tensor.h"
 #include "reducer/bucket.h"
 
 namespace brimful {
@@ -60,10 +61,11 @@ void TailHead::attach(at::Tensor region) {
   if (form_.place != Place::all) {
     return;
   }
-  const auto host =
-      at::TensorOptions().dtype(region_.scalar_type()).pinned_memory(region_.is_cuda());
-  outgoing_ = at::zeros({numel_}, host);
-  incoming_ = region_.is_cpu() ? region_ : at::zeros({numel_}, host);
+  const auto on_host = [this] {
+    return memory::zeros_on_host({numel_}, region_.scalar_type(), region_.device());
+  };
+  outgoing_ = on_host();
+  incoming_ = region_.is_cpu() ? region_ : on_host();
 }
 
 void TailHead::note_buffers(std::vector<uint8_t> sent, uint64_t sizes) {

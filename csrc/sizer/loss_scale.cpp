@@ -8,6 +8,8 @@
 #include <memory>
 #include <utility>
 
+#include "memory/host_tensor.h"
+
 namespace brimful {
 
 ValueOnHost::ValueOnHost(const at::Tensor& value) {
@@ -16,7 +18,7 @@ ValueOnHost::ValueOnHost(const at::Tensor& value) {
     copy_ = value.detach().clone();
     return;
   }
-  copy_ = at::empty({}, at::TensorOptions().dtype(value.scalar_type()).pinned_memory(true));
+  copy_ = memory::zeros_on_host({}, value.scalar_type(), value.device());
   copy_.copy_(value.detach(), /*non_blocking=*/true);
   arrived_.emplace(value.device().type());
   arrived_->record(c10::impl::VirtualGuardImpl(value.device().type()).getStream(value.device()));

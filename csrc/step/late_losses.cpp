@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "memory/host_tensor.h"
 #include "step/late_loss.h"
 
 namespace brimful {
@@ -15,8 +16,7 @@ LateLosses::LateLosses(const at::Tensor& values, Read read)
     : arrived_(values.device().type()), read_(std::move(read)) {
   const memory::Unlimited unlimited;  // the step stands
   const at::NoGradGuard no_grad;
-  host_ = at::empty(values.sizes(),
-                    at::TensorOptions().dtype(values.dtype()).pinned_memory(values.is_cuda()));
+  host_ = memory::zeros_on_host(values.sizes(), values.scalar_type(), values.device());
   host_.copy_(values, /*non_blocking=*/true);
   arrived_.record(c10::impl::VirtualGuardImpl(values.device().type()).getStream(values.device()));
 }
