@@ -19,6 +19,7 @@ namespace brimful {
 
 PieceLoss as_piece_loss(const py::object& result, double weight) {
   py::object loss = result;
+  at::Tensor late_weight;
   if (py::isinstance<py::tuple>(result) && py::hasattr(result, "_fields") &&
       py::hasattr(result, "loss")) {  // a namedtuple, such as AdaptiveLogSoftmaxWithLoss returns
     loss = result.attr("loss");
@@ -27,12 +28,17 @@ PieceLoss as_piece_loss(const py::object& result, double weight) {
     TORCH_CHECK_TYPE(pair.size() == 2, "the loss function returned a tuple (length: ", pair.size(),
                      "); return (mean loss, weight)");
     loss = pair[0];
-    weight = py::float_(pair[1]).cast<double>();
+    if (THPVariable_Check(pair[1].ptr()) && THPVariable_Unpack(pair[1].ptr()).is_cuda()) {
+      late_weight = THPVariable_Unpack(pair[1].ptr());
+      weight = 0;
+    } else {
+      weight = py::float_(pair[1]).cast<double>();
+    }
   }
   TORCH_CHECK_TYPE(THPVariable_Check(loss.ptr()), "the loss function returned no tensor (type: ",
                    py::str(py::type::handle_of(loss)).cast<std::string>(),
                    "); return the mean loss, or (mean loss, weight)");
-  return {THPVariable_Unpack(loss.ptr()), weight};
+  return {THPVariable_Unpack(loss.ptr()), weight, late_weight};
 }
 
 Transaction::Keeper keeper_of(py::function capture, py::function restore) {

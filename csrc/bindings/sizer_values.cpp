@@ -13,7 +13,7 @@ namespace {
 
 std::string outcome_repr(const Outcome& outcome) {
   TextStream out;
-  out << "Outcome(loss=" << outcome.loss.value() << ", weight=" << outcome.weight
+  out << "Outcome(loss=" << outcome.loss.value() << ", weight=" << outcome.weight.value()
       << ", pieces=" << outcome.pieces << ", retries=" << outcome.retries
       << ", peak_bytes=" << outcome.peak_bytes << ", last=" << (outcome.last ? "True" : "False")
       << ")";
@@ -88,12 +88,17 @@ void bind_outcome(py::module_& m) {
                       peak_live_bytes, parameter_bytes, gradient_bytes, buffer_bytes, split_note,
                       recomputed, offloaded);
   py::class_<Outcome>(m, "Outcome", "How a step ended; see BatchSizer.step and Pipeline.step.")
-      .BRIMFUL_FIELDS(def_readonly, Outcome, losses, weight, pieces, split, order, rungs, retries,
+      .BRIMFUL_FIELDS(def_readonly, Outcome, losses, pieces, split, order, rungs, retries,
                       total_ms, peak_bytes, peaks, work_ms, last, stop, regroup, attempts, stages)
       .def_property_readonly("loss",
                              [](const Outcome& outcome) {
                                const py::gil_scoped_release no_gil;
                                return outcome.loss.value();
+                             })
+      .def_property_readonly("weight",
+                             [](const Outcome& outcome) {
+                               const py::gil_scoped_release no_gil;
+                               return outcome.weight.value();
                              })
       .def("__repr__", &outcome_repr);
 }

@@ -21,7 +21,7 @@ namespace {
 at::Tensor weigh(const std::vector<PieceLoss>& losses, ControlRecord& record) {
   const memory::Unlimited unlimited;
   at::Tensor sum;
-  for (const auto& [loss, weight] : losses) {
+  for (const auto& [loss, weight, late_weight] : losses) {
     if (weight > 0 && loss.is_cpu()) {
       record.loss_sum += loss.item<double>() * weight;
     } else if (weight > 0) {
@@ -48,7 +48,7 @@ StepWork actions_of(const Call& call, const PipelineOptions& options, Replicas& 
   actions.input = [&call, begins](int i) { return call.work.input(i, begins[i], begins[i + 1]); };
   if (call.trains) {
     actions.loss = [&call, begins](int i, const Value& output) {
-      return call.work.loss(i, begins[i], begins[i + 1], output);
+      return with_known_weight(call.work.loss(i, begins[i], begins[i + 1], output));
     };
   }
   if (call.work.keywords) {

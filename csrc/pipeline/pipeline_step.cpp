@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "base/thrown_by.h"
+#include "memory/host_tensor.h"
 #include "pipeline/settle.h"
 #include "sizer/loss_scale.h"
 #include "step/agreement.h"
@@ -98,12 +99,12 @@ ControlRecord Pipeline::State::PipelineStep::first_record() const {
 void Pipeline::State::PipelineStep::begin() {
   call_.ref = call_.group.world_size() > 1 ? p_.engine->agreed().ref()
                                            : static_cast<double>(std::max<int64_t>(call_.rows, 1));
-  std::optional<ValueOnHost> scale;
+  std::optional<memory::ValuesOnHost> scale;
   auto* const scaler = p_.options.scaler;
   if (scaler != nullptr && scaler->enabled() && call_.group.world_size() > 1) {
     scale.emplace(scaler->tensors(p_.options.devices[0]).first);
   }
-  call_.mark = mark_of(call_.ref, scale ? scale->get() : 1, false);
+  call_.mark = mark_of(call_.ref, scale ? *scale->get().const_data_ptr<float>() : 1, false);
 }
 
 Outcome Pipeline::State::PipelineStep::run() {
@@ -277,7 +278,7 @@ Outcome Pipeline::State::PipelineStep::stand() {
   const memory::Unlimited unlimited;
   Outcome outcome;
   outcome.weight = verdict_.weight;
-  outcome.loss = verdict_.loss_sum / outcome.weight;
+  outcome.loss = verdict_.loss_sum / verdict_.weight;
   outcome.pieces = call_.filled();
   outcome.split.assign(call_.split.begin(), call_.split.begin() + call_.filled());
   outcome.retries = call_.retry.retries();

@@ -56,6 +56,7 @@ class EngineStep final : public ParticipantAttempt {
   void begin_piece(bool last, const at::Tensor& loss) override;
   void advance() override;
   bool launched_early() const override { return launcher_.launched_early(); }
+  bool takes_late_weight() const override { return transport_->takes_late_weight(); }
   void launch_last(Fill fill, const Announcement& said) override;
   void abandon() override;
 

@@ -17,6 +17,7 @@ void EngineStep::end_attempt() {
   launcher_.end();
   attempt_.end();
   outgoing_.loss_sum.reset();
+  outgoing_.late_weight.reset();
   link_.count(&Reducer::Counters::steps);
 }
 
@@ -66,8 +67,8 @@ Ending EngineStep::finish() {
                      [&](const ControlRecord& own) { return exchange_records(engine_, own); });
   }
   auto divergence = looks_at_updates() ? updates_->divergence() : std::string();
-  auto losses = divergence.empty() ? transport_->take_losses() : nullptr;
-  return {records, std::move(divergence), std::move(losses)};
+  auto sums = divergence.empty() ? transport_->take_sums() : nullptr;
+  return {records, std::move(divergence), std::move(sums)};
 }
 
 void EngineStep::accept(double scale, bool keep_unused) {

@@ -30,9 +30,9 @@ void EngineStep::write_tail() {
   record.updated.fill(updates_ ? kAllUnknown : kNoneCompared);
   const bool looks = looks_at_updates() && record.verdict < Status::retry;
   const auto updated = looks ? updates_->look(record.updated) : at::Tensor();
-  layout_.tail->write({placement_.used(), record, outgoing_.loss_sum, updated, layout_.own_rows(),
+  layout_.tail->write({placement_.used(), outgoing_, updated, layout_.own_rows(),
                        attempt_.buffer_source(), attempt_.is_managed()});
-  transport_->say(record, outgoing_.loss_sum, updated);
+  transport_->say(outgoing_, updated);
 }
 
 void EngineStep::advance_early() {

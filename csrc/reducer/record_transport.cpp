@@ -1,12 +1,16 @@
 #include "reducer/record_transport.h"
 
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <brimful/memory/stats.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <utility>
 
 #include "reducer/device_wait.h"
 #include "reducer/host_group.h"
-#include "step/late_loss.h"
+#include "step/sums_of.h"
 
 namespace brimful {
 namespace {
@@ -34,10 +38,9 @@ std::vector<ControlRecord> InBucket::take() {
 
 OwnRecord::OwnRecord(const Parts& parts) : RecordTransport(parts), queues_(can_queue(parts.link)) {}
 
-void OwnRecord::say(const ControlRecord& record, const at::Tensor& loss_sum,
-                    const at::Tensor& updated) {
-  own_ = with_figures_of_host(record, loss_sum, updated);
-  loss_sum_ = loss_sum.defined() && !loss_sum.is_cpu() ? loss_sum : at::Tensor();
+void OwnRecord::say(const Announcement& said, const at::Tensor& updated) {
+  own_ = said;
+  own_.record = with_figures_of_host(said, updated);
 }
 
 void OwnRecord::wait() {
@@ -50,16 +53,17 @@ void OwnRecord::wait() {
 std::vector<ControlRecord> OwnRecord::take() {
   auto& head = parts_.layout.tail->head();
   head.take({head.own_sizes()}, {head.more()});
-  records_ = {own_};
+  records_ = {own_.record};
   if (!queues_) {
     end_step();
   }
   return records_;
 }
 
-std::shared_ptr<LateLosses> OwnRecord::take_losses() {
-  const auto loss_sum = std::exchange(loss_sum_, {});
-  return loss_sum.defined() && own_.verdict < Status::retry ? late_loss_of(loss_sum) : nullptr;
+std::shared_ptr<const LateSums> OwnRecord::take_sums() {
+  const auto own = std::exchange(own_, {});
+  const bool is_late = own.loss_sum.defined() && !own.loss_sum.is_cpu();
+  return is_late && own.record.verdict < Status::retry ? sums_of(own) : nullptr;
 }
 
 void OwnRecord::end_sums() {
@@ -80,10 +84,9 @@ BetweenHosts::BetweenHosts(const Parts& parts)
       queues_(can_queue(parts.link) && !parts.link.traffic->is_dead),
       under_way_(parts.link) {}
 
-void BetweenHosts::say(const ControlRecord& record, const at::Tensor& loss_sum,
-                       const at::Tensor& updated) {
+void BetweenHosts::say(const Announcement& said, const at::Tensor& updated) {
   const auto& head = parts_.layout.tail->head();
-  own_ = {with_figures_of_host(record, loss_sum, updated), head.own_sizes(), head.has_more()};
+  own_ = {with_figures_of_host(said, updated), head.own_sizes(), head.has_more()};
 }
 
 void BetweenHosts::send() {
@@ -175,13 +178,16 @@ void BetweenHosts::require_whole() {
 }
 
 /// Those of a managed step, whose tail has them.
-std::shared_ptr<LateLosses> BetweenHosts::take_losses() {
+std::shared_ptr<const LateSums> BetweenHosts::take_sums() {
   if (parts_.link.device.is_cpu() || parts_.attempt.is_of_loop() ||
       worst(records_) >= Status::retry) {
     return nullptr;
   }
   end_sums();
-  return parts_.layout.tail->head().late_losses();
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  return std::make_shared<LateSums>(parts_.layout.tail->head().figures(), known_weight(records_),
+                                    has_late_weight(records_));
 }
 
 void BetweenHosts::drop_sums() {

@@ -1,7 +1,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <brimful/step/control_record.h>
-#include <brimful/step/late_losses.h>
+#include <brimful/step/late_sums.h>
 
 #include <memory>
 #include <optional>
@@ -31,8 +31,9 @@ class RecordTransport {
   RecordTransport& operator=(const RecordTransport&) = delete;
 
   /// Of this rank, once its tail is written; arguments as TailHead::Contents.
-  virtual void say(const ControlRecord& record, const at::Tensor& loss_sum,
-                   const at::Tensor& updated) = 0;
+  virtual void say(const Announcement& said, const at::Tensor& updated) = 0;
+  /// See ParticipantAttempt.
+  virtual bool takes_late_weight() const { return !parts_.link.device.is_cpu(); }
   /// The last bucket was launched.
   virtual void send() = 0;
   /// Until all ranks' records are here, or the group is broken; in a step that has launched no last bucket, until its other
@@ -46,7 +47,7 @@ class RecordTransport {
   /// @throws RankFailed if the group breaks meanwhile
   virtual void end_sums() = 0;
   /// Of the attempt that read() was for, if it stands and its records have none.
-  virtual std::shared_ptr<LateLosses> take_losses() { return nullptr; }
+  virtual std::shared_ptr<const LateSums> take_sums() { return nullptr; }
   /// Looks at sums of earlier steps that a stream was made to wait for. Waits for nothing.
   /// @throws RankFailed if they have failed
   virtual void require_sums() {}
@@ -71,8 +72,8 @@ class RecordTransport {
 class InBucket final : public RecordTransport {
  public:
   using RecordTransport::RecordTransport;
-  void say(const ControlRecord& /*record*/, const at::Tensor& /*loss_sum*/,
-           const at::Tensor& /*updated*/) override {}
+  void say(const Announcement& /*said*/, const at::Tensor& /*updated*/) override {}
+  bool takes_late_weight() const override { return false; }
   void send() override {}
   void wait() override { parts_.launcher.wait_for_all(); }
   void end_sums() override {}
@@ -87,8 +88,7 @@ class InBucket final : public RecordTransport {
 class OwnRecord final : public RecordTransport {
  public:
   explicit OwnRecord(const Parts& parts);
-  void say(const ControlRecord& record, const at::Tensor& loss_sum,
-           const at::Tensor& updated) override;
+  void say(const Announcement& said, const at::Tensor& updated) override;
   void send() override {}
   void wait() override;
   void end_sums() override;
@@ -97,12 +97,10 @@ class OwnRecord final : public RecordTransport {
 
  private:
   std::vector<ControlRecord> take() override;
-
-  std::shared_ptr<LateLosses> take_losses() override;
+  std::shared_ptr<const LateSums> take_sums() override;
 
   bool queues_ = false;  ///< the streams wait
-  ControlRecord own_;
-  at::Tensor loss_sum_;  ///< of a device
+  Announcement own_;
   bool sums_are_due_ = false;
 };
 
@@ -111,14 +109,13 @@ class OwnRecord final : public RecordTransport {
 class BetweenHosts final : public RecordTransport {
  public:
   explicit BetweenHosts(const Parts& parts);
-  void say(const ControlRecord& record, const at::Tensor& loss_sum,
-           const at::Tensor& updated) override;
+  void say(const Announcement& said, const at::Tensor& updated) override;
   void send() override;
   void wait() override;
   void end_sums() override;
   void require_sums() override;
   void wait_for_sums() override;
-  std::shared_ptr<LateLosses> take_losses() override;
+  std::shared_ptr<const LateSums> take_sums() override;
   void drop_sums() override;
   bool has_ended() const override;
 

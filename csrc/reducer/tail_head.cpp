@@ -32,9 +32,9 @@ const uint8_t* add_bits(const uint8_t* bytes, std::vector<uint8_t>& flags) {
 }
 }  // namespace
 
-ControlRecord with_figures_of_host(const ControlRecord& record, const at::Tensor& loss_sum,
-                                   const at::Tensor& updated) {
-  auto own = record;
+ControlRecord with_figures_of_host(const Announcement& said, const at::Tensor& updated) {
+  auto own = said.record;
+  const auto& loss_sum = said.loss_sum;
   if (loss_sum.defined() && loss_sum.is_cpu()) {
     own.loss_sum = *loss_sum.const_data_ptr<double>();
   }
@@ -52,7 +52,7 @@ TailHead::TailHead(const Form& form, size_t buffers)
   if (form_.place == Place::all) {
     numel_ = record_offset(form_.world_size) + std::ssize(sent_);
   } else if (form_.place == Place::losses) {
-    numel_ = form_.world_size * kNumberBytes;
+    numel_ = form_.world_size * kFiguresBytes;
   }
 }
 
@@ -82,13 +82,14 @@ void TailHead::write(const Contents& contents) {
   own_used_ = contents.used;
   own_rows_ = contents.rows;
   if (form_.place == Place::losses && contents.has_losses) {
-    write_loss(contents);
+    write_figures(contents.said);
   }
 }
 
 void TailHead::write_all(const Contents& contents) {
-  const auto& [used, record, loss_sum, updated, rows, source, has_losses] = contents;
-  const auto bytes = encode(with_figures_of_host(record, loss_sum, updated));
+  const auto& [used, said, updated, rows, source, has_losses] = contents;
+  const auto& loss_sum = said.loss_sum;
+  const auto bytes = encode(with_figures_of_host(said, updated));
   write_bytes(outgoing_, 0, used.data(), form_.parameters);
   write_bytes(outgoing_, record_offset(form_.rank), bytes.data(), kRecordBytes);
   write_bytes(outgoing_, record_offset(form_.rank) + kRecordBytes,
@@ -106,12 +107,15 @@ void TailHead::write_all(const Contents& contents) {
   }
 }
 
-void TailHead::write_loss(const Contents& contents) {
+void TailHead::write_figures(const Announcement& said) {
   region_.zero_();
-  if (contents.loss_sum.defined()) {
-    region_.narrow(0, form_.rank * kNumberBytes, kNumberBytes)
-        .copy_(contents.loss_sum.reshape({1}).view(at::kByte));
+  if (!said.loss_sum.defined()) {
+    return;
   }
+  const auto own = said.late_weight.defined() ? at::stack({said.loss_sum, said.late_weight})
+                                              : said.loss_sum.reshape({1});
+  region_.narrow(0, form_.rank * kFiguresBytes, own.numel() * kNumberBytes)
+      .copy_(own.view(at::kByte));
 }
 
 void TailHead::read() {
@@ -138,16 +142,9 @@ void TailHead::read() {
   note_sizes(sizes);
 }
 
-std::shared_ptr<LateLosses> TailHead::late_losses() const {
-  const auto read = [ranks = rows_.size()](const at::Tensor& host) {
-    std::vector<double> losses(ranks);
-    for (size_t rank = 0; rank < ranks; ++rank) {
-      read_bytes(host, static_cast<int64_t>(rank) * kNumberBytes,
-                 reinterpret_cast<uint8_t*>(&losses[rank]), kNumberBytes);
-    }
-    return losses;
-  };
-  return std::make_shared<LateLosses>(region_, read);
+at::Tensor TailHead::figures() const {
+  return region_.to(at::kByte).view(at::kDouble).view(
+      {form_.world_size, kFiguresBytes / kNumberBytes});
 }
 
 void TailHead::note_sizes(const std::vector<uint64_t>& sizes) {

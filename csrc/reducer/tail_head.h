@@ -1,21 +1,20 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <brimful/step/control_record.h>
-#include <brimful/step/late_losses.h>
+#include <brimful/step/participant.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 namespace brimful {
 
 /// The record, with those of these figures that lie on the CPU; as for TailHead::Contents.
-ControlRecord with_figures_of_host(const ControlRecord& record, const at::Tensor& loss_sum,
-                                   const at::Tensor& updated);
+ControlRecord with_figures_of_host(const Announcement& said, const at::Tensor& updated);
 
 /// What rides behind the gradients besides buffers: a 0/1 element per parameter (used or not), the control records, how many rows
-/// each rank has for each sparse gradient, and which buffers come. Or it goes between hosts, but for the losses of a device.
+/// each rank has for each sparse gradient, and which buffers come. Or it goes between hosts, but for what a device knows: a loss
+/// sum and, where it is late, the weight, of each rank.
 class TailHead {
  public:
   /// What of it is in the bucket.
@@ -27,12 +26,11 @@ class TailHead {
     int world_size = 1;
     Place place = Place::all;
   };
-  /// What a rank writes. `loss_sum` (0-dim float64 on the region's device), where defined, stands in for record.loss_sum: no
+  /// What a rank writes. The loss sum that it says (on the region's device), where defined, stands in for that of its record: no
   /// wait for it. `updated` (0/1, on that device) does so for record.updated. `rows`: of this rank, by sparse gradient.
   struct Contents {
     const std::vector<uint8_t>& used;
-    const ControlRecord& record;
-    const at::Tensor& loss_sum;
+    const Announcement& said;
     const at::Tensor& updated;
     const std::vector<int64_t>& rows;
     int buffer_source = 0;
@@ -51,8 +49,8 @@ class TailHead {
   void read();
   /// Those that read() has found.
   const std::vector<ControlRecord>& records() const { return records_; }
-  /// Of the sum of a step that has losses.
-  std::shared_ptr<LateLosses> late_losses() const;
+  /// By rank, of the sum of a step that has losses: ranks x 2, float64, on the region's device.
+  at::Tensor figures() const;
 
   // Between hosts, once it is written. All ranks give the same number of bytes.
   uint64_t own_sizes() const { return own_sizes_; }
@@ -74,7 +72,7 @@ class TailHead {
 
  private:
   void write_all(const Contents& contents);
-  void write_loss(const Contents& contents);
+  void write_figures(const Announcement& said);
   void note_sizes(const std::vector<uint64_t>& sizes);
   /// Of a rank's record and, behind it, its numbers of rows, and a number of its buffers' sizes.
   int64_t record_offset(int rank) const {
@@ -84,6 +82,7 @@ class TailHead {
   int64_t flags_offset() const { return numel_ - std::ssize(sent_); }
   int64_t sizes_bytes() const { return sent_.empty() ? 0 : kNumberBytes; }
   static constexpr int64_t kNumberBytes = sizeof(int64_t);
+  static constexpr int64_t kFiguresBytes = 2 * kNumberBytes;
 
   Form form_;
   int64_t numel_ = 0;

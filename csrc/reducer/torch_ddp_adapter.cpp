@@ -219,7 +219,7 @@ std::vector<ControlRecord> TorchDdpAdapter::State::exchange_all(const ControlRec
 }
 
 Ending TorchDdpAdapter::State::finish() {
-  auto [record, loss_sum] = std::exchange(said, {});
+  auto [record, loss_sum, late_weight] = std::exchange(said, {});
   if (loss_sum.defined()) {
     record.loss_sum = loss_sum.item<double>();
   }

@@ -1,4 +1,6 @@
 // What becomes of a step's attempts: one stands, is repeated with a finer split, or fails the step on all ranks.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/step/pieces.h>
@@ -13,6 +15,7 @@
 #include "sizer/climb.h"
 #include "sizer/pair_run.h"
 #include "step/agreement.h"
+#include "step/late_scale.h"
 #include "step/repetition.h"
 
 namespace brimful {
@@ -37,15 +40,20 @@ std::optional<Plan> BatchSizer::State::choose_pieces(const StepInput& input,
   return plan;
 }
 
-void BatchSizer::State::stand(const AttemptResult& result, double scale, Outcome& outcome) {
+void BatchSizer::State::stand(const AttemptResult& result, const Divisor& ref, bool of_pairs,
+                              Outcome& outcome) {
   const double total = total_weight(result.records);
-  engine_.group().accept(scale, total > 0);
-  if (total > 0) {
-    engine_.note_total(total);
+  const auto& late = engine_.group().late_sums();
+  if (const bool is_late = has_late_weight(result.records); is_late || ref.late.defined()) {
+    stand_late(result, ref);
+  } else {
+    engine_.group().accept(!of_pairs && total > 0 ? ref.value / total : 1, total > 0);
+    if (total > 0) {
+      engine_.note_total(total);
+    }
   }
-  const auto& late = engine_.group().late_losses();
-  outcome.loss = late ? MeanLoss(late, total) : MeanLoss(mean_loss(result.records));
-  outcome.weight = total;
+  outcome.loss = late ? LateNumber(late, &LateSums::mean_loss) : mean_loss(result.records);
+  outcome.weight = has_late_weight(result.records) ? LateNumber(late, &LateSums::weight) : total;
   outcome.last = engine_.agreed().at_end;
   outcome.stop = stops(result.records);
   outcome.regroup = regroups(result.records);
@@ -53,6 +61,27 @@ void BatchSizer::State::stand(const AttemptResult& result, double scale, Outcome
     outcome.work_ms.push_back(record.work_ms);
   }
   outcome.pieces = std::ssize(outcome.split);
+}
+
+/// A device has the number that losses were divided by, or that they should have been.
+void BatchSizer::State::stand_late(const AttemptResult& result, const Divisor& ref) {
+  const memory::Unlimited unlimited;
+  const at::NoGradGuard no_grad;
+  const auto& sums = engine_.group().late_sums();
+  const auto total = has_late_weight(result.records)
+                         ? sums->device_weight()
+                         : at::full_like(ref.late, total_weight(result.records));
+  const auto divided_by = ref.late.defined() ? ref.late : at::full_like(total, ref.value);
+  engine_.group().accept(1, true);
+  const auto infinite = scale_gradients(engine_.group(), at::where(total > 0, divided_by / total, 0.0));
+  if (!has_late_weight(result.records)) {
+    engine_.note_total(total_weight(result.records));
+    return;
+  }
+  const bool scales = options_.scaler != nullptr && options_.scaler->enabled();
+  engine_.late_totals().note(engine_.steps(), sums, total,
+                             result.doubtful.defined() && !scales ? result.doubtful.logical_and(infinite)
+                                                                  : at::Tensor());
 }
 
 Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepInput& input,
@@ -114,7 +143,7 @@ void BatchSizer::State::require_alike(const std::vector<ControlRecord>& records)
     require_same_mark(records, step);
   }
   const auto with_data = ranks_with(records, Status::ok);
-  TORCH_CHECK_VALUE(with_data.empty() || total_weight(records) > 0,
+  TORCH_CHECK_VALUE(with_data.empty() || has_late_weight(records) || total_weight(records) > 0,
                     nothing_counts(step, 0, "ranks with data: " + format_list(with_data)));
 }
 

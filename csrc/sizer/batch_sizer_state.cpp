@@ -223,7 +223,7 @@ std::map<std::string, double> BatchSizer::State::state() const {
   std::map<std::string, double> state{
       {"steps", static_cast<double>(engine_.steps())},
       {"piece_rows", static_cast<double>(splitting_.by_rows().piece_rows())},
-      {"last_total", engine_.agreed().last_total},
+      {"last_total", engine_.last_total()},
   };
   if (splitting_.by_rows().piece_rows() == 0 &&
       forecaster_.found().pieces > 1) {  // for a resumed job without forecasts

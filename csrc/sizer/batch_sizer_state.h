@@ -71,7 +71,8 @@ class BatchSizer::State {
   /// Where they are others now.
   void log_rungs(const Outcome& outcome, const AttemptNote& last, const Climb& climb);
   /// `scale`: of the sums.
-  void stand(const AttemptResult& result, double scale, Outcome& outcome);
+  void stand(const AttemptResult& result, const Divisor& ref, bool of_pairs, Outcome& outcome);
+  void stand_late(const AttemptResult& result, const Divisor& ref);
   /// `note`: of that attempt.
   Ended settle_attempt(const AttemptResult& result, const StepInput& input, AttemptNote& note,
                        const Retry& retry, const PairRun* pairs);

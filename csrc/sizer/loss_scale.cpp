@@ -2,34 +2,11 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <brimful/memory/stats.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <memory>
 #include <utility>
 
-#include "memory/host_tensor.h"
-
 namespace brimful {
-
-ValueOnHost::ValueOnHost(const at::Tensor& value) {
-  const memory::Unlimited unlimited;
-  if (value.is_cpu()) {
-    copy_ = value.detach().clone();
-    return;
-  }
-  copy_ = memory::zeros_on_host({}, value.scalar_type(), value.device());
-  copy_.copy_(value.detach(), /*non_blocking=*/true);
-  arrived_.emplace(value.device().type());
-  arrived_->record(c10::impl::VirtualGuardImpl(value.device().type()).getStream(value.device()));
-}
-
-double ValueOnHost::get() {
-  if (arrived_) {
-    arrived_->synchronize();
-  }
-  return *copy_.const_data_ptr<float>();
-}
 
 Transaction::Keeper keeper_of(std::vector<at::Tensor> scaler_tensors) {
   struct Kept {

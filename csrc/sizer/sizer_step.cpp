@@ -10,6 +10,7 @@
 #include "base/thrown_by.h"
 #include "sizer/batch_sizer_state.h"
 #include "sizer/climb.h"
+#include "memory/host_tensor.h"
 #include "sizer/loss_scale.h"
 #include "sizer/pair_run.h"
 #include "step/agreement.h"
@@ -102,7 +103,8 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
     const auto begun = s_.norms_.begin_piece(next_piece_, std::ssize(attempt_.split));
     auto piece = work_.forward(begin, end);
     s_.norms_.end_piece(next_piece_++, std::ssize(attempt_.split), begun);
-    s_.own_weights_ = s_.own_weights_ || piece.weight != static_cast<double>(end - begin);
+    s_.own_weights_ = s_.own_weights_ || piece.late_weight.defined() ||
+                      piece.weight != static_cast<double>(end - begin);
     return piece;
   }
 
@@ -115,7 +117,8 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
   bool starts_over() override { return climb_.is_rejected(); }
 
   uint32_t mark() override {
-    return mark_of(attempt_.ref, scale_ ? scale_->get() : 1, input_.accumulate);
+    const double scale = scale_ ? *scale_->get().const_data_ptr<float>() : 1;
+    return mark_of(s_.engine_.ref_mark(), scale, input_.accumulate);
   }
 
   bool may_do_as_it_was(const std::string& shortage) override {
@@ -149,7 +152,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
     const auto& agreed = s_.engine_.agreed();
     attempt_.lockstep = s_.splitting_.in_lockstep();
     attempt_.buffer_source = agreed.buffer_source;
-    attempt_.ref = agreed.ref();
+    attempt_.ref = s_.engine_.ref();
     auto* const scaler = s_.options_.scaler;
     if (scaler != nullptr && scaler->enabled() && s_.engine_.group().world_size() > 1) {
       scale_.emplace(scaler->tensors(s_.options_.device).first);
@@ -194,7 +197,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
         retry.note(note_of(result, attempt_peak), result.own == Status::out_of_memory), retry,
         pairs_);
     if (ended.how == Ended::How::stands) {
-      s_.stand(result, scale_of(result.records), outcome_);
+      s_.stand(result, attempt_.ref, pairs_ != nullptr, outcome_);
       s_.engine_.group().kept().add();
       outcome_.total_ms = s_.engine_.recorder().attempt_ms();
       outcome_.order = input_.by_length ? input_.by_length->order : outcome_.order;
@@ -213,11 +216,6 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
     }
     outcome_.peak_bytes = std::max(outcome_.peak_bytes, peak.peak_bytes());
     return ended;
-  }
-
-  double scale_of(const std::vector<ControlRecord>& records) const {
-    const double total = total_weight(records);
-    return pairs_ == nullptr && total > 0 ? attempt_.ref / total : 1;
   }
 
   AttemptNote note_of(const AttemptResult& result, int64_t peak_bytes) const {
@@ -245,7 +243,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
   Climb climb_;
   Outcome outcome_;
   PiecesAttempt attempt_;
-  std::optional<ValueOnHost> scale_;
+  std::optional<memory::ValuesOnHost> scale_;
   std::optional<Plan> plan_;
   std::optional<Retry> retry_;
   bool loss_ran_out_ = false;

@@ -74,7 +74,7 @@ void run(Sums& sums, int64_t begin, int64_t end, const VerifyWork& work, CallLog
   if (log != nullptr) {
     log->begin_run({begin, end});
   }
-  const auto piece = work.forward(begin, end);
+  const auto piece = with_known_weight(work.forward(begin, end));
   if (log != nullptr) {
     log->end_forward();
   }

@@ -36,7 +36,7 @@ Ending StepAttempts::finish() const {
       all.divergence = all.divergence.empty() ? std::move(theirs.divergence) : all.divergence;
       if (all.records.empty()) {
         all.records = std::move(theirs.records);
-        all.losses = std::move(theirs.losses);
+        all.sums = std::move(theirs.sums);
         return;
       }
       for (size_t rank = 0; rank < all.records.size(); ++rank) {

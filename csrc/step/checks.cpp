@@ -34,7 +34,23 @@ std::optional<size_t> first_nonzero(const std::vector<at::Tensor>& values) {
   });
   return first;
 }
+
+void require_one_weight(const at::Tensor& weight) {
+  TORCH_CHECK_VALUE(weight.numel() == 1 && !weight.is_complex(),
+                    "the weight of a piece is no number (shape: ", weight.sizes(),
+                    ", dtype: ", weight.dtype(), "); return a sum or a count of one element");
+}
 }  // namespace
+
+PieceLoss with_known_weight(PieceLoss piece) {
+  if (piece.late_weight.defined()) {
+    require_one_weight(piece.late_weight);
+    const memory::Unlimited unlimited;
+    piece.weight = piece.late_weight.detach().to(at::kDouble).item<double>();
+    piece.late_weight.reset();
+  }
+  return piece;
+}
 
 void require_loss(const PieceLoss& piece) {
   TORCH_CHECK_TYPE(
@@ -45,10 +61,14 @@ void require_loss(const PieceLoss& piece) {
                     "); return its mean over the piece");
   TORCH_CHECK_TYPE(!piece.loss.is_complex(), "the loss is complex (dtype: ", piece.loss.dtype(),
                    "); return a real one, such as its real part");
+  const bool is_late = piece.late_weight.defined();
+  if (is_late) {
+    require_one_weight(piece.late_weight);
+  }
   TORCH_CHECK_VALUE(std::isfinite(piece.weight) && piece.weight >= 0,
                     "the weight of a piece must be finite and not negative (weight: ", piece.weight,
                     ")");
-  TORCH_CHECK_VALUE(piece.weight == 0 || piece.loss.requires_grad(),
+  TORCH_CHECK_VALUE((piece.weight == 0 && !is_late) || piece.loss.requires_grad(),
                     "the loss needs no gradient (requires_grad: false); compute it from the "
                     "model's output outside no_grad");
 }

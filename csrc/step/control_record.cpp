@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 
 namespace brimful {
@@ -85,6 +86,16 @@ std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Status ve
 
 double total_weight(const std::vector<ControlRecord>& records) {
   return total_of(records, [](const auto& record) { return record.weight; });
+}
+
+bool has_late_weight(const std::vector<ControlRecord>& records) {
+  return std::any_of(records.begin(), records.end(),
+                     [](const auto& record) { return std::isnan(record.weight); });
+}
+
+double known_weight(const std::vector<ControlRecord>& records) {
+  return total_of(
+      records, [](const auto& record) { return std::isnan(record.weight) ? 0 : record.weight; });
 }
 
 double mean_loss(const std::vector<ControlRecord>& records) {

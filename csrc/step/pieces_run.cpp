@@ -37,10 +37,18 @@ float work_ms(std::chrono::steady_clock::time_point started, const Prologue* pro
   return std::chrono::duration<float, std::milli>(worked).count();
 }
 
-/// A piece's, by its weight, beside those before it.
-at::Tensor with_loss(const at::Tensor& loss_sum, const PieceLoss& piece) {
-  const auto weighted = piece.loss.detach().reshape({}).to(at::kDouble) * piece.weight;
-  return loss_sum.defined() ? loss_sum + weighted : weighted;
+/// Its weight is a number, or a 0-dim float64 tensor where the loss is, if `may_be_late`.
+PieceLoss with_usable_weight(PieceLoss piece, bool may_be_late) {
+  const auto& late = piece.late_weight;
+  if (!late.defined() || !may_be_late || late.is_cpu() || late.device() != piece.loss.device()) {
+    return with_known_weight(std::move(piece));
+  }
+  piece.late_weight = late.detach().reshape({}).to(at::kDouble);
+  return piece;
+}
+
+bool counts(const PieceLoss& piece) {
+  return piece.weight > 0 || piece.late_weight.defined();
 }
 
 void require_no_backward(const StepGroup& group) {
@@ -62,13 +70,12 @@ bool gradients_complete(const StepGroup& group) {
 
 /// `backward`: of a loss, with the seed that it begins with.
 template <typename Backward>
-void run_backward(const StepGroup& group, const PieceLoss& piece, double ref, bool last,
+void run_backward(const StepGroup& group, const PieceLoss& piece, const Divisor& ref, bool last,
                   const Backward& backward) {
   for (const auto& participant : group.participants()) {
     participant->attempt().begin_piece(last, piece.loss);
   }
-  const auto seed =
-      at::full_like(piece.loss, piece.weight / ref, at::TensorOptions().requires_grad(false));
+  const auto seed = seed_of(piece, ref);
   run_backward_cleanly(device_of(group).value_or(piece.loss.device()),
                        [&] { backward(piece.loss, seed); });
 }
@@ -79,34 +86,16 @@ AttemptResult PiecesRun::run() {
   const memory::RetryScope retries;
   group_.begin_attempt(attempt_.buffer_source);
   auto& record = said_.record;
-  record.ref = fingerprint(attempt_.ref);
+  record.ref = fingerprint(attempt_.ref.value);
   try {
     const auto started = std::chrono::steady_clock::now();
     if (attempt_.prologue != nullptr && !attempt_.prologue->run()) {
       group_.complete(said_);
     } else {
-      int64_t begin = 0;
-      for (size_t i = 0; i < attempt_.split.size(); ++i) {
-        const bool last = i + 1 == attempt_.split.size();
-        const auto piece = task_.forward(begin, begin + attempt_.split[i]);
-        begin += attempt_.split[i];
-        require_loss(piece);
-        if (i == 0) {
-          require_no_backward(group_);
-        }
-        if (piece.weight > 0) {
-          said_.loss_sum = with_loss(said_.loss_sum, piece);
-          record.weight += piece.weight;
-        }
-        if (piece.weight > 0 || attempt_.lockstep) {
-          run_backward(group_, piece, attempt_.ref, last,
-                       [&](const auto& loss, const auto& seed) { task_.backward(loss, seed); });
-        }
-      }
+      run_pieces();
       record.work_ms = work_ms(started, attempt_.prologue);
       record.ref = task_.mark();
-      task_.finish_buffers();
-      group_.complete(said_);
+      complete();
     }
   } catch (...) {
     result_.error = std::current_exception();
@@ -125,6 +114,38 @@ AttemptResult PiecesRun::run() {
     result_.records = group_.finish(/*late=*/true);
   }
   return std::move(result_);
+}
+
+void PiecesRun::run_pieces() {
+  const bool may_be_late = group_.takes_late_weight();
+  int64_t begin = 0;
+  for (size_t i = 0; i < attempt_.split.size(); ++i) {
+    const auto piece = task_.forward(begin, begin + attempt_.split[i]);
+    begin += attempt_.split[i];
+    require_loss(piece);
+    run_piece(with_usable_weight(piece, may_be_late), i == 0, i + 1 == attempt_.split.size());
+  }
+}
+
+void PiecesRun::run_piece(const PieceLoss& piece, bool first, bool last) {
+  require_loss(piece);  // a weight that is known now
+  if (first) {
+    require_no_backward(group_);
+  }
+  if (counts(piece)) {
+    sums_.add(piece);
+  }
+  if (counts(piece) || attempt_.lockstep) {
+    run_backward(group_, piece, attempt_.ref, last,
+                 [&](const auto& loss, const auto& seed) { task_.backward(loss, seed); });
+  }
+}
+
+void PiecesRun::complete() {
+  task_.finish_buffers();
+  sums_.put(said_);
+  result_.doubtful = sums_.doubtful();
+  group_.complete(said_);
 }
 
 void PiecesRun::end_after_error() {
@@ -168,8 +189,7 @@ void PiecesRun::note_error() {
 
 bool PiecesRun::complete_behind() {
   try {
-    task_.finish_buffers();
-    group_.complete(said_);
+    complete();
     result_.own = Status::ok;
   } catch (...) {  // a sparse gradient could not be made ready, or a hook failed: drain instead
     result_.error = std::current_exception();
@@ -229,16 +249,20 @@ void rehearse(StepGroup& group, int64_t rows, const PieceWork& work,
     participant->attempt().begin(0);
   }
   try {
-    at::Tensor loss_sum;
+    PieceSums sums;
     for (const bool second : {false, true}) {
-      const auto piece = work.forward(0, rows);
+      auto piece = work.forward(0, rows);
       require_loss(piece);
+      if (piece.late_weight.defined()) {  // what it is makes no difference to memory
+        piece.weight = static_cast<double>(rows);
+        piece.late_weight.reset();
+      }
       if (!second) {
         require_no_backward(group);
       }
       if (piece.weight > 0) {
-        loss_sum = with_loss(loss_sum, piece);  // for its memory alone
-        run_backward(group, piece, 1, false, work.backward);
+        sums.add(piece);  // for its memory alone
+        run_backward(group, piece, {}, false, work.backward);
       }
       if (!second) {
         between();

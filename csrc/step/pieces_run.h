@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "step/attempt_task.h"
+#include "step/piece_sums.h"
 #include "step/prologue.h"
 
 namespace brimful {
@@ -22,11 +23,12 @@ struct AttemptResult {
   bool same_split = false;       ///< AttemptTask::may_do_as_it_was said so
   std::vector<ControlRecord>
       records;  ///< by rank; empty with retry_alone, and after leaving lockstep
+  at::Tensor doubtful;  ///< PieceSums::doubtful() of its pieces
 };
 
 struct PiecesAttempt {
   std::vector<int64_t> split;  ///< rows per piece; empty: this rank has no data
-  double ref = 1;              ///< total weight that losses are divided by, equal on all ranks
+  Divisor ref;                 ///< total weight of losses
   ControlRecord
       record;  ///< what is announced (verdict: ok or no_data); weight and loss are filled in
   int buffer_source = 0;
@@ -49,6 +51,10 @@ class PiecesRun {
   AttemptResult run();
 
  private:
+  void run_pieces();
+  void run_piece(const PieceLoss& piece, bool first, bool last);
+  /// All ranks may know what its pieces sum to.
+  void complete();
   void end_after_error();
   void note_error();
   /// Memory ran out behind the last gradient: nothing of the step is missing, so it stands, unless this fails.
@@ -60,6 +66,7 @@ class PiecesRun {
   const PiecesAttempt& attempt_;
   AttemptTask& task_;
   Announcement said_;
+  PieceSums sums_;
   AttemptResult result_;
 };
 

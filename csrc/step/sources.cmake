@@ -12,13 +12,16 @@ brimful_sources(HEAVY
   garbage.cpp
   kept_batch.cpp
   kept_gradients.cpp
-  late_losses.cpp
+  late_scale.cpp
+  late_sums.cpp
+  late_totals.cpp
   meet.cpp
   no_capture.cpp
   oom.cpp
   outcome.cpp
   piece_history.cpp
   pieces.cpp
+  piece_sums.cpp
   pieces_run.cpp
   remedy.cpp
   repetition.cpp

@@ -2,6 +2,7 @@
 #include <ATen/core/grad_mode.h>
 #include <brimful/memory/stats.h>
 #include <brimful/step/distinct_tensors.h>
+#include <brimful/step/late_sums.h>
 #include <brimful/step/step.h>
 #include <brimful/step/stop.h>
 
@@ -12,8 +13,8 @@
 #include "step/behind_error.h"
 #include "step/failure_board.h"
 #include "step/kept_gradients.h"
-#include "step/late_loss.h"
 #include "step/meet.h"
+#include "step/sums_of.h"
 
 namespace brimful {
 namespace {
@@ -87,6 +88,12 @@ void StepGroup::launch(Fill fill, const Announcement& said) {
   attempts_of(participants_).launch(fill, own_);
 }
 
+bool StepGroup::takes_late_weight() const {
+  return std::all_of(
+      participants_.begin(), participants_.end(),
+      [](const auto& participant) { return participant->attempt().takes_late_weight(); });
+}
+
 void StepGroup::complete(const Announcement& said) {
   launch(Fill::gradients, said);
 }
@@ -119,17 +126,21 @@ std::vector<ControlRecord> StepGroup::run_failed(FailureKind kind, const std::st
 
 std::vector<ControlRecord> StepGroup::finish(bool late) {
   divergence_.clear();
-  late_losses_.reset();
+  late_sums_.reset();
   auto ending = participants_.empty() ? end_alone() : attempts_of(participants_).finish();
   own_ = {};
   divergence_ = std::move(ending.divergence);
-  late_losses_ = std::move(ending.losses);
+  late_sums_ = std::move(ending.sums);
   return late ? std::move(ending.records) : with_losses(std::move(ending.records));
 }
 
 std::vector<ControlRecord> StepGroup::with_losses(std::vector<ControlRecord> records) const {
-  for (size_t rank = 0; late_losses_ && rank < records.size(); ++rank) {
-    records[rank].loss_sum = late_losses_->sums().at(rank);
+  if (!late_sums_) {
+    return records;
+  }
+  const auto losses = late_sums_->losses();
+  for (size_t rank = 0; rank < records.size(); ++rank) {
+    records[rank].loss_sum = losses.at(rank);
   }
   return records;
 }
@@ -137,7 +148,7 @@ std::vector<ControlRecord> StepGroup::with_losses(std::vector<ControlRecord> rec
 Ending StepGroup::end_alone() {
   Ending ending{{own_.record}, {}, {}};
   if (own_.loss_sum.defined() && !own_.loss_sum.is_cpu()) {
-    ending.losses = late_loss_of(own_.loss_sum);
+    ending.sums = sums_of(own_);
   } else if (own_.loss_sum.defined()) {
     ending.records[0].loss_sum = own_.loss_sum.item<double>();
   }

@@ -89,9 +89,14 @@ void StepEngine::adopt(const std::vector<ControlRecord>& records) {
   agreed_.holds = true;
 }
 
+void StepEngine::note_total(double total) {
+  agreed_.last_total = total;
+  late_totals_.forget_last();
+}
+
 void StepEngine::resume(int64_t steps, double last_total) {
   steps_ = steps;
-  agreed_.last_total = last_total;
+  note_total(last_total);
 }
 
 Outcome StepEngine::step(StepTask& task) {
@@ -104,6 +109,7 @@ Outcome StepEngine::step(StepTask& task) {
     if (task.accumulates()) {
       group_.keep_gradients();  // first: a step that fails may empty the buckets
     }
+    late_totals_.check();
     task.prepare();
   });
   failed = agree(task, failed);

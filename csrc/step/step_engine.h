@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "step/agreed.h"
+#include "step/late_totals.h"
 #include "step/one_call.h"
 #include "step/step_recorder.h"
 #include "step/undo.h"
@@ -84,7 +85,14 @@ class StepEngine {
   void note_end(const std::vector<ControlRecord>& records);
   /// An attempt stands by these.
   void adopt(const std::vector<ControlRecord>& records);
-  void note_total(double total) { agreed_.last_total = total; }
+  void note_total(double total);
+  /// What the step's losses are divided by: alike on all ranks.
+  Divisor ref() const { return {agreed_.ref(), late_totals_.ref()}; }
+  /// A number that differs where that does.
+  double ref_mark() const { return ref().late.defined() ? late_totals_.mark() : agreed_.ref(); }
+  LateTotals& late_totals() { return late_totals_; }
+  /// Of the last step. Waits for a device that has it.
+  double last_total() const { return late_totals_.last().value_or(agreed_.last_total); }
   /// The next step begins with an exchange.
   void expire() { agreed_.holds = false; }
   void resume(int64_t steps, double last_total);
@@ -104,6 +112,7 @@ class StepEngine {
   int64_t calls_ = 0;
   bool meets_ = false;  ///< the last step did, and so does the next
   Agreed agreed_;
+  LateTotals late_totals_;
   StepRecorder recorder_;
 };
 

@@ -390,8 +390,9 @@ class BatchSizer(Looping):
         own error is raised as it is, and ``BatchTooLarge`` if no split fits here: it says what was tried, what takes
         the memory and what to try next; ``PlanMismatch`` if the ranks' states, scales or ``accumulate`` differ, or
         some ranks did not update their parameters since the step before (their values are compared then);
-        ``ValueError`` on all ranks if no row of any rank counts. Parameters, buffers, RNG, the scaler and gradients to
-        add to are then as before the call. Waits once for the device.
+        ``ValueError`` on all ranks if no row of any rank counts, which weights that are tensors of a device show in a
+        later step only. Parameters, buffers, RNG, the scaler and gradients to add to are then as before the call.
+        Waits for no device where ranks agree between hosts, or there is one; else once.
         """
         data = None if batch is NO_DATA else batch
         sizes, error, rows, use = None, None, None, None

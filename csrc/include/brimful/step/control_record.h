@@ -22,7 +22,7 @@ struct ControlRecord {
   uint8_t stop = 0;
   bool regroup = false;      ///< this rank asks all to form a new group after this step (stop.h)
   uint16_t next_pieces = 1;  ///< pieces that this rank wants for its next batch (used in lockstep)
-  double weight = 0;         ///< of this step on this rank
+  double weight = 0;         ///< of this step on this rank; kLateWeight: a device has it
   double loss_sum = 0;       ///< sum over pieces of mean loss times weight
   double next_weight =
       std::numeric_limits<double>::quiet_NaN();  ///< of the next step; NaN: not known
@@ -38,6 +38,8 @@ struct ControlRecord {
   std::array<uint8_t, 8> updated{};
 };
 
+constexpr double kLateWeight = std::numeric_limits<double>::quiet_NaN();
+
 /// No byte is free. Other exchanges of the reducer are as long: gloo ends a process whose peer sends another size.
 constexpr int64_t kRecordBytes = 48;
 constexpr int64_t kUpdatedOffset = 40;
@@ -51,7 +53,11 @@ BRIMFUL_API ControlRecord decode(const RecordBytes& bytes);
 BRIMFUL_API Status worst(const std::vector<ControlRecord>& records);
 /// Ranks whose verdict it is.
 BRIMFUL_API std::vector<int> ranks_with(const std::vector<ControlRecord>& records, Status verdict);
+/// NaN where a device has one of them.
 BRIMFUL_API double total_weight(const std::vector<ControlRecord>& records);
+BRIMFUL_API bool has_late_weight(const std::vector<ControlRecord>& records);
+/// Of the ranks that know theirs.
+BRIMFUL_API double known_weight(const std::vector<ControlRecord>& records);
 /// Weighted mean loss over all ranks; 0 where the total weight is 0.
 BRIMFUL_API double mean_loss(const std::vector<ControlRecord>& records);
 /// Sum of the announced weights of the next step; NaN where a rank does not know its own.

@@ -1,6 +1,6 @@
 #pragma once
 #include <brimful/export.h>
-#include <brimful/step/late_losses.h>
+#include <brimful/step/late_sums.h>
 #include <brimful/step/stage_note.h>
 #include <c10/core/Device.h>
 
@@ -42,9 +42,9 @@ struct AttemptNote {
 
 /// How a step ended: of a BatchSizer, or of a Pipeline, whose pieces are its microbatches.
 struct Outcome {
-  MeanLoss loss;  ///< weighted over all samples of all ranks; read, it may wait for the device
+  LateNumber loss;  ///< weighted over all samples of all ranks; read, it may wait for the device
   std::vector<double> losses;  ///< of a step over pairs: each, on this rank
-  double weight = 0;           ///< of all ranks
+  LateNumber weight;           ///< of all ranks; read, it waits for a device that has it
   int64_t pieces = 0;          ///< on this rank, of those that have rows
   std::vector<int64_t>
       split;  ///< rows per piece; a sizer's step given the same split repeats it bit by bit

@@ -11,12 +11,14 @@
 
 namespace brimful {
 class FailureBoard;
-class LateLosses;
+class LateSums;
 
-/// What a rank says of its step in its last bucket. `loss_sum` (0-dim, float64), where defined, is for record.loss_sum.
+/// What a rank says of its step in its last bucket. `loss_sum` (0-dim, float64), where defined, is for record.loss_sum;
+/// `late_weight` (the same, on a device) for record.weight, which is kLateWeight then.
 struct Announcement {
   ControlRecord record;
-  at::Tensor loss_sum;
+  at::Tensor loss_sum = {};
+  at::Tensor late_weight = {};
 };
 
 /// What a bucket carries: this rank's gradients, and zeros where there are none; zeros; or whatever needs no memory, where
@@ -38,7 +40,7 @@ struct Ending {
   /// An attempt that ends with a text must not be accepted.
   std::string divergence;
   /// Of an attempt that stands: where a device computes the losses still, and the records have none.
-  std::shared_ptr<LateLosses> losses = nullptr;
+  std::shared_ptr<const LateSums> sums = nullptr;
 };
 
 /// A participant's part of an attempt, driven by one thread in the order of these calls. Whatever happens between begin()
@@ -60,6 +62,8 @@ class BRIMFUL_API ParticipantAttempt {
   /// Launches the buckets that were not launched yet, up to the last one. Over several participants, all of this comes before the first last
   /// bucket, in their order.
   virtual void launch_early(Fill fill) = 0;
+  /// Whether Announcement::late_weight may be defined.
+  virtual bool takes_late_weight() const { return false; }
   /// The last bucket, with what all ranks are to know of this one.
   virtual void launch_last(Fill fill, const Announcement& said) = 0;
   /// Waits for the records of all ranks, most often with all buckets in the one host wait of a step. Buckets that are not there

@@ -46,8 +46,10 @@ class BRIMFUL_API StepGroup {
   // has the records of all ranks.
   void begin_attempt(int buffer_source);
   void complete(const Announcement& said);
+  /// Whether it may have a late weight.
+  bool takes_late_weight() const;
   void drain(ControlRecord record, Status verdict);
-  /// `late`: the losses of an attempt that stands may be left to late_losses(), which waits for no device.
+  /// `late`: the losses of an attempt that stands may be left to late_sums(), which waits for no device.
   /// @throws RankFailed if the process group broke
   std::vector<ControlRecord> finish(bool late = false);
   /// In place of complete() and finish(), where this rank cannot match the others' collectives: posts its failure and aborts
@@ -59,7 +61,7 @@ class BRIMFUL_API StepGroup {
   /// Of the attempt that finish() ended, as Ending::divergence: of the first participant that returns a text.
   const std::string& divergence() const { return divergence_; }
   /// Of the attempt that finish(true) ended; null if the records have them.
-  const std::shared_ptr<LateLosses>& late_losses() const { return late_losses_; }
+  const std::shared_ptr<const LateSums>& late_sums() const { return late_sums_; }
   /// The records with them. Waits for the device.
   std::vector<ControlRecord> with_losses(std::vector<ControlRecord> records) const;
   const std::vector<std::shared_ptr<Participant>>& participants() const { return participants_; }
@@ -81,7 +83,7 @@ class BRIMFUL_API StepGroup {
   std::shared_ptr<KeptGradients> kept_;
   Announcement own_;  ///< of a group without participants
   std::string divergence_;
-  std::shared_ptr<LateLosses> late_losses_;
+  std::shared_ptr<const LateSums> late_sums_;
 };
 
 /// As Participant::follow_group() of all participants: true if any has other members now. Before a step.
