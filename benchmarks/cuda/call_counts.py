@@ -17,6 +17,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from tools.gpu import racer
 from tools.gpu.device import alone_over_nccl
 
@@ -77,8 +79,8 @@ def collectives() -> int:
     return number
 
 
-def sizer_step(case: racer.Case, wrapper: str) -> racer.Step:
-    """As `racer.make_step`, with the step of a sizer that has room."""
+def sizer_step(case: racer.Case, wrapper: str, weighs: bool) -> racer.Step:
+    """As `racer.make_step`, with the step of a sizer that has room. `weighs`: rows are counted on the device."""
     import brimful
 
     torch.manual_seed(0)
@@ -87,8 +89,13 @@ def sizer_step(case: racer.Case, wrapper: str) -> racer.Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     sizer = brimful.BatchSizer(model, optimizer)
 
+    labels = torch.arange(len(x)).cuda()  # integers, which a device without arithmetic knows
+
+    def weighed(net: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return case.loss(net, rows), (labels >= 0).sum()
+
     def step() -> None:
-        sizer.step(x, case.loss)
+        sizer.step(x, weighed if weighs else case.loss)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -100,7 +107,7 @@ def counts(args: argparse.Namespace) -> dict[str, float]:
     small = args.case.startswith("small ")
     case = racer.SMALL_CASES[args.case[6:]] if small else racer.CASES[args.case]
     if args.sizer:
-        step = sizer_step(case, args.wrapper)
+        step = sizer_step(case, args.wrapper, args.weights)
     else:
         _, step = racer.make_step(case, args.wrapper)
     steps: int = args.steps
@@ -154,6 +161,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     parser.add_argument("--sizer", action="store_true")
+    parser.add_argument("--weights", action="store_true", help="of the sizer's rows, on the device")
     args = parser.parse_args()
     if args.ranks > 1 and args.rank is None:
         sys.exit(spawn(args.ranks))

@@ -52,8 +52,10 @@ def measure(quick: bool) -> Iterator[common.Figure]:
     yield count(IDS[2], max(collectives.values()), H200, len(cases), found=collectives)
 
 
-def counts_of(case: str, wrapper: str, ranks: int = 1, sizer: bool = False) -> Counts:
-    """Calls a step of the first rank, by function."""
+def counts_of(
+    case: str, wrapper: str, ranks: int = 1, sizer: bool = False, weights: bool = False
+) -> Counts:
+    """Calls a step of the first rank, by function. `weights`: the sizer's lie on the device."""
     simulated = ["csrc/cuda_sim/run.py", "--device", "h200", "--libraries", str(simulation()), "--"]
     program = ["-m", "benchmarks.cuda.call_counts", case, wrapper, "--ranks", str(ranks)]
     command = [
@@ -61,7 +63,8 @@ def counts_of(case: str, wrapper: str, ranks: int = 1, sizer: bool = False) -> C
         *simulated,
         sys.executable,
         *program,
-        *(["--sizer"] if sizer else []),
+        *(["--sizer"] if sizer or weights else []),
+        *(["--weights"] if weights else []),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode != 0:

@@ -43,12 +43,12 @@ void time_record(int ranks, int rounds) {
   brimful::Tail tail({kParameters, 0, 0, ranks}, {}, at::kFloat);
   tail.attach(at::zeros({tail.numel()}));
   const std::vector<uint8_t> used(kParameters, 1);
-  brimful::ControlRecord record;
-  record.verdict = brimful::Status::ok;
-  record.weight = kRows;
+  brimful::Announcement said;
+  said.record.verdict = brimful::Status::ok;
+  said.record.weight = kRows;
   double asked = 0;
   for (int round = 0; round < rounds; ++round) {
-    const double write = seconds_of([&] { tail.write({used, record, {}, {}, {}}); });
+    const double write = seconds_of([&] { tail.write({used, said, {}, {}}); });
     const double read = seconds_of([&] { tail.head().read(); });
     const double questions = seconds_of([&] { asked += ask(tail.head().records()); });
     std::printf(

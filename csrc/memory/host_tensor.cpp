@@ -31,7 +31,7 @@ ValuesOnHost::ValuesOnHost(const at::Tensor& values) {
 }
 
 const at::Tensor& ValuesOnHost::get() const {
-  if (arrived_) {
+  if (!have_come()) {
     arrived_->synchronize();
   }
   return copy_;

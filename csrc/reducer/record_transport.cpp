@@ -186,8 +186,9 @@ std::shared_ptr<const LateSums> BetweenHosts::take_sums() {
   end_sums();
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
-  return std::make_shared<LateSums>(parts_.layout.tail->head().figures(), known_weight(records_),
-                                    has_late_weight(records_));
+  const auto& head = parts_.layout.tail->head();
+  const auto weights = has_late_weight(records_) ? head.late_weights() : at::Tensor();
+  return std::make_shared<LateSums>(head.losses(), weights, known_weight(records_));
 }
 
 void BetweenHosts::drop_sums() {

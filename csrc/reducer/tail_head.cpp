@@ -52,7 +52,7 @@ TailHead::TailHead(const Form& form, size_t buffers)
   if (form_.place == Place::all) {
     numel_ = record_offset(form_.world_size) + std::ssize(sent_);
   } else if (form_.place == Place::losses) {
-    numel_ = form_.world_size * kFiguresBytes;
+    numel_ = kFigures * form_.world_size * kNumberBytes;
   }
 }
 
@@ -109,13 +109,15 @@ void TailHead::write_all(const Contents& contents) {
 
 void TailHead::write_figures(const Announcement& said) {
   region_.zero_();
-  if (!said.loss_sum.defined()) {
-    return;
+  write_figure(0, said.loss_sum);
+  write_figure(1, said.late_weight);
+}
+
+void TailHead::write_figure(int64_t column, const at::Tensor& value) {
+  if (value.defined()) {
+    region_.narrow(0, (column * form_.world_size + form_.rank) * kNumberBytes, kNumberBytes)
+        .copy_(value.reshape({1}).view(at::kByte));
   }
-  const auto own = said.late_weight.defined() ? at::stack({said.loss_sum, said.late_weight})
-                                              : said.loss_sum.reshape({1});
-  region_.narrow(0, form_.rank * kFiguresBytes, own.numel() * kNumberBytes)
-      .copy_(own.view(at::kByte));
 }
 
 void TailHead::read() {
@@ -142,9 +144,9 @@ void TailHead::read() {
   note_sizes(sizes);
 }
 
-at::Tensor TailHead::figures() const {
-  return region_.to(at::kByte).view(at::kDouble).view(
-      {form_.world_size, kFiguresBytes / kNumberBytes});
+at::Tensor TailHead::figures(int64_t column) const {
+  const auto bytes = form_.world_size * kNumberBytes;
+  return region_.narrow(0, column * bytes, bytes).to(at::kByte).view(at::kDouble);
 }
 
 void TailHead::note_sizes(const std::vector<uint64_t>& sizes) {

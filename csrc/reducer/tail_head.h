@@ -49,8 +49,10 @@ class TailHead {
   void read();
   /// Those that read() has found.
   const std::vector<ControlRecord>& records() const { return records_; }
-  /// By rank, of the sum of a step that has losses: ranks x 2, float64, on the region's device.
-  at::Tensor figures() const;
+  // By rank, of the sum of a step that has losses: float64, on the region's device.
+  at::Tensor losses() const { return figures(0); }
+  /// 0 of a rank whose weight is not late.
+  at::Tensor late_weights() const { return figures(1); }
 
   // Between hosts, once it is written. All ranks give the same number of bytes.
   uint64_t own_sizes() const { return own_sizes_; }
@@ -73,6 +75,8 @@ class TailHead {
  private:
   void write_all(const Contents& contents);
   void write_figures(const Announcement& said);
+  void write_figure(int64_t column, const at::Tensor& value);
+  at::Tensor figures(int64_t column) const;
   void note_sizes(const std::vector<uint64_t>& sizes);
   /// Of a rank's record and, behind it, its numbers of rows, and a number of its buffers' sizes.
   int64_t record_offset(int rank) const {
@@ -82,7 +86,7 @@ class TailHead {
   int64_t flags_offset() const { return numel_ - std::ssize(sent_); }
   int64_t sizes_bytes() const { return sent_.empty() ? 0 : kNumberBytes; }
   static constexpr int64_t kNumberBytes = sizeof(int64_t);
-  static constexpr int64_t kFiguresBytes = 2 * kNumberBytes;
+  static constexpr int64_t kFigures = 2;  ///< of a rank: loss and weight, by column
 
   Form form_;
   int64_t numel_ = 0;

@@ -52,8 +52,10 @@ void BatchSizer::State::stand(const AttemptResult& result, const Divisor& ref, b
       engine_.note_total(total);
     }
   }
-  outcome.loss = late ? LateNumber(late, &LateSums::mean_loss) : mean_loss(result.records);
-  outcome.weight = has_late_weight(result.records) ? LateNumber(late, &LateSums::weight) : total;
+  outcome.loss =
+      late ? LateNumber(late, &LateSums::mean_loss) : LateNumber(mean_loss(result.records));
+  outcome.weight = has_late_weight(result.records) ? LateNumber(late, &LateSums::weight)
+                                                   : LateNumber(total);
   outcome.last = engine_.agreed().at_end;
   outcome.stop = stops(result.records);
   outcome.regroup = regroups(result.records);

@@ -30,7 +30,7 @@ at::Tensor scale_gradients(const StepGroup& group, const at::Tensor& scale) {
   const at::NoGradGuard no_grad;
   const memory::Unlimited unlimited;  // all ranks have accepted: no way back
   const auto values = values_of_gradients(group);
-  const auto found = at::zeros({1}, scale.options().dtype(at::kFloat));
+  auto found = at::zeros({1}, scale.options().dtype(at::kFloat));
   const auto in_float = scale.to(at::kFloat).reshape({1});
   for_each_kind(values, [&](const std::vector<size_t>& places) {
     std::vector<at::Tensor> alike;

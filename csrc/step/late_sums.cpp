@@ -2,89 +2,85 @@
 #include <ATen/core/grad_mode.h>
 #include <brimful/memory/stats.h>
 #include <brimful/step/late_sums.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <iterator>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <utility>
 
 #include "memory/host_tensor.h"
 #include "step/sums_of.h"
 
 namespace brimful {
-namespace {
-constexpr int64_t kFigures = 2;  // of a rank
-}  // namespace
 
-LateSums::LateSums(at::Tensor by_rank, double known_weight, bool weight_is_late)
-    : by_rank_(std::move(by_rank)),
-      known_weight_(known_weight),
-      weight_is_late_(weight_is_late),
-      arrived_(by_rank_.device().type()) {
-  const memory::Unlimited unlimited;  // the step stands
-  const at::NoGradGuard no_grad;
-  const auto device = by_rank_.device();
-  host_ = memory::zeros_on_host(by_rank_.sizes(), at::kDouble, device);
-  host_.copy_(by_rank_, /*non_blocking=*/true);
-  arrived_.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-}
+/// Float64 of a device, read once.
+class LateSums::Column {
+ public:
+  explicit Column(const at::Tensor& values) : device_(values), host_(std::in_place, values) {}
+
+  const at::Tensor& on_device() const { return device_; }
+  bool has_come() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return !host_ || host_->have_come();
+  }
+  const std::vector<double>& get() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (host_) {
+      const auto& host = host_->get();
+      const auto* const first = host.const_data_ptr<double>();
+      values_.assign(first, first + host.numel());
+      host_.reset();
+    }
+    return values_;
+  }
+  double sum() const {
+    const auto& all = get();
+    return std::accumulate(all.begin(), all.end(), 0.0);
+  }
+
+ private:
+  at::Tensor device_;
+  mutable std::mutex mutex_;
+  mutable std::optional<memory::ValuesOnHost> host_;  ///< nothing once it is read
+  mutable std::vector<double> values_;
+};
+
+LateSums::LateSums(const at::Tensor& losses, const at::Tensor& weights, double known_weight)
+    : losses_(std::make_unique<Column>(losses)),
+      weights_(weights.defined() ? std::make_unique<Column>(weights) : nullptr),
+      known_weight_(known_weight) {}
+
+LateSums::~LateSums() = default;
 
 at::Tensor LateSums::device_weight() const {
+  TORCH_INTERNAL_ASSERT(weights_);
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
-  return by_rank_.select(1, 1).sum() + known_weight_;
+  return weights_->on_device().sum() + known_weight_;
 }
 
 bool LateSums::have_come() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return !host_.defined() || arrived_.query();
+  return losses_->has_come() && (!weights_ || weights_->has_come());
 }
 
-const std::vector<double>& LateSums::values() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (host_.defined()) {
-    arrived_.synchronize();
-    const auto* const first = host_.const_data_ptr<double>();
-    values_.assign(first, first + host_.numel());
-    host_.reset();
-  }
-  return values_;
-}
-
-std::vector<double> LateSums::losses() const {
-  const auto& all = values();
-  std::vector<double> losses;
-  for (int64_t i = 0; i < std::ssize(all); i += kFigures) {
-    losses.push_back(all[i]);
-  }
-  return losses;
+const std::vector<double>& LateSums::losses() const {
+  return losses_->get();
 }
 
 double LateSums::weight() const {
-  double total = known_weight_;
-  if (weight_is_late_) {
-    const auto& all = values();
-    for (int64_t i = 1; i < std::ssize(all); i += kFigures) {
-      total += all[i];
-    }
-  }
-  return total;
+  return known_weight_ + (weights_ ? weights_->sum() : 0);
 }
 
 double LateSums::mean_loss() const {
-  double sum = 0;
-  for (const auto loss : losses()) {
-    sum += loss;
-  }
   const double total = weight();
-  return total > 0 ? sum / total : 0;
+  return total > 0 ? losses_->sum() / total : 0;
 }
 
 std::shared_ptr<const LateSums> sums_of(const Announcement& said) {
-  const memory::Unlimited unlimited;
-  const at::NoGradGuard no_grad;
   const bool is_late = said.late_weight.defined();
-  const auto weight = is_late ? said.late_weight : at::zeros_like(said.loss_sum);
-  return std::make_shared<LateSums>(at::stack({said.loss_sum, weight}).reshape({1, kFigures}),
-                                    is_late ? 0 : said.record.weight, is_late);
+  return std::make_shared<LateSums>(
+      said.loss_sum.reshape({1}), is_late ? said.late_weight.reshape({1}) : at::Tensor(),
+      is_late ? 0 : said.record.weight);
 }
 
 }  // namespace brimful

@@ -138,7 +138,7 @@ std::vector<ControlRecord> StepGroup::with_losses(std::vector<ControlRecord> rec
   if (!late_sums_) {
     return records;
   }
-  const auto losses = late_sums_->losses();
+  const auto& losses = late_sums_->losses();
   for (size_t rank = 0; rank < records.size(); ++rank) {
     records[rank].loss_sum = losses.at(rank);
   }

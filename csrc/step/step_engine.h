@@ -11,6 +11,7 @@
 #include "step/agreed.h"
 #include "step/late_totals.h"
 #include "step/one_call.h"
+#include "step/piece_sums.h"
 #include "step/step_recorder.h"
 #include "step/undo.h"
 

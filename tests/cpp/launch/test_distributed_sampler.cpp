@@ -139,7 +139,7 @@ TEST_CASE("an uneven loop over a data loader trains on every sample once an epoc
       for (const auto& batch : sizer.batches(*loader)) {
         const auto outcome = sizer.step(batch, loss_fn);
         const std::lock_guard lock(mutex);
-        weights[epoch] += rank == 0 ? outcome.weight : 0;
+        weights[epoch] += rank == 0 ? outcome.weight.value() : 0;
         if (batch) {
           orders[rank][epoch].push_back(batch->data[0][0].item<int64_t>());
         }

@@ -274,7 +274,7 @@ TEST_CASE("a data loader's copy of a sampler follows what the program notes", "[
       const auto outcome = sizer.step(batch, loss_fn);
       sampler.note(outcome);
       const std::lock_guard lock(mutex);
-      weight += rank == 0 ? outcome.weight : 0;
+      weight += rank == 0 ? outcome.weight.value() : 0;
       for (int64_t i = 0; batch && i < batch->data.size(0); ++i) {
         seen.push_back(batch->data[i][0].item<int64_t>());
       }

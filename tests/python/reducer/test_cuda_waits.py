@@ -7,12 +7,21 @@ from benchmarks.cuda import calls
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("sizer", [False, True], ids=["plain", "sizer"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_waits_for_no_device(ranks, sizer):
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, {"sizer": True}),
+        (2, {"sizer": True}),
+        (1, {"weights": True}),  # of two ranks: sizer/test_late_weights.py
+    ],
+    ids=str,
+)
+def test_a_step_waits_for_no_device(ranks, kind):
     if calls.simulation() is None or torch.version.cuda is None:
         pytest.skip("counts on a simulated device")
-    found = calls.counts_of("small ResNet-50 fp32", "brimful", ranks, sizer)
+    found = calls.counts_of("small ResNet-50 fp32", "brimful", ranks, **kind)
     assert found["cudaLaunchKernel"] > 50  # it ran
     waits = {name: found[name] for name in calls.WAITS if name in found}
     assert not waits

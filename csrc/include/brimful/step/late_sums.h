@@ -1,10 +1,8 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <brimful/export.h>
-#include <c10/core/Event.h>
 
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -14,33 +12,31 @@ namespace brimful {
 /// thread.
 class BRIMFUL_API LateSums {
  public:
-  /// `by_rank` (ranks x 2, float64, on a device): a rank's sum of losses times weights, and its weight, which is 0 where the
-  /// rank knows it. `known_weight`: of all that do. `weight_is_late`: one does not. Does not wait.
-  LateSums(at::Tensor by_rank, double known_weight, bool weight_is_late);
+  /// By rank, float64, on a device: `losses` times weights; `weights`, 0 where the rank knows its own (undefined: all
+  /// do). `known_weight`: of those that do. Does not wait.
+  LateSums(const at::Tensor& losses, const at::Tensor& weights, double known_weight);
+  ~LateSums();
+  LateSums(const LateSums&) = delete;
+  LateSums& operator=(const LateSums&) = delete;
 
-  bool weight_is_late() const { return weight_is_late_; }
-  /// The weight of all ranks: 0-dim, float64, on the device.
+  /// The weight of all ranks: 0-dim, float64, on the device. Of one that is late.
   at::Tensor device_weight() const;
   /// The device has come so far. Does not wait.
   bool have_come() const;
 
   /// By rank. Waits for the device the first time.
-  std::vector<double> losses() const;
+  const std::vector<double>& losses() const;
   /// Of all ranks. Waits as losses() where it is late.
   double weight() const;
   /// Weighted over all ranks; 0 unless their weight is above 0. Waits as losses().
   double mean_loss() const;
 
  private:
-  const std::vector<double>& values() const;
+  class Column;
 
-  at::Tensor by_rank_;
+  std::unique_ptr<Column> losses_;
+  std::unique_ptr<Column> weights_;  ///< null: all are known
   double known_weight_;
-  bool weight_is_late_;
-  c10::Event arrived_;
-  mutable std::mutex mutex_;
-  mutable at::Tensor host_;  ///< undefined once it is read
-  mutable std::vector<double> values_;
 };
 
 /// A double, which waits for the device the first time that it is asked for its value, if the step has ended before the
