@@ -17,10 +17,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from tools.gpu import racer
 from tools.gpu.device import alone_over_nccl
+from torch import nn
 
 #: Functions in which the host waits for the device; "pageable" counts copies of memory that is not pinned.
 WAITS = (

@@ -88,8 +88,8 @@ void bind_outcome(py::module_& m) {
                       peak_live_bytes, parameter_bytes, gradient_bytes, buffer_bytes, split_note,
                       recomputed, offloaded);
   py::class_<Outcome>(m, "Outcome", "How a step ended; see BatchSizer.step and Pipeline.step.")
-      .BRIMFUL_FIELDS(def_readonly, Outcome, losses, pieces, split, order, rungs, retries,
-                      total_ms, peak_bytes, peaks, work_ms, last, stop, regroup, attempts, stages)
+      .BRIMFUL_FIELDS(def_readonly, Outcome, losses, pieces, split, order, rungs, retries, total_ms,
+                      peak_bytes, peaks, work_ms, last, stop, regroup, attempts, stages)
       .def_property_readonly("loss",
                              [](const Outcome& outcome) {
                                const py::gil_scoped_release no_gil;

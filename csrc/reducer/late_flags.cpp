@@ -46,9 +46,8 @@ bool are_here(const std::vector<ControlRecord>& records) {
 LateFlags::LateFlags(c10::Device device, size_t parameters)
     : device_(device), parameters_(parameters) {
   for (int64_t i = 0; i <= kLongest; ++i) {
-    found_.push_back(
-        {memory::zeros_on_host({static_cast<int64_t>(parameters)}, at::kByte, device),
-         c10::Event(device.type())});
+    found_.push_back({memory::zeros_on_host({static_cast<int64_t>(parameters)}, at::kByte, device),
+                      c10::Event(device.type())});
   }
 }
 

@@ -54,8 +54,8 @@ void BatchSizer::State::stand(const AttemptResult& result, const Divisor& ref, b
   }
   outcome.loss =
       late ? LateNumber(late, &LateSums::mean_loss) : LateNumber(mean_loss(result.records));
-  outcome.weight = has_late_weight(result.records) ? LateNumber(late, &LateSums::weight)
-                                                   : LateNumber(total);
+  outcome.weight =
+      has_late_weight(result.records) ? LateNumber(late, &LateSums::weight) : LateNumber(total);
   outcome.last = engine_.agreed().at_end;
   outcome.stop = stops(result.records);
   outcome.regroup = regroups(result.records);
@@ -75,15 +75,16 @@ void BatchSizer::State::stand_late(const AttemptResult& result, const Divisor& r
                          : at::full_like(ref.late, total_weight(result.records));
   const auto divided_by = ref.late.defined() ? ref.late : at::full_like(total, ref.value);
   engine_.group().accept(1, true);
-  const auto infinite = scale_gradients(engine_.group(), at::where(total > 0, divided_by / total, 0.0));
+  const auto infinite =
+      scale_gradients(engine_.group(), at::where(total > 0, divided_by / total, 0.0));
   if (!has_late_weight(result.records)) {
     engine_.note_total(total_weight(result.records));
     return;
   }
   const bool scales = options_.scaler != nullptr && options_.scaler->enabled();
-  engine_.late_totals().note(engine_.steps(), sums, total,
-                             result.doubtful.defined() && !scales ? result.doubtful.logical_and(infinite)
-                                                                  : at::Tensor());
+  engine_.late_totals().note(
+      engine_.steps(), sums, total,
+      result.doubtful.defined() && !scales ? result.doubtful.logical_and(infinite) : at::Tensor());
 }
 
 Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepInput& input,

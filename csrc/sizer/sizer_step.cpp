@@ -8,9 +8,9 @@
 #include <iterator>
 
 #include "base/thrown_by.h"
+#include "memory/host_tensor.h"
 #include "sizer/batch_sizer_state.h"
 #include "sizer/climb.h"
-#include "memory/host_tensor.h"
 #include "sizer/loss_scale.h"
 #include "sizer/pair_run.h"
 #include "step/agreement.h"

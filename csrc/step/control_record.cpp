@@ -94,8 +94,8 @@ bool has_late_weight(const std::vector<ControlRecord>& records) {
 }
 
 double known_weight(const std::vector<ControlRecord>& records) {
-  return total_of(
-      records, [](const auto& record) { return std::isnan(record.weight) ? 0 : record.weight; });
+  return total_of(records,
+                  [](const auto& record) { return std::isnan(record.weight) ? 0 : record.weight; });
 }
 
 double mean_loss(const std::vector<ControlRecord>& records) {

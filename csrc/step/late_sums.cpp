@@ -78,9 +78,9 @@ double LateSums::mean_loss() const {
 
 std::shared_ptr<const LateSums> sums_of(const Announcement& said) {
   const bool is_late = said.late_weight.defined();
-  return std::make_shared<LateSums>(
-      said.loss_sum.reshape({1}), is_late ? said.late_weight.reshape({1}) : at::Tensor(),
-      is_late ? 0 : said.record.weight);
+  return std::make_shared<LateSums>(said.loss_sum.reshape({1}),
+                                    is_late ? said.late_weight.reshape({1}) : at::Tensor(),
+                                    is_late ? 0 : said.record.weight);
 }
 
 }  // namespace brimful

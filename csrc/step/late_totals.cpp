@@ -36,8 +36,9 @@ void LateTotals::check() {
     const auto weight = come.sums->weight();
     if (!std::isfinite(weight) || weight <= 0) {
       forget_last();
-      TORCH_CHECK_VALUE(false,
-                        nothing_counts(name, weight, "its gradient was made zero; a device had the weights"));
+      TORCH_CHECK_VALUE(
+          false,
+          nothing_counts(name, weight, "its gradient was made zero; a device had the weights"));
     }
     if (come.doubtful && *come.doubtful->get().const_data_ptr<bool>()) {
       forget_last();

@@ -22,7 +22,7 @@ struct AttemptResult {
   bool retry_alone = false;      ///< no bucket was launched: no other rank needs to know
   bool same_split = false;       ///< AttemptTask::may_do_as_it_was said so
   std::vector<ControlRecord>
-      records;  ///< by rank; empty with retry_alone, and after leaving lockstep
+      records;          ///< by rank; empty with retry_alone, and after leaving lockstep
   at::Tensor doubtful;  ///< PieceSums::doubtful() of its pieces
 };
 

@@ -89,9 +89,9 @@ void StepGroup::launch(Fill fill, const Announcement& said) {
 }
 
 bool StepGroup::takes_late_weight() const {
-  return std::all_of(
-      participants_.begin(), participants_.end(),
-      [](const auto& participant) { return participant->attempt().takes_late_weight(); });
+  return std::all_of(participants_.begin(), participants_.end(), [](const auto& participant) {
+    return participant->attempt().takes_late_weight();
+  });
 }
 
 void StepGroup::complete(const Announcement& said) {
