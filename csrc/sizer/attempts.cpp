@@ -1,6 +1,4 @@
 // What becomes of a step's attempts: one stands, is repeated with a finer split, or fails the step on all ranks.
-#include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/step/pieces.h>
@@ -14,8 +12,8 @@
 #include "sizer/batch_sizer_state.h"
 #include "sizer/climb.h"
 #include "sizer/pair_run.h"
+#include "step/accept_late.h"
 #include "step/agreement.h"
-#include "step/late_scale.h"
 #include "step/repetition.h"
 
 namespace brimful {
@@ -45,7 +43,8 @@ void BatchSizer::State::stand(const AttemptResult& result, const Divisor& ref, b
   const double total = total_weight(result.records);
   const auto& late = engine_.group().late_sums();
   if (const bool is_late = has_late_weight(result.records); is_late || ref.late.defined()) {
-    stand_late(result, ref);
+    const bool checks = options_.scaler == nullptr || !options_.scaler->enabled();
+    accept_late(engine_, result, ref, checks);
   } else {
     engine_.group().accept(!of_pairs && total > 0 ? ref.value / total : 1, total > 0);
     if (total > 0) {
@@ -63,28 +62,6 @@ void BatchSizer::State::stand(const AttemptResult& result, const Divisor& ref, b
     outcome.work_ms.push_back(record.work_ms);
   }
   outcome.pieces = std::ssize(outcome.split);
-}
-
-/// A device has the number that losses were divided by, or that they should have been.
-void BatchSizer::State::stand_late(const AttemptResult& result, const Divisor& ref) {
-  const memory::Unlimited unlimited;
-  const at::NoGradGuard no_grad;
-  const auto& sums = engine_.group().late_sums();
-  const auto total = has_late_weight(result.records)
-                         ? sums->device_weight()
-                         : at::full_like(ref.late, total_weight(result.records));
-  const auto divided_by = ref.late.defined() ? ref.late : at::full_like(total, ref.value);
-  engine_.group().accept(1, true);
-  const auto infinite =
-      scale_gradients(engine_.group(), at::where(total > 0, divided_by / total, 0.0));
-  if (!has_late_weight(result.records)) {
-    engine_.note_total(total_weight(result.records));
-    return;
-  }
-  const bool scales = options_.scaler != nullptr && options_.scaler->enabled();
-  engine_.late_totals().note(
-      engine_.steps(), sums, total,
-      result.doubtful.defined() && !scales ? result.doubtful.logical_and(infinite) : at::Tensor());
 }
 
 Ended BatchSizer::State::settle_attempt(const AttemptResult& result, const StepInput& input,

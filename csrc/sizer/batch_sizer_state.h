@@ -72,7 +72,6 @@ class BatchSizer::State {
   void log_rungs(const Outcome& outcome, const AttemptNote& last, const Climb& climb);
   /// `scale`: of the sums.
   void stand(const AttemptResult& result, const Divisor& ref, bool of_pairs, Outcome& outcome);
-  void stand_late(const AttemptResult& result, const Divisor& ref);
   /// `note`: of that attempt.
   Ended settle_attempt(const AttemptResult& result, const StepInput& input, AttemptNote& note,
                        const Retry& retry, const PairRun* pairs);

@@ -118,7 +118,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
 
   uint32_t mark() override {
     const double scale = scale_ ? *scale_->get().const_data_ptr<float>() : 1;
-    return mark_of(s_.engine_.ref_mark(), scale, input_.accumulate);
+    return mark_of(attempt_.ref.mark, scale, input_.accumulate);
   }
 
   bool may_do_as_it_was(const std::string& shortage) override {

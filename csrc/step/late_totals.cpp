@@ -23,6 +23,12 @@ void LateTotals::note(int64_t step, std::shared_ptr<const LateSums> sums, const 
   }
 }
 
+Divisor LateTotals::ref_or(double known) const {
+  // A mark of its own for each step; negative, as no weight is.
+  return last_.sums ? Divisor{known, last_.ref, -1.0 - static_cast<double>(last_.step)}
+                    : Divisor{known, {}, known};
+}
+
 std::optional<double> LateTotals::last() const {
   return last_.sums ? std::optional(last_.sums->weight()) : std::nullopt;
 }

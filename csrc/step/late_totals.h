@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "memory/host_tensor.h"
+#include "step/piece_sums.h"
 
 namespace brimful {
 
@@ -20,10 +21,8 @@ class LateTotals {
             const at::Tensor& doubtful);
   /// The last step's is known to the host.
   void forget_last() { last_ = {}; }
-  /// What the next step's losses are divided by (0-dim, float64, on the device); undefined: a number of the host.
-  const at::Tensor& ref() const { return last_.ref; }
-  /// A number of its own for each step that ref() is of; negative, as no weight is.
-  double mark() const { return -1.0 - static_cast<double>(last_.step); }
+  /// What the next step's losses are divided by: the last one's total, on its device; where that is known to the host, `known`.
+  Divisor ref_or(double known) const;
   /// The last step's. Waits for the device.
   std::optional<double> last() const;
   /// Looks at those that have come. Does not wait.

@@ -42,13 +42,9 @@ void PieceSums::add(const PieceLoss& piece) {
   doubtful_ = doubtful_.defined() ? doubtful_.logical_or(doubtful) : doubtful;
 }
 
-void PieceSums::put(Announcement& said) const {
-  said.loss_sum = losses_;
-  said.record.weight = weight_;
-  if (late_weight_.defined()) {
-    said.late_weight = late_weight_ + weight_;
-    said.record.weight = kLateWeight;
-  }
+Announcement PieceSums::said_with(ControlRecord record) const {
+  record.weight = late_weight_.defined() ? kLateWeight : weight_;
+  return {record, losses_, late_weight_.defined() ? late_weight_ + weight_ : at::Tensor()};
 }
 
 }  // namespace brimful

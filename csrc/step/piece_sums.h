@@ -9,6 +9,8 @@ namespace brimful {
 struct Divisor {
   double value = 1;
   at::Tensor late = {};  ///< defined: in its place (0-dim, float64)
+  /// A number that differs where that does.
+  double mark = 1;
 };
 
 /// Where a piece's backward begins: its weight, divided, in the loss's shape and dtype. Does not wait.
@@ -18,8 +20,8 @@ at::Tensor seed_of(const PieceLoss& piece, const Divisor& ref);
 class PieceSums {
  public:
   void add(const PieceLoss& piece);
-  /// Into what this rank says of its step.
-  void put(Announcement& said) const;
+  /// What this rank says of its step.
+  Announcement said_with(ControlRecord record) const;
   /// Whether a piece's late weight was 0, and its loss not finite (0-dim, bool); undefined: none was late.
   const at::Tensor& doubtful() const { return doubtful_; }
 

@@ -47,6 +47,13 @@ PieceLoss with_usable_weight(PieceLoss piece, bool may_be_late) {
   return piece;
 }
 
+bool takes_late_weights(const StepGroup& group) {
+  const auto& all = group.participants();
+  return std::all_of(all.begin(), all.end(), [](const auto& participant) {
+    return participant->attempt().takes_late_weight();
+  });
+}
+
 bool counts(const PieceLoss& piece) {
   return piece.weight > 0 || piece.late_weight.defined();
 }
@@ -117,7 +124,7 @@ AttemptResult PiecesRun::run() {
 }
 
 void PiecesRun::run_pieces() {
-  const bool may_be_late = group_.takes_late_weight();
+  const bool may_be_late = takes_late_weights(group_);
   int64_t begin = 0;
   for (size_t i = 0; i < attempt_.split.size(); ++i) {
     const auto piece = task_.forward(begin, begin + attempt_.split[i]);
@@ -143,7 +150,7 @@ void PiecesRun::run_piece(const PieceLoss& piece, bool first, bool last) {
 
 void PiecesRun::complete() {
   task_.finish_buffers();
-  sums_.put(said_);
+  said_ = sums_.said_with(said_.record);
   result_.doubtful = sums_.doubtful();
   group_.complete(said_);
 }

@@ -1,4 +1,5 @@
 brimful_sources(HEAVY
+  accept_late.cpp
   agreement.cpp
   attempts.cpp
   checks.cpp
@@ -12,7 +13,6 @@ brimful_sources(HEAVY
   garbage.cpp
   kept_batch.cpp
   kept_gradients.cpp
-  late_scale.cpp
   late_sums.cpp
   late_totals.cpp
   meet.cpp

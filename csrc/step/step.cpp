@@ -88,12 +88,6 @@ void StepGroup::launch(Fill fill, const Announcement& said) {
   attempts_of(participants_).launch(fill, own_);
 }
 
-bool StepGroup::takes_late_weight() const {
-  return std::all_of(participants_.begin(), participants_.end(), [](const auto& participant) {
-    return participant->attempt().takes_late_weight();
-  });
-}
-
 void StepGroup::complete(const Announcement& said) {
   launch(Fill::gradients, said);
 }

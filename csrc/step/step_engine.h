@@ -88,9 +88,7 @@ class StepEngine {
   void adopt(const std::vector<ControlRecord>& records);
   void note_total(double total);
   /// What the step's losses are divided by: alike on all ranks.
-  Divisor ref() const { return {agreed_.ref(), late_totals_.ref()}; }
-  /// A number that differs where that does.
-  double ref_mark() const { return ref().late.defined() ? late_totals_.mark() : agreed_.ref(); }
+  Divisor ref() const { return late_totals_.ref_or(agreed_.ref()); }
   LateTotals& late_totals() { return late_totals_; }
   /// Of the last step. Waits for a device that has it.
   double last_total() const { return late_totals_.last().value_or(agreed_.last_total); }

@@ -46,8 +46,6 @@ class BRIMFUL_API StepGroup {
   // has the records of all ranks.
   void begin_attempt(int buffer_source);
   void complete(const Announcement& said);
-  /// Whether it may have a late weight.
-  bool takes_late_weight() const;
   void drain(ControlRecord record, Status verdict);
   /// `late`: the losses of an attempt that stands may be left to late_sums(), which waits for no device.
   /// @throws RankFailed if the process group broke

@@ -1,4 +1,4 @@
-#include "step/late_scale.h"
+#include "step/accept_late.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -24,11 +24,9 @@ std::vector<at::Tensor> values_of_gradients(const StepGroup& group) {
   });
   return values;
 }
-}  // namespace
 
+/// Returns whether one of them is not finite (0-dim, bool).
 at::Tensor scale_gradients(const StepGroup& group, const at::Tensor& scale) {
-  const at::NoGradGuard no_grad;
-  const memory::Unlimited unlimited;  // all ranks have accepted: no way back
   const auto values = values_of_gradients(group);
   auto found = at::zeros({1}, scale.options().dtype(at::kFloat));
   const auto in_float = scale.to(at::kFloat).reshape({1});
@@ -48,6 +46,30 @@ at::Tensor scale_gradients(const StepGroup& group, const at::Tensor& scale) {
     }
   });
   return found.reshape({}).to(at::kBool);
+}
+}  // namespace
+
+void accept_late(StepEngine& engine, const AttemptResult& result, const Divisor& ref, bool checks) {
+  const memory::Unlimited unlimited;  // all ranks have accepted: no way back
+  const at::NoGradGuard no_grad;
+  const bool is_late = has_late_weight(result.records);
+  const auto& sums = engine.group().late_sums();
+  const auto total =
+      is_late ? sums->device_weight() : at::full_like(ref.late, total_weight(result.records));
+  const auto divided_by = ref.late.defined() ? ref.late : at::full_like(total, ref.value);
+  const bool counts = is_late || total_weight(result.records) > 0;
+  engine.group().accept(1, /*keep_unused=*/counts);
+  const auto infinite =
+      scale_gradients(engine.group(), at::where(total > 0, divided_by / total, 0.0));
+  if (!is_late) {
+    if (counts) {
+      engine.note_total(total_weight(result.records));
+    }
+    return;
+  }
+  const bool doubts = checks && result.doubtful.defined();
+  engine.late_totals().note(engine.steps(), sums, total,
+                            doubts ? result.doubtful.logical_and(infinite) : at::Tensor());
 }
 
 }  // namespace brimful
