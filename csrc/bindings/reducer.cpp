@@ -132,6 +132,8 @@ void bind_buckets(ReducerClass& reducer) {
       .def("nonfinite_gradient", &Reducer::nonfinite_gradient, NoGil())
       .def(
           "wait_for_sums", [](Reducer& reducer) { wait_for_sums(reducer); }, NoGil())
+      .def(
+          "require_sums", [](Reducer& reducer) { require_sums(reducer); }, NoGil())
       .def("times", &Reducer::times)
       .def("chrome_trace",
            [](const Reducer& reducer) { return to_chrome_trace(reducer.times(), reducer.rank()); })

@@ -31,7 +31,7 @@ ValuesOnHost::ValuesOnHost(const at::Tensor& values) {
 }
 
 const at::Tensor& ValuesOnHost::get() const {
-  if (!have_come()) {
+  if (arrived_) {
     arrived_->synchronize();
   }
   return copy_;

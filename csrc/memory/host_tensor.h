@@ -15,9 +15,9 @@ at::Tensor zeros_on_host(at::IntArrayRef sizes, at::ScalarType type, c10::Device
 class ValuesOnHost {
  public:
   explicit ValuesOnHost(const at::Tensor& values);
-  /// Waits for nothing.
-  bool have_come() const { return !arrived_ || arrived_->query(); }
-  /// Waits until the device has come to where the constructor was called.
+  /// Null if the device has not come to where the constructor was called. Waits for nothing.
+  const at::Tensor* if_come() const { return !arrived_ || arrived_->query() ? &copy_ : nullptr; }
+  /// Waits until it has.
   const at::Tensor& get() const;
 
  private:

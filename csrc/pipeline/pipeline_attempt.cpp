@@ -217,7 +217,8 @@ PeerVerdict Pipeline::State::PipelineStep::close(StepResult& result) {
     });
   }
   records_.clear();
-  noting(result, [&] { records_ = call_.group.finish(); });
+  // Peers exchange the loss.
+  noting(result, [&] { records_ = call_.group.finish(/*late=*/!p_.options.peers); });
   own = own_verdict(result);
   read_replicas(result, own);
   own.broken = p_.replicas->is_broken();

@@ -278,7 +278,9 @@ Outcome Pipeline::State::PipelineStep::stand() {
   const memory::Unlimited unlimited;
   Outcome outcome;
   outcome.weight = verdict_.weight;
-  outcome.loss = verdict_.loss_sum / verdict_.weight;
+  const auto& late = call_.group.late_sums();
+  outcome.loss = late ? LateNumber(late, &LateSums::mean_loss)
+                      : LateNumber(verdict_.loss_sum / verdict_.weight);
   outcome.pieces = call_.filled();
   outcome.split.assign(call_.split.begin(), call_.split.begin() + call_.filled());
   outcome.retries = call_.retry.retries();

@@ -97,6 +97,10 @@ void wait_for_sums(Reducer& reducer) {
   reducer.s_->engine.step().wait_for_sums();
 }
 
+void require_sums(Reducer& reducer) {
+  reducer.s_->engine.step().require_sums();
+}
+
 void Reducer::register_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook,
                                  const std::string& name) {
   auto& engine = s_->engine;

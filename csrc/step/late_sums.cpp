@@ -19,17 +19,18 @@ class LateSums::Column {
   explicit Column(const at::Tensor& values) : device_(values), host_(std::in_place, values) {}
 
   const at::Tensor& on_device() const { return device_; }
-  bool has_come() const {
+  /// False if the device has not come so far. Waits for nothing.
+  bool take() const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return !host_ || host_->have_come();
+    if (const auto* const come = host_ ? host_->if_come() : nullptr) {
+      read(*come);
+    }
+    return !host_;
   }
   const std::vector<double>& get() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (host_) {
-      const auto& host = host_->get();
-      const auto* const first = host.const_data_ptr<double>();
-      values_.assign(first, first + host.numel());
-      host_.reset();
+      read(host_->get());
     }
     return values_;
   }
@@ -39,6 +40,12 @@ class LateSums::Column {
   }
 
  private:
+  void read(const at::Tensor& host) const {
+    const auto* const first = host.const_data_ptr<double>();
+    values_.assign(first, first + host.numel());
+    host_.reset();
+  }
+
   at::Tensor device_;
   mutable std::mutex mutex_;
   mutable std::optional<memory::ValuesOnHost> host_;  ///< nothing once it is read
@@ -59,8 +66,8 @@ at::Tensor LateSums::device_weight() const {
   return weights_->on_device().sum() + known_weight_;
 }
 
-bool LateSums::have_come() const {
-  return losses_->has_come() && (!weights_ || weights_->has_come());
+bool LateSums::take() const {
+  return losses_->take() && (!weights_ || weights_->take());
 }
 
 const std::vector<double>& LateSums::losses() const {

@@ -34,8 +34,10 @@ std::optional<double> LateTotals::last() const {
 }
 
 void LateTotals::check() {
-  while (!pending_.empty() && pending_.front().sums->have_come() &&
-         (!pending_.front().doubtful || pending_.front().doubtful->have_come())) {
+  const auto has_come = [](const Pending& pending) {
+    return pending.sums->take() && (!pending.doubtful || pending.doubtful->if_come() != nullptr);
+  };
+  while (!pending_.empty() && has_come(pending_.front())) {
     const auto come = std::move(pending_.front());
     pending_.pop_front();
     const auto name = "step " + std::to_string(come.step);
@@ -46,7 +48,7 @@ void LateTotals::check() {
           false,
           nothing_counts(name, weight, "its gradient was made zero; a device had the weights"));
     }
-    if (come.doubtful && *come.doubtful->get().const_data_ptr<bool>()) {
+    if (come.doubtful && *come.doubtful->if_come()->const_data_ptr<bool>()) {
       forget_last();
       TORCH_CHECK_VALUE(
           false, "the gradient of ", name,

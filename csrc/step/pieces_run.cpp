@@ -99,7 +99,13 @@ AttemptResult PiecesRun::run() {
     if (attempt_.prologue != nullptr && !attempt_.prologue->run()) {
       group_.complete(said_);
     } else {
-      run_pieces();
+      const bool may_be_late = takes_late_weights(group_);
+      int64_t begin = 0;
+      for (size_t i = 0; i < attempt_.split.size(); ++i) {
+        const auto piece = task_.forward(begin, begin + attempt_.split[i]);
+        begin += attempt_.split[i];
+        run_piece(piece, may_be_late, i == 0, i + 1 == attempt_.split.size());
+      }
       record.work_ms = work_ms(started, attempt_.prologue);
       record.ref = task_.mark();
       complete();
@@ -123,18 +129,9 @@ AttemptResult PiecesRun::run() {
   return std::move(result_);
 }
 
-void PiecesRun::run_pieces() {
-  const bool may_be_late = takes_late_weights(group_);
-  int64_t begin = 0;
-  for (size_t i = 0; i < attempt_.split.size(); ++i) {
-    const auto piece = task_.forward(begin, begin + attempt_.split[i]);
-    begin += attempt_.split[i];
-    require_loss(piece);
-    run_piece(with_usable_weight(piece, may_be_late), i == 0, i + 1 == attempt_.split.size());
-  }
-}
-
-void PiecesRun::run_piece(const PieceLoss& piece, bool first, bool last) {
+void PiecesRun::run_piece(const PieceLoss& given, bool may_be_late, bool first, bool last) {
+  require_loss(given);
+  const auto piece = with_usable_weight(given, may_be_late);
   require_loss(piece);  // a weight that is known now
   if (first) {
     require_no_backward(group_);

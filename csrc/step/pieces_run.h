@@ -51,8 +51,7 @@ class PiecesRun {
   AttemptResult run();
 
  private:
-  void run_pieces();
-  void run_piece(const PieceLoss& piece, bool first, bool last);
+  void run_piece(const PieceLoss& given, bool may_be_late, bool first, bool last);
   /// All ranks may know what its pieces sum to.
   void complete();
   void end_after_error();

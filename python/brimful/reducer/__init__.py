@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from brimful import _C
 from brimful._compat import optimizers_in_backward, skipped_by_dynamo
 from brimful._process_end import is_out_of_memory, register, text_of
+from brimful.reducer._before_optimizer import guard_optimizers_of
 from brimful.reducer._before_saving import BeforeSaving
 from brimful.reducer._comm_hook import builtin_hook, check_comm_hook
 from brimful.reducer._join import InTorchsJoin, joining, not_joined
@@ -248,6 +249,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """A step on a device may end before its sums do."""
         if any(p.requires_grad and p.device.type != "cpu" for p in self.module.parameters()):
             self.module.register_state_dict_pre_hook(BeforeSaving(self))  # type: ignore[no-untyped-call]
+            guard_optimizers_of(self)
 
     @skipped_by_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,11 +3,12 @@
 import ctypes
 import itertools
 import os
+import random
 
 import pytest
 import torch
 import torch.distributed as dist
-from lost_ranks import CLEAN_UP_ONLY
+from lost_ranks import CLEAN_UP_ONLY, CYCLES_A_S
 from models import classes, cross_entropy, dropout_net, same_bits, seed, values_of, wrap
 from rank_processes import raised
 from record_transports import TRANSPORTS, over
@@ -18,8 +19,9 @@ two_devices = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two CUDA devices (torch.cuda.device_count() < 2)"
 )
 pytestmark = [pytest.mark.gpu, two_devices]
-DELAY_US = 200  # of each piece of work, on the simulated device
+DELAYS_US = (0, 50, 200, 400)  # of each piece of work, on the simulated device
 STEPS = 3
+NAP_S = 2  # of a device, in which a host makes its steps
 POINTS = ["forward", 0, 5, 7]  # or the number of a gradient: 7 is that of the first layer
 KINDS = {"memory": torch.OutOfMemoryError, "error": ValueError}
 
@@ -72,17 +74,29 @@ def run(rank, model, fault, initial, due, with_sizer):
     return {name: value.cpu() for name, value in values_of(model).items()}, figures
 
 
+simulation = ctypes.CDLL(None)
+
+
+def be_late(chance):
+    if hasattr(simulation, "sim_cuda_set_delay"):
+        simulation.sim_cuda_set_delay(ctypes.c_long(chance.choice(DELAYS_US)))
+
+
+def failing_ranks(size):
+    """The first, the last, and both."""
+    return [(0,), (size - 1,), (0, size - 1)] if size > 1 else [(0,)]
+
+
 def matrix_job(rank, with_sizer):
     os.environ.update(CLEAN_UP_ONLY)
-    torch.cuda.set_device(rank.index)
-    simulation = ctypes.CDLL(None)
-    if hasattr(simulation, "sim_cuda_set_delay"):
-        simulation.sim_cuda_set_delay(ctypes.c_long(DELAY_US))
+    torch.cuda.set_device(rank.index % torch.cuda.device_count())
+    chance = random.Random(rank.index)
     model = wrap(dropout_net().cuda(), process_group=dist.new_group(backend="nccl"))
     initial = {name: value.clone() for name, value in model.module.state_dict().items()}
     fault = Fault(model)
     found = {}
-    for kind, point, failing in itertools.product(KINDS, POINTS, [(0,), (1,), (0, 1)]):
+    for kind, point, failing in itertools.product(KINDS, POINTS, failing_ranks(rank.size)):
+        be_late(chance)
         due = (point, kind) if rank.index in failing else None
         found[kind, point, failing] = run(rank, model, fault, initial, due, with_sizer)
         rank.progress()
@@ -90,11 +104,71 @@ def matrix_job(rank, with_sizer):
 
 
 @pytest.mark.parametrize("with_sizer", [True, False], ids=["sizer", "plain"])
-def test_steps_of_late_devices_end_alike(ranks, with_sizer):
-    in_bucket, hosts = (ranks(over, transport, matrix_job, with_sizer) for transport in TRANSPORTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_steps_of_late_devices_end_alike(ranks, size, with_sizer):
+    in_bucket, hosts = (
+        ranks(over, transport, matrix_job, with_sizer, size=size) for transport in TRANSPORTS
+    )
     for (expected, none), (found, exchanges) in zip(in_bucket, hosts, strict=True):
-        assert none == 0 and exchanges >= STEPS * len(found)
+        assert none == 0 and exchanges >= (STEPS * len(found) if size > 1 else 0)
         for case, (values, figures) in found.items():
             assert same_bits(values, expected[case][0]), case
             assert figures == expected[case][1], case
         assert any(figures[1][0] in ("RankFailed", "ValueError") for _, figures in found.values())
+
+
+class Training:
+    """Steps of a model that is the same each time it is made."""
+
+    def __init__(self, rank, with_sizer, group):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(6, 16),
+            torch.nn.BatchNorm1d(16),
+            torch.nn.ReLU(),
+            torch.nn.Linear(16, 3),
+        )
+        self.rank, self.model = rank, wrap(net.cuda(), process_group=group)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.sizer = brimful.BatchSizer(self.model, self.optimizer) if with_sizer else None
+        self.batches = [
+            [t.cuda() for t in classes(8, seed=10 * number + rank.index)] for number in range(4)
+        ]
+
+    def step(self, number):
+        batch = self.batches[number % len(self.batches)]
+        if self.sizer is not None:
+            self.sizer.step(batch, cross_entropy)
+        else:
+            cross_entropy(self.model, batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def asleep_job(rank, with_sizer):
+    os.environ.update(CLEAN_UP_ONLY)
+    torch.cuda.set_device(rank.index)
+    found = []
+    for asleep in (True, False):
+        training = Training(rank, with_sizer, dist.new_group(backend="nccl"))
+        for number in range(12):  # in which times are taken, and a plan
+            training.step(number)
+        torch.cuda.synchronize()
+        if asleep:
+            torch.cuda._sleep(NAP_S * CYCLES_A_S)
+        begun = torch.cuda.Event()
+        begun.record()
+        for number in range(3):
+            training.step(number)
+        ahead = not begun.query()
+        torch.cuda.synchronize()
+        found.append({name: t.cpu() for name, t in values_of(training.model).items()})
+        assert ahead == asleep
+    return found
+
+
+@pytest.mark.parametrize("with_sizer", [True, False], ids=["sizer", "plain"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_three_steps_end_while_the_device_has_done_nothing(ranks, size, with_sizer):
+    for found, expected in ranks(asleep_job, with_sizer, size=size):
+        assert same_bits(found, expected)

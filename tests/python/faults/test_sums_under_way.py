@@ -55,8 +55,14 @@ def killed_job(rank, kind):
     waited_s = time.monotonic() - began
     saved = raised(model.state_dict)
     inner = raised(model.module.state_dict)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped = raised(optimizer.step)
+    others = torch.nn.Parameter(torch.ones(1))
+    others.grad = torch.ones(1)
+    torch.optim.SGD([others], lr=0.5).step()
+    assert others.item() == 0.5
     again = raised(lambda: cross_entropy(model, [t.cuda() for t in classes(8)]).backward())
-    return waited_s, [saved, inner, again]
+    return waited_s, [saved, inner, stepped, again]
 
 
 @pytest.mark.parametrize("kind", KINDS)

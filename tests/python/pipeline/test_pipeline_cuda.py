@@ -8,7 +8,8 @@ import pytest
 import test_pipeline_draws as draws
 import torch
 import torch.nn.functional as F
-from models import gradients_of, recomputed_stages, relative_difference
+from lost_ranks import CYCLES_A_S
+from models import gradients_of, recomputed_stages, relative_difference, same_bits, values_of
 from torch import nn
 
 from brimful import Pipeline, split_sequential
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.gpu
 two_devices = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two CUDA devices (torch.cuda.device_count() < 2)"
 )
+NAP_S = 2  # of a device, in which the host makes its steps
 LONGEST = 2_000_000  # cycles of a random sleep on the device
 
 
@@ -294,3 +296,43 @@ def test_copies_run_beside_the_computing_of_both_devices():
         (copies if is_copy else kernels).append(span)
     assert copies
     assert any(k[0] < c[1] and c[0] < k[1] for c in copies for k in kernels if k[1] - k[0] > 0)
+
+
+def steps_ahead(asleep):
+    """Values after three steps, and whether they ended before the devices had begun."""
+    devices = ["cuda:0", "cuda:1"]
+    model = model_of(2)
+    pipe = Pipeline(
+        split_sequential(model, [2, 2]), devices=devices, microbatches=3, loss_fn=F.mse_loss
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 64, generator=generator, dtype=torch.float64).to(devices[0])
+    y = torch.randn(24, 64, generator=generator, dtype=torch.float64).to(devices[1])
+    begun, outcomes = [], []
+    for step in range(8):
+        if step == 5:
+            for device in devices:
+                torch.cuda.synchronize(device)
+                with torch.cuda.device(device):
+                    if asleep:
+                        torch.cuda._sleep(NAP_S * CYCLES_A_S)
+                    begun.append(torch.cuda.current_stream().record_event())
+        outcomes.append(pipe.step(x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+    ahead = [not event.query() for event in begun]
+    for device in devices:
+        torch.cuda.synchronize(device)
+    losses = [outcome.loss for outcome in outcomes]
+    return ahead, losses, {name: value.cpu() for name, value in values_of(model).items()}
+
+
+@two_devices
+def test_three_steps_end_while_the_devices_have_done_nothing():
+    ahead, losses, values = steps_ahead(asleep=True)
+    assert all(ahead)
+    none, expected, its_values = steps_ahead(asleep=False)
+    assert not any(none)
+    assert losses == expected
+    assert same_bits(values, its_values)

@@ -66,6 +66,8 @@ class BRIMFUL_API Reducer final : public Participant {
   /// steps wait themselves. Between steps.
   /// @throws RankFailed if those of a step have failed: its update is not known
   friend BRIMFUL_API void wait_for_sums(Reducer& reducer);
+  /// The same for those that the device has come to: waits for nothing. Before an optimizer's step.
+  friend BRIMFUL_API void require_sums(Reducer& reducer);
   ~Reducer() override;
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;

@@ -21,8 +21,8 @@ class BRIMFUL_API LateSums {
 
   /// The weight of all ranks: 0-dim, float64, on the device. Of one that is late.
   at::Tensor device_weight() const;
-  /// The device has come so far. Does not wait.
-  bool have_come() const;
+  /// Reads what has come; false if that is not all. Does not wait.
+  bool take() const;
 
   /// By rank. Waits for the device the first time.
   const std::vector<double>& losses() const;
