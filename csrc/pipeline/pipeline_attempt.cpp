@@ -217,7 +217,6 @@ PeerVerdict Pipeline::State::PipelineStep::close(StepResult& result) {
     });
   }
   records_.clear();
-  // Peers exchange the loss.
   noting(result, [&] { records_ = call_.group.finish(/*late=*/!p_.options.peers); });
   own = own_verdict(result);
   read_replicas(result, own);

@@ -274,13 +274,20 @@ void Pipeline::State::PipelineStep::undo() {
   call_.lost = failed ? failed : call_.lost;
 }
 
+namespace {
+/// Late, unless peers have exchanged it.
+LateNumber loss_of(const StepGroup& group, const PeerVerdict& verdict) {
+  const auto& late = group.late_sums();
+  return late ? LateNumber(late, &LateSums::mean_loss)
+              : LateNumber(verdict.loss_sum / verdict.weight);
+}
+}  // namespace
+
 Outcome Pipeline::State::PipelineStep::stand() {
   const memory::Unlimited unlimited;
   Outcome outcome;
   outcome.weight = verdict_.weight;
-  const auto& late = call_.group.late_sums();
-  outcome.loss = late ? LateNumber(late, &LateSums::mean_loss)
-                      : LateNumber(verdict_.loss_sum / verdict_.weight);
+  outcome.loss = loss_of(call_.group, verdict_);
   outcome.pieces = call_.filled();
   outcome.split.assign(call_.split.begin(), call_.split.begin() + call_.filled());
   outcome.retries = call_.retry.retries();
