@@ -16,9 +16,8 @@ namespace brimful {
 /// Float64 of a device, read once.
 class LateSums::Column {
  public:
-  explicit Column(const at::Tensor& values) : device_(values), host_(std::in_place, values) {}
+  explicit Column(const at::Tensor& values) : host_(std::in_place, values) {}
 
-  const at::Tensor& on_device() const { return device_; }
   /// False if the device has not come so far. Waits for nothing.
   bool take() const {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -46,7 +45,6 @@ class LateSums::Column {
     host_.reset();
   }
 
-  at::Tensor device_;
   mutable std::mutex mutex_;
   mutable std::optional<memory::ValuesOnHost> host_;  ///< nothing once it is read
   mutable std::vector<double> values_;
@@ -55,15 +53,16 @@ class LateSums::Column {
 LateSums::LateSums(const at::Tensor& losses, const at::Tensor& weights, double known_weight)
     : losses_(std::make_unique<Column>(losses)),
       weights_(weights.defined() ? std::make_unique<Column>(weights) : nullptr),
+      device_weights_(weights),
       known_weight_(known_weight) {}
 
 LateSums::~LateSums() = default;
 
 at::Tensor LateSums::device_weight() const {
-  TORCH_INTERNAL_ASSERT(weights_);
+  TORCH_INTERNAL_ASSERT(device_weights_.defined());
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
-  return weights_->on_device().sum() + known_weight_;
+  return device_weights_.sum() + known_weight_;
 }
 
 bool LateSums::take() const {

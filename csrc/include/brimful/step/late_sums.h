@@ -36,6 +36,7 @@ class BRIMFUL_API LateSums {
 
   std::unique_ptr<Column> losses_;
   std::unique_ptr<Column> weights_;  ///< null: all are known
+  at::Tensor device_weights_;
   double known_weight_;
 };
 
