@@ -38,6 +38,7 @@ demo: package ## Train a small CNN on Fashion-MNIST with two ranks and too littl
 
 test: test-cpp test-consumer test-layers test-python test-cuda-sim ## Run all tests: C++, consumer project, layers, Python, simulated device; it prints the time of each
 
+SIDE_BY_SIDE = --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
 # What a part of `make test` begins with.
 TIMED = @tools/timed.sh "make $@"
 
@@ -53,11 +54,11 @@ test-layers: setup
 	$(TIMED) $(BIN)/python tools/check_layers.py
 
 test-python: build
-	$(TIMED) $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
+	$(TIMED) $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # The simulated device has to be loaded before torch, so these are processes of their own (csrc/cuda_sim).
 SIMULATE = SIM_CUDA_MEMORY_MB=6144 $(BIN)/python csrc/cuda_sim/run.py --libraries
-SIMULATED = $(SIMULATE) $(BUILD)/python/brimful/cuda_sim -- $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist worksteal
+SIMULATED = $(SIMULATE) $(BUILD)/python/brimful/cuda_sim -- $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 test-cuda-sim: build ## Run the tests marked gpu on the simulated CUDA device, and that device's own
 	$(TIMED) $(SIMULATED) -m "gpu and not real_gpu and not slow" tests/python tests/cuda_sim
@@ -88,11 +89,11 @@ smoke: setup
 	@rm -f $(VENV)/lib/python3*/site-packages/brimful-dev.pth
 	@CMAKE_ARGS="$$CMAKE_ARGS -DBRIMFUL_TESTS=ON" \
 	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
-	@$(BIN)/python -m pytest -m "smoke and not gpu"
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "smoke and not gpu"
 	@$(BIN)/cmake --build $(SMOKE_BUILD) --parallel $(JOBS)
 	@$(BIN)/ctest --test-dir $(SMOKE_BUILD) --label-regex '^(gpu|torch)$$' --parallel $(JOBS) --output-on-failure --no-tests=error
-	@$(SIMULATE) $(SMOKE_SIM) -- $(BIN)/python -m pytest -m "smoke and gpu" tests/python
-	@$(SIMULATE) $(SMOKE_SIM) -- $(BIN)/python -m pytest -m "gpu and not slow" -k "not opinfo" tests/cuda_sim
+	@$(SIMULATE) $(SMOKE_SIM) -- $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "smoke and gpu" tests/python
+	@$(SIMULATE) $(SMOKE_SIM) -- $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "gpu and not slow" -k "not opinfo" tests/cuda_sim
 
 # torch's and CUDA's libraries stay where pip puts them, and those of the simulated device beside each other.
 EXCLUDE := $(foreach lib,libtorch libc10 libcudart libnccl libcuda. libcupti libnvidia-ml,--exclude '$(lib)*')
