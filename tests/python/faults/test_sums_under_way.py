@@ -1,5 +1,6 @@
 """A step over NCCL ends when the hosts have met: ranks that die before their devices have made the sums."""
 
+import ctypes
 import datetime
 import os
 import signal
@@ -42,13 +43,18 @@ class Nap:
             torch.cuda._sleep(self.seconds * CYCLES_A_S)
 
 
-def killed_job(rank, kind):
+def killed_job(rank, kind, place):
     model = model_over_nccl(rank, kind)
     nap = Nap(model, 3)
+    x = classes(8)[0].cuda()  # a copy waits for the device
     for step in range(2):
         nap.armed = (rank.index, step) == (1, 1)
         cross_entropy(model, [t.cuda() for t in classes(8, seed=step)]).backward()
     if rank.index == 1:
+        if place == "behind its optimizer":
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        elif place == "in the next forward":
+            model(x)
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     torch.cuda.synchronize()  # as a program does that reads its loss
@@ -65,9 +71,19 @@ def killed_job(rank, kind):
     return waited_s, [saved, inner, stepped, again]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_dies_behind_its_verdict_leaves_nobody_waiting_and_nothing_to_save(ranks, kind):
-    waited_s, errors = ranks(killed_job, kind, lost=(1,), watchdog_s=40)[0]
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("classic", "at once"),
+        ("nccl2", "at once"),
+        ("classic", "behind its optimizer"),
+        ("nccl2", "in the next forward"),
+    ],
+)
+def test_a_rank_that_dies_behind_its_verdict_leaves_nobody_waiting_and_nothing_to_save(
+    ranks, kind, place
+):
+    waited_s, errors = ranks(killed_job, kind, place, lost=(1,), watchdog_s=40)[0]
     assert waited_s < SOON_S
     for error in errors:
         assert type(error) is brimful.RankFailed, errors
@@ -117,3 +133,35 @@ def test_a_step_ends_while_its_device_is_busy(ranks):
     for host_s, device_s, gradients in results:
         assert host_s < 2 < device_s, (host_s, device_s)
         torch.testing.assert_close(gradients, results[0][2], rtol=0, atol=0)
+
+
+ILLEGAL_ADDRESS = 700
+simulation = ctypes.CDLL(None)
+
+
+def lost_device_job(rank, kind):
+    os.environ.update(
+        TORCH_NCCL_RETHROW_CUDA_ERRORS="0"
+    )  # else the classic group's watchdog ends the process
+    model = model_over_nccl(rank, kind)
+    nap = Nap(model, 3)
+    for step in range(2):
+        nap.armed = (rank.index, step) == (1, 1)
+        cross_entropy(model, [t.cuda() for t in classes(8, seed=step)]).backward()
+    if rank.index == 1:
+        simulation.sim_cuda_plant_error(1, ILLEGAL_ADDRESS)
+    saved = raised(model.state_dict)
+    stepped = raised(torch.optim.SGD(model.parameters(), lr=0.1).step)
+    if rank.index == 1:
+        simulation.sim_cuda_plant_error(1, 0)
+    return saved, stepped
+
+
+@pytest.mark.skipif(not hasattr(simulation, "sim_cuda_plant_error"), reason="plants an error")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_that_is_lost_behind_its_verdict_leaves_nothing_to_save(ranks, kind):
+    for errors in ranks(lost_device_job, kind, watchdog_s=40):
+        for error in errors:
+            assert type(error) is brimful.RankFailed, errors
+            assert UNKNOWN in str(error), errors
+            assert error.seconds < SOON_S
