@@ -37,30 +37,16 @@ def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]
         warm_up_rounds=request.warm_up_rounds,
     )
 
-    def run(plans: dict[str, dict[str, Any]]) -> list[Samples]:
-        by_rank: list[Samples] = ranks.run_ranks(
-            WORLD_SIZE,
-            work,
-            MODEL,
-            request.warm_up_rounds,
-            count,
-            ours,
-            plans,
-            stall_s=request.stall_s,
-        )
-        report.require_usable(by_rank)
-        return by_rank
-
     fixed = {_name(size): cases.fixed_plan(size) for size in SIZES_MB}
     auto = {AUTO: {"plan": "auto"}}
-    choosing = run({**fixed, **auto})
+    choosing = run(request, {**fixed, **auto}, WORLD_SIZE)
     conditions.update(parameters=choosing[0].parameters, gradient_bytes=choosing[0].gradient_bytes)
     wall, cpu = report.wall_and_cpu(choosing)
     best = choose(wall)
     conditions["choosing"] = {"best": best, "cases": report.medians_of(wall, cpu)}
     report.print_cases("reducer.planner, choosing", conditions["choosing"]["cases"], None, best)
 
-    fresh = run({**auto, best: fixed[best], AGAIN: fixed[best]})
+    fresh = run(request, {**auto, best: fixed[best], AGAIN: fixed[best]}, WORLD_SIZE)
     wall, cpu = report.wall_and_cpu(fresh)
     conditions["cases"] = report.medians_of(wall, cpu)
     conditions["plan"] = fresh[0].more["plan"]
@@ -70,6 +56,22 @@ def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]
     print(f"  plan of auto:\n{conditions['plan']}", flush=True)
     value = report.above(wall, AUTO, best)
     yield report.figure_of("reducer.planner", value, count, conditions, f"fixed: {best}")
+
+
+def run(request: Request, plans: dict[str, dict[str, Any]], world_size: int) -> list[Samples]:
+    """Times ours with each plan."""
+    by_rank: list[Samples] = ranks.run_ranks(
+        world_size,
+        work,
+        MODEL,
+        request.warm_up_rounds,
+        request.rounds(ROUNDS, QUICK_ROUNDS),
+        request.factory(),
+        plans,
+        stall_s=request.stall_s,
+    )
+    report.require_usable(by_rank)
+    return by_rank
 
 
 def _name(size_mb: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks import common, ranks
+from benchmarks import common
 from benchmarks.reducer import planner, report
 from benchmarks.reducer.planner import AGAIN, AUTO, MODEL, QUICK_ROUNDS, ROUNDS
 from benchmarks.reducer.report import Conditions, Request
@@ -16,25 +16,13 @@ TORCHS = "torch's sizes"
 
 def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]:
     """Times both after the steps in which sizes are tried."""
-    count = request.rounds(ROUNDS, QUICK_ROUNDS)
-    ours = request.factory()
     ordered = {"plan": "ordered"}
     plans = {AUTO: {"plan": "auto"}, TORCHS: ordered, AGAIN: ordered}
     for name, world_size in WORLD_SIZES.items():
-        by_rank = ranks.run_ranks(
-            world_size,
-            planner.work,
-            MODEL,
-            request.warm_up_rounds,
-            count,
-            ours,
-            plans,
-            stall_s=request.stall_s,
-        )
-        report.require_usable(by_rank)
+        by_rank = planner.run(request, plans, world_size)
         wall, cpu = report.wall_and_cpu(by_rank)
         conditions.update(
-            ours=ours,
+            ours=request.factory(),
             model=MODEL.text,
             batch_per_rank=MODEL.batch,
             world_size=world_size,
@@ -48,4 +36,6 @@ def measure(request: Request, conditions: Conditions) -> Iterator[common.Figure]
         report.print_cases(name, conditions["cases"], None, TORCHS)
         report.print_line("A/A, torch's sizes again above themselves", conditions["a_a"])
         gained = report.above(wall, AUTO, TORCHS)
-        yield report.figure_of(name, gained, count, conditions, TORCHS)
+        yield report.figure_of(
+            name, gained, request.rounds(ROUNDS, QUICK_ROUNDS), conditions, TORCHS
+        )

@@ -70,7 +70,7 @@ class BatchSizer::State {
                                     Outcome& outcome);
   /// Where they are others now.
   void log_rungs(const Outcome& outcome, const AttemptNote& last, const Climb& climb);
-  /// `scale`: of the sums.
+  /// `ref`: what its losses were divided by.
   void stand(const AttemptResult& result, const Divisor& ref, bool of_pairs, Outcome& outcome);
   /// `note`: of that attempt.
   Ended settle_attempt(const AttemptResult& result, const StepInput& input, AttemptNote& note,

@@ -152,7 +152,8 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
     const auto& agreed = s_.engine_.agreed();
     attempt_.lockstep = s_.splitting_.in_lockstep();
     attempt_.buffer_source = agreed.buffer_source;
-    attempt_.ref = s_.engine_.ref();
+    // A loss over pairs is divided by nothing but its own rows.
+    attempt_.ref = pairs_ == nullptr ? s_.engine_.ref() : Divisor{agreed.ref(), {}, agreed.ref()};
     auto* const scaler = s_.options_.scaler;
     if (scaler != nullptr && scaler->enabled() && s_.engine_.group().world_size() > 1) {
       scale_.emplace(scaler->tensors(s_.options_.device).first);
