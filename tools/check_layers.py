@@ -1,6 +1,6 @@
 """Checks that includes only go down the layers, and the few rules that keep a layer what it is.
 
-base -> memory -> step -> ladder -> { sizer | reducer | probes } -> { pipeline | launch } -> bindings
+base -> memory -> step -> ladder -> { sizer | reducer | probes } -> { sharded | pipeline | launch } -> bindings
 
 The simulated device is no layer: a project of its own (ALONE), which other projects can take as it is.
 Folders of a layer have an order of their own (FOLDERS; "" is the files beside them): each may use lower levels.
@@ -22,6 +22,7 @@ LEVELS = {
     "sizer": 4,
     "reducer": 4,
     "probes": 4,
+    "sharded": 5,
     "pipeline": 5,
     "launch": 5,
     "bindings": 6,

@@ -11,6 +11,7 @@ void bind_errors(py::module_& m);
 void bind_frame_site(py::module_& m);
 void bind_explain(py::module_& m);
 void bind_torch_ddp_adapter(py::module_& m);
+void bind_sharded_model(py::module_& m);
 void bind_global_sampler(py::module_& m);
 void bind_leaks(py::module_& m);
 void bind_ladder(py::module_& m);

@@ -16,6 +16,7 @@ PYBIND11_MODULE(_C, m) {
   brimful::bind_stop(m);
   brimful::bind_reducer(m);
   brimful::bind_torch_ddp_adapter(m);
+  brimful::bind_sharded_model(m);
   brimful::bind_ladder(m);
   brimful::bind_loss_rule(m);
   brimful::bind_sizer(m);

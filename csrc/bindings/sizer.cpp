@@ -1,5 +1,6 @@
 #include <brimful/reducer/reducer.h>
 #include <brimful/reducer/torch_ddp_adapter.h>
+#include <brimful/sharded/sharded_model.h>
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/grad_scaler.h>
 #include <brimful/sizer/rule_vote.h>
@@ -77,9 +78,13 @@ std::vector<at::Tensor> differentiate(const at::Tensor& loss, const at::Tensor& 
 
 std::vector<std::shared_ptr<Participant>> participants_of(
     const std::vector<std::shared_ptr<Reducer>>& reducers,
-    const std::vector<std::shared_ptr<TorchDdpAdapter>>& adapters) {
+    const std::vector<std::shared_ptr<TorchDdpAdapter>>& adapters,
+    const std::shared_ptr<ShardedModel>& sharded) {
   std::vector<std::shared_ptr<Participant>> all(reducers.begin(), reducers.end());
   all.insert(all.end(), adapters.begin(), adapters.end());
+  if (sharded) {
+    all.push_back(sharded);
+  }
   return all;
 }
 
@@ -113,7 +118,7 @@ class PythonSizer {
 
   PythonSizer(const std::vector<std::shared_ptr<Reducer>>& reducers,
               const std::vector<std::shared_ptr<TorchDdpAdapter>>& adapters,
-              std::vector<at::Tensor> outside, const std::shared_ptr<ModuleEntries>& entries,
+              const std::shared_ptr<ShardedModel>& sharded, std::vector<at::Tensor> outside, const std::shared_ptr<ModuleEntries>& entries,
               const std::vector<c10::Device>& devices,
               const std::vector<std::pair<py::function, py::function>>& keepers,
               std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
@@ -121,9 +126,10 @@ class PythonSizer {
       : scaler_(scaler ? std::make_unique<GradScaler>(scaler->first, scaler->second) : nullptr),
         weight_fn_(std::move(weight_fn)),
         splitter_(std::move(splitter)),
-        sizer_(StepGroup(participants_of(reducers, adapters), std::move(outside)),
+        sizer_(StepGroup(participants_of(reducers, adapters, sharded), std::move(outside)),
                Transaction({}, devices), with_scaler(options, scaler_.get())),
-        lockstep_(options.lockstep) {
+        lockstep_(options.lockstep),
+        has_ghosts_(sharded != nullptr) {
     sizer_.transaction().follow(entries);
     for (const auto& [capture, restore] : keepers) {
       sizer_.transaction().add(keeper_of(capture, restore));
@@ -229,6 +235,10 @@ class PythonSizer {
                           "(lockstep: true); give all ranks the same number of batches");
         const char* const whole = *tried ? "run whole before" : "never run whole";
         *tried = *tried || (begin == 0 && end == source.rows);
+        if (has_ghosts_ && begin == end) {
+          const py::object row = splitter_->slice(source.batch, source.rows, 0, 1);
+          return PieceLoss{as_piece_loss(loss_fn(model, row), 0.0).loss, 0};
+        }
         const py::object piece = splitter_->slice(source.batch, source.rows, begin, end);
         return PieceNote::with([&] { return as_piece_loss(loss_fn(model, piece), end - begin); },
                                [&] { return PieceNote::of(begin, end, source.rows, whole); });
@@ -283,12 +293,14 @@ class PythonSizer {
   std::shared_ptr<Splitter> splitter_;
   BatchSizer sizer_;
   bool lockstep_;
+  bool has_ghosts_;  ///< an empty piece is one row that does not count, since few models take none
   Source last_;  ///< in lockstep: gives empty pieces to a step without data
 };
 
 std::unique_ptr<PythonSizer> make_sizer(
     const std::vector<std::shared_ptr<Reducer>>& reducers,
-    const std::vector<std::shared_ptr<TorchDdpAdapter>>& adapters, std::vector<at::Tensor> outside,
+    const std::vector<std::shared_ptr<TorchDdpAdapter>>& adapters,
+    const std::shared_ptr<ShardedModel>& sharded, std::vector<at::Tensor> outside,
     const std::shared_ptr<ModuleEntries>& entries, const std::vector<c10::Device>& devices,
     const std::vector<std::pair<py::function, py::function>>& keepers,
     const py::function& standing_tensors, const py::function& optimizer_bytes,
@@ -319,7 +331,7 @@ std::unique_ptr<PythonSizer> make_sizer(
   options.offload = offload;
   options.state_may_leave = state_may_leave;
   options.finds_rule = finds_rule;
-  return std::make_unique<PythonSizer>(reducers, adapters, std::move(outside), entries, devices,
+  return std::make_unique<PythonSizer>(reducers, adapters, sharded, std::move(outside), entries, devices,
                                        keepers, std::move(weight_fn), std::move(splitter), scaler,
                                        std::move(options));
 }
@@ -330,7 +342,7 @@ void bind_sizer(py::module_& m) {
   bind_module_entries(m);
   py::class_<PythonSizer>(m, "BatchSizer")
       .def(py::init(&make_sizer), py::kw_only(), py::arg("reducers"), py::arg("adapters"),
-           py::arg("outside"), py::arg("entries"), py::arg("devices"), py::arg("keepers"),
+           py::arg("sharded"), py::arg("outside"), py::arg("entries"), py::arg("devices"), py::arg("keepers"),
            py::arg("standing_tensors"), py::arg("optimizer_bytes"), py::arg("weight_fn"),
            py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("piece_rows"),
            py::arg("local"), py::arg("lockstep"), py::arg("predict"), py::arg("equal_pieces"),

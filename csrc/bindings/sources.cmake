@@ -38,6 +38,7 @@ brimful_sources(BINDINGS
   ragged.cpp
   recording.cpp
   reducer.cpp
+  sharded_model.cpp
   sizer.cpp
   sizer_values.cpp
   split_backward.cpp

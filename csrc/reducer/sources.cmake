@@ -42,6 +42,7 @@ brimful_sources(HEAVY
   regroup.cpp
   rows.cpp
   shared_step.cpp
+  side_group.cpp
   step_gate.cpp
   stopwatch.cpp
   sums_under_way.cpp

@@ -1,6 +1,5 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/reducer/torch_ddp_adapter.h>
 #include <brimful/step/distinct_tensors.h>
@@ -11,22 +10,11 @@
 #include <optional>
 #include <utility>
 
-#include "reducer/agree.h"
 #include "reducer/at_exit.h"
+#include "reducer/side_group.h"
 #include "reducer/updates.h"
-#include "step/failure_board.h"
 
 namespace brimful {
-namespace {
-/// Of keys in the group's store; each of its reducers has another.
-std::string prefix_for(c10d::ProcessGroup& group) {
-  const auto store = group.getStore();
-  const auto rank = std::to_string(group.getRank());
-  return "brimful/torch_ddp/" +
-         (store ? std::to_string(store->add("brimful/torch_ddp/" + rank, 1)) : std::string()) + "/";
-}
-}  // namespace
-
 /// Nothing is launched before finish(), which exchanges the records and reduces if it is due.
 struct TorchDdpAdapter::State final : ParticipantAttempt {
   void begin(int source) override { buffer_source = source; }
@@ -49,21 +37,14 @@ struct TorchDdpAdapter::State final : ParticipantAttempt {
   void join(const Group& side_group);
   std::vector<ControlRecord> exchange_all(const ControlRecord& record, const std::string& what);
   void reduce_gradients();
-  /// Over the group for tensors on the CPU.
-  template <typename Collective>
-  void call(const std::string& what, const Collective& collective) const;
 
   std::vector<at::Tensor> parameters;
-  Group group;
+  std::optional<SideGroup> ranks;
   Reduce reduce;
   Follow follow;
   bool check_updates = true;
-  int rank = 0;
-  int world_size = 1;
-  int64_t step = 0;
   int buffer_source = 0;
   Announcement said;
-  std::optional<FailureBoard> board;  ///< of the group's store
   std::vector<uint8_t> used_by_rank;  ///< by parameter: a rank had a gradient
   std::optional<Updates> updates;
 };
@@ -87,7 +68,7 @@ std::shared_ptr<TorchDdpAdapter> TorchDdpAdapter::create(std::vector<at::Tensor>
   std::shared_ptr<TorchDdpAdapter> reducer(new TorchDdpAdapter(std::move(state)));
   release_at_exit(reducer.get(), [weak = std::weak_ptr<TorchDdpAdapter>(reducer)] {
     if (const auto alive = weak.lock()) {
-      alive->s_->group.reset();
+      alive->s_->ranks->release();
       alive->s_->reduce = nullptr;
       alive->s_->follow = nullptr;
     }
@@ -96,13 +77,9 @@ std::shared_ptr<TorchDdpAdapter> TorchDdpAdapter::create(std::vector<at::Tensor>
 }
 
 void TorchDdpAdapter::State::join(const Group& side_group) {
-  group = side_group;
-  rank = group->getRank();
-  world_size = group->getSize();
-  step = 0;
-  board.emplace(group->getStore(), prefix_for(*group));
+  ranks.emplace(side_group, "torch_ddp");
   updates.reset();
-  if (check_updates && world_size > 1 && !parameters.empty()) {
+  if (check_updates && ranks->world_size() > 1 && !parameters.empty()) {
     updates.emplace(parameters, parameters.front().device(), std::vector<bool>{}, "the BatchSizer");
   }
 }
@@ -116,15 +93,15 @@ bool TorchDdpAdapter::follow_group() {
 }
 
 int TorchDdpAdapter::rank() const {
-  return s_->rank;
+  return s_->ranks->rank();
 }
 
 int TorchDdpAdapter::world_size() const {
-  return s_->world_size;
+  return s_->ranks->world_size();
 }
 
 int64_t TorchDdpAdapter::step() const {
-  return s_->step;
+  return s_->ranks->step();
 }
 
 const std::vector<at::Tensor>& TorchDdpAdapter::parameters() const {
@@ -132,7 +109,7 @@ const std::vector<at::Tensor>& TorchDdpAdapter::parameters() const {
 }
 
 const FailureBoard& TorchDdpAdapter::board() const {
-  return *s_->board;
+  return s_->ranks->board();
 }
 
 ParticipantAttempt& TorchDdpAdapter::attempt() {
@@ -143,68 +120,24 @@ std::vector<ControlRecord> TorchDdpAdapter::exchange(const ControlRecord& record
   return s_->exchange_all(record, "their first batches");
 }
 
-template <typename Collective>
-void TorchDdpAdapter::State::call(const std::string& what, const Collective& collective) const {
-  const memory::UnlimitedEverywhere unlimited;
-  try {
-    TORCH_CHECK(group, "the process groups have been released: the interpreter is ending");
-    collective()->wait();
-  } catch (...) {
-    detail::throw_rank_failed(
-        -1, step, Status::error,
-        "the ranks could not gather " + what + " (rank " + std::to_string(rank) +
-            "); a rank left its loop, died or hangs: look at the others' output, and start the "
-            "job again. The group said: " +
-            to_string(std::current_exception()));
-  }
-}
-
 std::vector<at::Tensor> TorchDdpAdapter::gather(const at::Tensor& own) {
-  std::vector<std::vector<at::Tensor>> outputs(1);
-  s_->call("embeddings", [&] {
-    std::vector<at::Tensor> inputs{own.cpu().contiguous()};
-    for (int rank = 0; rank < s_->world_size; ++rank) {
-      outputs[0].push_back(at::empty_like(inputs[0]));
-    }
-    return s_->group->allgather(outputs, inputs);
-  });
-  for (auto& output : outputs[0]) {
-    output = output.to(own.device());
-  }
-  return std::move(outputs[0]);
+  return s_->ranks->gather(own);
 }
 
 void TorchDdpAdapter::sum(at::Tensor& tensor) {
-  std::vector<at::Tensor> tensors(1);
-  s_->call("the gradients of embeddings", [&] {
-    tensors[0] = tensor.cpu().contiguous();
-    return s_->group->allreduce(tensors);
-  });
-  tensor.copy_(tensors[0]);
+  s_->ranks->sum(tensor);
 }
 
 // A rank's record, and a byte for each parameter: has it a gradient?
 std::vector<ControlRecord> TorchDdpAdapter::State::exchange_all(const ControlRecord& record,
                                                                 const std::string& what) {
-  const memory::Unlimited unlimited;
   std::vector<uint8_t> own(kRecordBytes + parameters.size());
   const auto encoded = encode(record);
   std::copy(encoded.begin(), encoded.end(), own.begin());
   for (size_t i = 0; i < parameters.size(); ++i) {
     own[kRecordBytes + i] = parameters[i].grad().defined() ? 1 : 0;
   }
-  std::vector<std::vector<uint8_t>> all;
-  try {
-    TORCH_CHECK(group, "the process groups have been released: the interpreter is ending");
-    all = exchange_bytes(group, c10::Device(c10::DeviceType::CPU), own);
-  } catch (...) {
-    detail::throw_rank_failed(
-        -1, step, Status::error,
-        "the ranks could not agree on " + what + " (rank " + std::to_string(rank) +
-            "); a rank left its loop, died or hangs: look at the others' output, and start the "
-            "job again. The group said: " +
-            to_string(std::current_exception()));
-  }
+  const auto all = ranks->exchange(own, what);
   std::vector<ControlRecord> records;
   used_by_rank.assign(parameters.size(), 0);
   for (const auto& bytes : all) {
@@ -230,8 +163,8 @@ Ending TorchDdpAdapter::State::finish() {
       std::copy_n(on_host.const_data_ptr<uint8_t>(), on_host.numel(), record.updated.begin());
     }
   }
-  Ending ending{exchange_all(record, "step " + std::to_string(step)), {}};
-  ++step;
+  Ending ending{exchange_all(record, "step " + std::to_string(ranks->step())), {}};
+  ranks->next_step();
   const bool stands = worst(ending.records) < Status::retry;
   if (updates) {
     if (stands) {
@@ -254,11 +187,12 @@ void TorchDdpAdapter::State::reduce_gradients() {
     reduce(buffer_source);
   } catch (...) {
     const auto failure = failure_of(std::current_exception());
+    const auto step = ranks->step() - 1;
     detail::throw_rank_failed(
-        -1, step - 1, failure.kind,
-        "the gradients of step " + std::to_string(step - 1) +
+        -1, step, failure.kind,
+        "the gradients of step " + std::to_string(step) +
             " could not be reduced by the module's own DistributedDataParallel (rank " +
-            std::to_string(rank) +
+            std::to_string(ranks->rank()) +
             "), which cannot be repeated: the other ranks wait in it until its group's timeout. "
             "Start the job again, or wrap the module in brimful.DistributedDataParallel. The "
             "error was: " +
@@ -267,7 +201,7 @@ void TorchDdpAdapter::State::reduce_gradients() {
 }
 
 void TorchDdpAdapter::State::accept(double scale, bool keep_unused) {
-  const double factor = scale * world_size;  // it made the mean of what must be the sum
+  const double factor = scale * ranks->world_size();  // it made the mean of what must be the sum
   for (size_t i = 0; i < parameters.size(); ++i) {
     auto& gradient = parameters[i].mutable_grad();
     if (keep_unused && used_by_rank[i] == 0) {
@@ -288,11 +222,7 @@ void TorchDdpAdapter::State::discard() {
 }
 
 void TorchDdpAdapter::State::abandon() {
-  try {
-    group->abort();
-  } catch (const std::exception& e) {
-    log(LogLevel::warning, std::string("could not abort the side group: ") + e.what());
-  }
+  ranks->abandon();
 }
 
 }  // namespace brimful

@@ -110,7 +110,8 @@ void BatchSizer::State::log_shortage(const Ended& ended, const Outcome& outcome,
        .rows = input.rows.value_or(0),
        .as_it_was = ended.how == Ended::How::as_it_was,
        .pieces = std::ssize(outcome.split),
-       .more = ended.how == Ended::How::ran_out && !ended.next
+       .more = ended.pieces > 0 ? ended.pieces
+               : ended.how == Ended::How::ran_out && !ended.next
                    ? std::ssize(splitting_.split_by(retry.next(options_.device), input, nullptr))
                    : 0},
       retry.attempts().back());

@@ -169,7 +169,9 @@ void BatchSizer::State::check_limit() {
 }
 
 void BatchSizer::State::capture(const StepInput& input, const PieceWork& work) {
-  const bool repeats = input.rows && work.tensors && !splitting_.in_lockstep();
+  const bool repeats =
+      input.rows && work.tensors &&
+      (!splitting_.in_lockstep() || engine_.group().inner_collectives() != InnerCollectives::none);
   engine_.before().capture(repeats ? work.tensors(0, *input.rows) : std::vector<NamedTensor>());
 }
 

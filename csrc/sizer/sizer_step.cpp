@@ -73,6 +73,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
     s_.splitting_.policy_of(input_).measure();
     announce();
     s_.engine_.owe();  // the others wait in their step
+    s_.learn_collectives(input_, work_);
     plan_ = s_.choose_pieces(input_, pairs_ == nullptr ? &work_ : nullptr, outcome_);
     auto first = s_.splitting_.first_plan(input_, outcome_.pieces, Splitting::given(input_, plan_));
     first.rungs = climb_.first(is_finest(first.pieces));
@@ -115,6 +116,10 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
 
   void finish_buffers() override { s_.norms_.finish(); }
   bool starts_over() override { return climb_.is_rejected(); }
+
+  int64_t pieces_again(bool as_it_was) override {
+    return as_it_was ? retry_->plan().pieces : retry_->next(s_.options_.device).pieces;
+  }
 
   uint32_t mark() override {
     const double scale = scale_ ? *scale_->get().const_data_ptr<float>() : 1;
@@ -178,6 +183,13 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
     }
   }
 
+  /// Every rank makes as many pieces as the one that wants the most of them.
+  void take_agreed_pieces(const std::vector<ControlRecord>& records, Ended& ended) const {
+    for (const auto rank : ranks_with(records, Status::retry)) {
+      ended.pieces = std::max<int64_t>(ended.pieces, records[rank].next_pieces);
+    }
+  }
+
   void note_times() {
     auto& known = s_.splitting_.by_length();
     if (std::exchange(known.warm, true)) {
@@ -209,6 +221,9 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
       }
       s_.engine_.undo();
       retry.remedy();
+      if (attempt_.lockstep) {
+        take_agreed_pieces(result.records, ended);
+      }
       ended = climb_.follow(std::move(ended), retry.plan());
       s_.log_shortage(ended, outcome_, input_, retry);
       if (plan_ && result.own == Status::out_of_memory) {

@@ -16,10 +16,10 @@ brimful_sources(HEAVY
   found_pieces.cpp
   grad_scaler.cpp
   gradient_sketch.cpp
+  learn_collectives.cpp
   length_fits.cpp
   length_law.cpp
   length_plan.cpp
- 
   loss_scale.cpp
   loss_trial.cpp
   map_batches.cpp

@@ -24,6 +24,8 @@ class AttemptTask {
   virtual bool starts_over() = 0;
   /// The batch has the error but in pieces so small: it counts as out of memory.
   virtual bool is_too_fine(const std::string& error) = 0;
+  /// How many pieces this rank wants for a repetition that all ranks make in as many. `as_it_was`: may_do_as_it_was() said so.
+  virtual int64_t pieces_again(bool as_it_was) = 0;
   /// After a shortage, which asks the device: the same split may do.
   virtual bool may_do_as_it_was(const std::string& shortage) = 0;
 };

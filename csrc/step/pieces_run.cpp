@@ -75,6 +75,12 @@ bool gradients_complete(const StepGroup& group) {
   });
 }
 
+void begin_forward(const StepGroup& group) {
+  for (const auto& participant : group.participants()) {
+    participant->attempt().begin_forward();
+  }
+}
+
 /// `backward`: of a loss, with the seed that it begins with.
 template <typename Backward>
 void run_backward(const StepGroup& group, const PieceLoss& piece, const Divisor& ref, bool last,
@@ -102,6 +108,7 @@ AttemptResult PiecesRun::run() {
       const bool may_be_late = takes_late_weights(group_);
       int64_t begin = 0;
       for (size_t i = 0; i < attempt_.split.size(); ++i) {
+        begin_forward(group_);
         const auto piece = task_.forward(begin, begin + attempt_.split[i]);
         begin += attempt_.split[i];
         run_piece(piece, may_be_late, i == 0, i + 1 == attempt_.split.size());
@@ -159,7 +166,8 @@ void PiecesRun::end_after_error() {
     result_.records = group_.finish();
     return;
   }
-  if (attempt_.lockstep && group_.world_size() > 1) {
+  const bool together = attempt_.lockstep && group_.world_size() > 1;
+  if (together && group_.inner_collectives() != InnerCollectives::known) {
     leave_lockstep();
     return;
   }
@@ -170,7 +178,8 @@ void PiecesRun::end_after_error() {
        (result_.own == Status::out_of_memory && (attempt_.can_shrink || result_.same_split)));
   const bool met =
       attempt_.prologue != nullptr && attempt_.prologue->has_met() && group_.world_size() > 1;
-  if (can_retry && result_.own == Status::out_of_memory && result_.buckets_launched == 0 && !met) {
+  if (can_retry && result_.own == Status::out_of_memory && result_.buckets_launched == 0 &&
+      !met && !together) {
     result_.retry_alone = true;
     return;
   }
@@ -218,7 +227,12 @@ void PiecesRun::end_failed(Status verdict) {
     if (attempt_.prologue != nullptr) {
       attempt_.prologue->leave(verdict);
     }
-    group_.drain(attempt_.record, verdict);
+    auto record = attempt_.record;
+    if (attempt_.lockstep && verdict == Status::retry) {
+      record.next_pieces = static_cast<uint16_t>(
+          std::min<int64_t>(task_.pieces_again(result_.same_split), UINT16_MAX));
+    }
+    group_.drain(record, verdict);
   };
   if (!result_.error) {
     leave();
@@ -230,15 +244,22 @@ void PiecesRun::end_failed(Status verdict) {
     group_.abandon(Status::error, result_.text);
   }
   if (!drained || !behind_error([&] { result_.records = group_.finish(); })) {
+    if (attempt_.lockstep) {
+      throw_cause();
+    }
     std::rethrow_exception(result_.error);
   }
 }
 
 void PiecesRun::leave_lockstep() {
-  const auto peer = group_.participants()[0]->board().find_other(group_.step(), group_.rank(),
-                                                                 group_.world_size());
   group_.abandon(result_.own == Status::out_of_memory ? Status::out_of_memory : Status::error,
                  result_.text);
+  throw_cause();
+}
+
+void PiecesRun::throw_cause() const {
+  const auto peer = group_.participants()[0]->board().find_other(group_.step(), group_.rank(),
+                                                                 group_.world_size());
   if (peer) {
     detail::throw_rank_failed(peer->rank, group_.step() - 1, peer->kind,
                               "rank " + std::to_string(peer->rank) +
@@ -255,6 +276,7 @@ void rehearse(StepGroup& group, int64_t rows, const PieceWork& work,
   try {
     PieceSums sums;
     for (const bool second : {false, true}) {
+      begin_forward(group);
       auto piece = work.forward(0, rows);
       require_loss(piece);
       if (piece.late_weight.defined()) {  // what it is makes no difference to memory

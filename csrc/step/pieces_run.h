@@ -60,6 +60,8 @@ class PiecesRun {
   bool complete_behind();
   void end_failed(Status verdict);
   void leave_lockstep();
+  /// @throws RankFailed if another rank's failure has caused this one's
+  void throw_cause() const;
 
   StepGroup& group_;
   const PiecesAttempt& attempt_;

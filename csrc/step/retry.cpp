@@ -81,6 +81,8 @@ void Retry::follow(const Ended& ended) {
     plan_ = smaller;
   } else if (ended.next) {
     plan_ = *ended.next;
+  } else if (ended.pieces > 0) {
+    plan_ = ExecutionPlan::in_pieces(rows_, ended.pieces);
   }
   failures_ += ended.how == Ended::How::for_others ? 0 : 1;
 }

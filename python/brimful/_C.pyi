@@ -611,6 +611,19 @@ class TorchDdpAdapter:
     @property
     def world_size(self) -> int: ...
 
+class ShardedModel:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], side_group: ProcessGroup, shards: Any
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def collectives(self) -> int: ...
+    @property
+    def drained(self) -> int: ...
+
 class Attempt:
     @property
     def pieces(self) -> int: ...
@@ -960,6 +973,7 @@ class BatchSizer:
         *,
         reducers: Sequence[Reducer],
         adapters: Sequence[TorchDdpAdapter],
+        sharded: ShardedModel | None,
         outside: Sequence[torch.Tensor],
         entries: _ModuleEntries,
         devices: Sequence[torch.device],

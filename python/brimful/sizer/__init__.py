@@ -24,6 +24,7 @@ from brimful.sizer._loss_rules import LossRules, Use
 from brimful.sizer._optimizer_room import OptimizerRoom
 from brimful.sizer._packed import counted, whole_of
 from brimful.sizer._parts import Parts
+from brimful.sizer._sharded import local
 
 __all__ = ["NO_DATA", "BatchSizer"]
 
@@ -254,7 +255,7 @@ class BatchSizer(Looping):
         self._follow_optimizers()
 
     def _take_parts(self, parts: Parts) -> None:
-        self._parameters = parts.parameters
+        self._parameters = [local(p) for p in parts.parameters]
         self._buffers = parts.buffers()
         self._optimizers = parts.optimizers
         self._device = parts.devices()[0]
@@ -294,6 +295,7 @@ class BatchSizer(Looping):
         return _C.BatchSizer(
             reducers=[w.reducer for w in parts.wrapped],
             adapters=[_torch_ddp.adapter(m, check_updates) for m in parts.torch_ddp],
+            sharded=parts.sharded,
             outside=parts.outside,
             entries=entries_of(parts.modules),
             devices=parts.devices(),

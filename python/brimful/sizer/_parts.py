@@ -11,6 +11,7 @@ import torch.distributed as dist
 from brimful.reducer import DistributedDataParallel, _torch_ddp
 from brimful.sizer._loops import Looping
 from brimful.sizer._next_step import taken
+from brimful.sizer._sharded import adapter, is_dtensor, local, roots_of
 
 
 def modules_of(model: Any) -> list[torch.nn.Module]:
@@ -27,15 +28,21 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
             raise TypeError(
                 f"model must be a module or a sequence of modules (type: {type(module)})"
             )
-        for name, parameter in module.named_parameters():
-            if type(parameter.data).__name__ == "DTensor":
-                raise TypeError(
-                    "DTensor parameters have collectives in forward and backward, which a rank that "
-                    f"retries leaves unmatched (parameter: {name}); a BatchSizer takes whole replicas: "
-                    "wrap the module in brimful.DistributedDataParallel instead of FSDP2 or tensor "
-                    "parallelism, or split batches by hand, alike on all ranks"
-                )
     return modules
+
+
+def _require_taken(modules: Iterable[torch.nn.Module], sharded: Iterable[torch.Tensor]) -> None:
+    """Raises for DTensors that are of nobody known."""
+    known = set(sharded)
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if parameter not in known and parameter.requires_grad and is_dtensor(parameter):
+                raise TypeError(
+                    "DTensor parameters that fully_shard did not make have collectives in forward and backward, "
+                    f"which a rank that retries leaves unmatched (parameter: {name}); use fully_shard, or wrap the "
+                    "module in brimful.DistributedDataParallel instead of tensor parallelism, or split batches by "
+                    "hand, alike on all ranks"
+                )
 
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
@@ -78,6 +85,11 @@ class Parts:
         self.children = list(dict.fromkeys(child for m in self.modules for child in m.modules()))
         self.wrapped = [c for c in self.children if isinstance(c, DistributedDataParallel)]
         self.torch_ddp = [c for c in self.children if isinstance(c, _torch_ddp.TorchDDP)]
+        self.sharded, sharded_parameters = None, []
+        if roots := roots_of(self.modules):
+            self.sharded, sharded_parameters = adapter(roots)
+        _require_taken(self.modules, sharded_parameters)
+        self._sharded_parameters = sharded_parameters
         self.parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
         self.optimizers = optimizers_of(optimizer)
         self.outside = self._outside()
@@ -85,6 +97,7 @@ class Parts:
     def _outside(self) -> list[torch.Tensor]:
         """What is trained and no wrapper reduces."""
         reduced = {p for w in self.wrapped for p in w.parameters()}
+        reduced.update(self._sharded_parameters)
         reduced |= {p for f in self.torch_ddp for p in _torch_ddp.trainable(f)}
         asked = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         every = dict.fromkeys([*self.parameters, *asked])
@@ -103,7 +116,12 @@ class Parts:
         """Raises where the ranks cannot keep it."""
         lockstep = asked
         if lockstep is None:
-            lockstep = any(isinstance(c, torch.nn.SyncBatchNorm) for c in self.children)
+            synced = any(isinstance(c, torch.nn.SyncBatchNorm) for c in self.children)
+            lockstep = synced or self.sharded is not None
+        if not lockstep and self.sharded is not None:
+            raise ValueError(
+                "ranks of a sharded model gather its parameters together in every piece (lockstep: False); leave it out"
+            )
         if lockstep and self.torch_ddp:
             raise ValueError(
                 "ranks that use torch's DistributedDataParallel cannot keep collectives inside the model in "
@@ -120,5 +138,5 @@ class Parts:
     def gradient_bytes(self, device: torch.device) -> int:
         """Of gradients that a step allocates; those that other ranks share lie in buckets."""
         alone = [p for w in self.wrapped if w.reducer.world_size == 1 for p in w.parameters()]
-        fresh = [*self.outside, *(p for p in alone if p.requires_grad)]
+        fresh = [*self.outside, *map(local, self._sharded_parameters), *(p for p in alone if p.requires_grad)]
         return _bytes(dict.fromkeys(fresh), device)

@@ -43,6 +43,14 @@ struct Ending {
   std::shared_ptr<const LateSums> sums = nullptr;
 };
 
+/// What a participant knows of collectives within the model, which this rank must issue whatever happens to it.
+enum class InnerCollectives : uint8_t {
+  none,       ///< there are none, or they are not this participant's
+  unlearned,  ///< two pieces of few rows, run on all ranks, show them
+  known,      ///< a rank that fails issues those that are left
+  lost        ///< a piece had others: a rank that fails cannot
+};
+
 /// A participant's part of an attempt, driven by one thread in the order of these calls. Whatever happens between begin()
 /// and finish(), both launches are made, so that a rank which fails still sends all that the others wait for.
 class BRIMFUL_API ParticipantAttempt {
@@ -52,6 +60,8 @@ class BRIMFUL_API ParticipantAttempt {
   virtual void begin(int buffer_source) = 0;
   /// Launch order: no bucket is launched before the early ones of `before` were; `after` is advanced then. Until finish().
   virtual void set_order(ParticipantAttempt* before, ParticipantAttempt* after) = 0;
+  /// A piece's forward comes.
+  virtual void begin_forward() {}
   /// Early buckets may be launched during the backward of the last piece. `loss`, if defined, is where that backward begins.
   virtual void begin_piece(bool last, const at::Tensor& loss) = 0;
   /// Launches the early buckets whose turn it is.
@@ -101,6 +111,12 @@ class BRIMFUL_API Participant {
   virtual std::vector<at::Tensor> gather(const at::Tensor& own) = 0;
   /// The same for the sum over the ranks, which takes the place of the tensor's values.
   virtual void sum(at::Tensor& tensor) = 0;
+  virtual InnerCollectives inner_collectives() const { return InnerCollectives::none; }
+  /// A collective of its own, before the pieces that show what is unlearned.
+  /// @throws RankFailed if a rank failed before them, c10::ValueError on all ranks if one has no data
+  virtual void begin_learning(bool /*has_data*/) {}
+  /// A collective of its own, after them.
+  virtual void end_learning() {}
   /// Lives as long as the participant, or until it regroups.
   virtual ParticipantAttempt& attempt() = 0;
 };

@@ -1,0 +1,82 @@
+#include "reducer/side_group.h"
+
+#include <ATen/ATen.h>
+#include <brimful/log.h>
+#include <brimful/memory/stats.h>
+#include <brimful/step/oom.h>
+
+#include <utility>
+
+namespace brimful {
+namespace {
+/// Of keys in the group's store; each participant has another.
+std::string prefix_for(c10d::ProcessGroup& group, const std::string& name) {
+  const auto store = group.getStore();
+  const auto rank = std::to_string(group.getRank());
+  const auto key = "brimful/" + name + "/";
+  return key + (store ? std::to_string(store->add(key + rank, 1)) : std::string()) + "/";
+}
+}  // namespace
+
+SideGroup::SideGroup(Group group, const std::string& name)
+    : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()) {
+  board_.emplace(group_->getStore(), prefix_for(*group_, name));
+}
+
+template <typename Collective>
+auto SideGroup::call(const std::string& could_not, const Collective& collective) const {
+  try {
+    TORCH_CHECK(group_, "the process groups have been released: the interpreter is ending");
+    return collective();
+  } catch (...) {
+    detail::throw_rank_failed(
+        -1, step_, Status::error,
+        "the ranks could not " + could_not + " (rank " + std::to_string(rank_) +
+            "); a rank left its loop, died or hangs: look at the others' output, and start the "
+            "job again. The group said: " +
+            to_string(std::current_exception()));
+  }
+}
+
+std::vector<std::vector<uint8_t>> SideGroup::exchange(const std::vector<uint8_t>& own,
+                                                      const std::string& what) const {
+  const memory::Unlimited unlimited;
+  return call("agree on " + what,
+              [&] { return exchange_bytes(group_, c10::Device(c10::DeviceType::CPU), own); });
+}
+
+std::vector<at::Tensor> SideGroup::gather(const at::Tensor& own) const {
+  const memory::UnlimitedEverywhere unlimited;
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  call("gather embeddings", [&] {
+    std::vector<at::Tensor> inputs{own.cpu().contiguous()};
+    for (int rank = 0; rank < world_size_; ++rank) {
+      outputs[0].push_back(at::empty_like(inputs[0]));
+    }
+    return group_->allgather(outputs, inputs)->wait();
+  });
+  for (auto& output : outputs[0]) {
+    output = output.to(own.device());
+  }
+  return std::move(outputs[0]);
+}
+
+void SideGroup::sum(at::Tensor& tensor) const {
+  const memory::UnlimitedEverywhere unlimited;
+  std::vector<at::Tensor> tensors(1);
+  call("gather the gradients of embeddings", [&] {
+    tensors[0] = tensor.cpu().contiguous();
+    return group_->allreduce(tensors)->wait();
+  });
+  tensor.copy_(tensors[0]);
+}
+
+void SideGroup::abandon() const {
+  try {
+    group_->abort();
+  } catch (const std::exception& e) {
+    log(LogLevel::warning, std::string("could not abort the side group: ") + e.what());
+  }
+}
+
+}  // namespace brimful

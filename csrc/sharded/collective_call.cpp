@@ -1,0 +1,159 @@
+#include "sharded/collective_call.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <functional>
+#include <utility>
+
+namespace brimful {
+namespace {
+using Arguments = std::vector<c10::IValue>;
+constexpr size_t kGatheredAt = 1;  // of the arguments of _allgather_base_
+
+/// The same argument with each tensor as `made` gives it: a tensor, a list of them, a list of lists, or none.
+c10::IValue with_tensors(const c10::IValue& value,
+                         const std::function<at::Tensor(const at::Tensor&)>& made) {
+  if (value.isTensor()) {
+    return made(value.toTensor());
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> all;
+    for (const at::Tensor& each : value.toTensorList()) {
+      all.push_back(made(each));
+    }
+    return all;
+  }
+  if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList()) {
+    c10::List<c10::List<at::Tensor>> lists;
+    for (const auto& list : value.toListRef()) {
+      lists.push_back(with_tensors(list, made).toTensorList());
+    }
+    return lists;
+  }
+  return value;
+}
+
+bool looks_like(const at::Tensor& one, const at::Tensor& other) {
+  return one.defined() == other.defined() &&
+         (!one.defined() || (one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes()));
+}
+
+bool is_same(const c10::IValue& one, const c10::IValue& other) {
+  if (one.isTensor() || other.isTensor()) {
+    return one.isTensor() && other.isTensor() && looks_like(one.toTensor(), other.toTensor());
+  }
+  if (one.isList() && other.isList()) {
+    const auto ours = one.toListRef();
+    const auto theirs = other.toListRef();
+    bool same = ours.size() == theirs.size();
+    for (size_t i = 0; same && i < ours.size(); ++i) {
+      same = is_same(ours[i], theirs[i]);
+    }
+    return same;
+  }
+  return one.isObject() || one.isNone() == other.isNone();  // timeouts and flags make no other call of it
+}
+
+Arguments::const_iterator first_of(const c10::OperatorHandle& op, const Arguments& stack) {
+  return stack.end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
+}
+
+bool is_a(const c10::IValue& value, const char* name) {
+  return value.isObject() && value.type()->str().find(name) != std::string::npos;
+}
+
+c10d::ReduceOp::RedOpType kind_of(const c10::IValue& reduce_op) {
+  return reduce_op.toCustomClass<c10d::ReduceOp>()->op_;
+}
+
+at::Tensor without_values(const at::Tensor& tensor) {
+  return tensor.defined() ? at::empty(tensor.sizes(), tensor.options().device(at::kMeta)) : tensor;
+}
+
+std::optional<at::Tensor> first_tensor(const c10::IValue& value) {
+  std::optional<at::Tensor> first;
+  with_tensors(value, [&](const at::Tensor& tensor) {
+    first = first ? first : std::optional<at::Tensor>(tensor);
+    return tensor;
+  });
+  return first;
+}
+}  // namespace
+
+CollectiveCall::CollectiveCall(const c10::OperatorHandle& op, const Arguments& arguments)
+    : op_(op), device_(c10::DeviceType::CPU) {
+  const at::NoGradGuard no_grad;
+  for (auto each = first_of(op, arguments); each != arguments.end(); ++each) {
+    if (const auto tensor = first_tensor(*each); tensor && tensor->defined()) {
+      device_ = tensor->device();
+    }
+    if (is_a(*each, "ProcessGroup")) {
+      group_at_ = arguments_.size();
+      group_ = each->toCustomClass<c10d::ProcessGroup>();
+    } else if (is_a(*each, "ReduceOp")) {
+      reduce_op_at_ = arguments_.size();
+    }
+    arguments_.push_back(with_tensors(*each, without_values));
+  }
+}
+
+bool CollectiveCall::is(const c10::OperatorHandle& op, const Arguments& arguments) const {
+  if (!(op == op_)) {
+    return false;
+  }
+  const auto theirs = first_of(op, arguments);
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    const auto& their = *(theirs + static_cast<std::ptrdiff_t>(i));
+    const bool same = i == group_at_ ? their.toCustomClass<c10d::ProcessGroup>() == group_
+                      : i == reduce_op_at_ ? kind_of(their) == kind_of(arguments_[i])
+                                           : is_same(arguments_[i], their);
+    if (!same) {
+      return false;
+    }
+  }
+  return true;
+}
+
+at::Tensor CollectiveCall::gathered_input() const {
+  return op_.schema().name() == "c10d::_allgather_base_" ? arguments_.at(kGatheredAt).toTensor()
+                                                         : at::Tensor();
+}
+
+void CollectiveCall::issue(const at::Tensor& input) const {
+  const at::NoGradGuard no_grad;
+  auto stack = arguments_;
+  for (auto& argument : stack) {
+    argument = with_tensors(argument, [&](const at::Tensor& meta) {
+      return meta.defined() ? at::zeros(meta.sizes(), meta.options().device(device_)) : meta;
+    });
+  }
+  if (input.defined()) {
+    stack.at(kGatheredAt) = input;
+  }
+  op_.callBoxed(stack);
+  if (!stack.empty() && stack.back().isObject()) {
+    stack.back().toCustomClass<c10d::Work>()->wait();
+  }
+}
+
+std::string CollectiveCall::name() const {
+  return name_of(op_, arguments_);
+}
+
+std::string name_of(const c10::OperatorHandle& op, const Arguments& arguments) {
+  auto text = op.schema().name();
+  text = text.substr(text.rfind(':') + 1);
+  for (auto each = first_of(op, arguments); each != arguments.end(); ++each) {
+    if (const auto tensor = first_tensor(*each); tensor && tensor->defined()) {
+      std::string sizes;
+      for (const auto size : tensor->sizes()) {
+        sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+      }
+      return text + " of [" + sizes + "] " + c10::toString(tensor->scalar_type());
+    }
+  }
+  return text;
+}
+
+}  // namespace brimful

@@ -1,0 +1,66 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "sharded/collective_call.h"
+#include "sharded/noted_calls.h"
+
+namespace brimful {
+
+/// The collectives of one piece, in the order in which this rank issues them over all groups. It is written by a piece, and
+/// holds once a second one was the same; each later call is compared with it before it is issued. A call counts as issued
+/// once it has begun. Calls come from the step's threads, one at a time; all else from the thread that drives the step.
+class CollectiveTape final : public CallListener {
+ public:
+  enum class State : uint8_t {
+    unknown,
+    written,  ///< by one piece
+    holds,    ///< a second one was the same
+    parted    ///< a later one was not
+  };
+  struct Entry {
+    CollectiveCall call;
+    int64_t source;  ///< what `source_of` said when it was written
+  };
+  /// Asked for each call while the tape is written: who makes it; -1 for nobody that is known.
+  using SourceOf = std::function<int64_t()>;
+  /// A piece has parted from the tape; `what` says how. Before the call that did is issued; may throw in its place.
+  using OnParting = std::function<void(const std::string& what)>;
+
+  CollectiveTape(SourceOf source_of, OnParting on_parting)
+      : source_of_(std::move(source_of)), on_parting_(std::move(on_parting)) {}
+
+  void begin_piece();
+  /// A piece has ended without an error: a first one has written the tape, a second one confirms it.
+  void end_piece();
+  void forget_piece();
+  State state() const;
+  /// Calls of the piece under way.
+  int64_t issued() const;
+  /// Those of the piece under way that are not issued yet.
+  std::vector<Entry> rest() const;
+  const std::vector<Entry>& entries() const { return entries_; }
+  /// All groups that it has met, each once.
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups() const;
+
+  void on_collective(const c10::OperatorHandle& op,
+                     const std::vector<c10::IValue>& arguments) override;
+
+ private:
+  void part(const std::string& what);
+  std::string expected() const;
+
+  SourceOf source_of_;
+  OnParting on_parting_;
+  mutable std::mutex mutex_;
+  State state_ = State::unknown;
+  std::vector<Entry> entries_;
+  size_t issued_ = 0;
+  bool under_way_ = false;
+};
+
+}  // namespace brimful

@@ -1,0 +1,277 @@
+// What a rank owes the others of a sharded model's step, whether its own pieces run or fail.
+#include "sharded/sharded_state.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <brimful/log.h>
+#include <brimful/memory/stats.h>
+#include <brimful/step/distinct_tensors.h>
+
+#include <algorithm>
+
+#include "reducer/updates.h"
+
+namespace brimful {
+namespace {
+/// On the board, by the first rank that is there.
+constexpr const char* kParted = "parted";
+
+std::string draining_place(int64_t step) {
+  return "drains/" + std::to_string(step);
+}
+
+/// What the ranks agreed on, or want for the repetition that follows.
+int64_t pieces_of(const std::vector<ControlRecord>& records) {
+  const bool repeats = worst(records) == Status::retry;
+  int64_t most = 1;
+  for (const auto& record : records) {
+    if (!repeats || record.verdict == Status::retry) {
+      most = std::max<int64_t>(most, record.next_pieces);
+    }
+  }
+  return most;
+}
+}  // namespace
+
+ShardedModel::State::State(std::vector<at::Tensor> parameters, const Group& side_group,
+                           ShardedModelHooks hooks)
+    : parameters_(distinct_tensors(std::move(parameters))),
+      ranks_(side_group, "sharded"),
+      hooks_(std::move(hooks)),
+      tape_([this] { return hooks_.source_of_call(); },
+            [this](const std::string& what) { on_parting(what); }) {}
+
+void ShardedModel::State::begin(int /*buffer_source*/) {
+  listens_.reset();
+  tape_.forget_piece();
+  begun_ = 0;
+  issued_ = 0;
+  hooks_.sum_gradients(true);
+}
+
+void ShardedModel::State::begin_forward() {
+  end_pieces();
+  ++begun_;
+  tape_.begin_piece();
+  if (!listens_) {
+    listens_.emplace(tape_);
+  }
+}
+
+void ShardedModel::State::end_pieces() {
+  if (begun_ > 0) {
+    tape_.end_piece();
+    issued_ += tape_.issued();
+    tape_.forget_piece();
+  }
+}
+
+Progress ShardedModel::State::progress() const {
+  Progress progress;
+  progress.launched = issued_ + (begun_ > 0 ? tape_.issued() : 0);
+  return progress;
+}
+
+void ShardedModel::State::launch_early(Fill fill) {
+  if (fill == Fill::gradients) {
+    end_pieces();
+    listens_.reset();
+    return;
+  }
+  listens_.reset();
+  if (learning_ == Learning::not_begun) {
+    ControlRecord failed;
+    failed.verdict = Status::error;
+    exchange(failed, "their first pieces");  // the others begin their step with it
+  } else if (inner_collectives() == InnerCollectives::known) {
+    drain();
+  } else if (learning_ != Learning::refused) {
+    fail("this rank failed, and what the others wait for is not known");
+  }
+}
+
+void ShardedModel::State::drain() {
+  const auto& board = ranks_.board();
+  Failure drains;
+  drains.rank = ranks_.rank();
+  drains.step = ranks_.step();
+  board.try_post(draining_place(ranks_.step()), drains);
+  if (const auto parted = board.find(kParted)) {
+    fail("this rank failed, and rank " + std::to_string(parted->rank) +
+         " makes other collectives in this step than in the ones before: " + parted->text);
+  }
+  const at::NoGradGuard no_grad;
+  const memory::Unlimited unlimited;  // all other ranks wait for it
+  const memory::UnlimitedEverywhere in_the_groups_threads;
+  const auto rest = tape_.rest();
+  hooks_.reset();  // what the piece held is free before the first of them needs room
+  for (const auto& entry : rest) {
+    issue(entry);
+  }
+  for (; begun_ < pieces_; ++begun_) {
+    for (const auto& entry : tape_.entries()) {
+      issue(entry);
+    }
+  }
+  tape_.forget_piece();
+}
+
+void ShardedModel::State::issue(const CollectiveTape::Entry& entry) {
+  at::Tensor shard;
+  if (const auto like = entry.call.gathered_input(); like.defined() && entry.source >= 0) {
+    shard = hooks_.shard_of(entry.source);
+    if (shard.defined()) {
+      shard = shard.numel() == like.numel() ? shard.to(like.scalar_type()).view(like.sizes())
+                                            : at::Tensor();
+    }
+  }
+  entry.call.issue(shard);
+  ++drained_;
+}
+
+void ShardedModel::State::launch_last(Fill /*fill*/, const Announcement& said) {
+  said_ = said;
+  if (said_.loss_sum.defined()) {  // waits for its device; what fails here is drained
+    said_.record.loss_sum = said_.loss_sum.item<double>();
+    said_.loss_sum.reset();
+  }
+}
+
+std::vector<ControlRecord> ShardedModel::State::exchange(const ControlRecord& record,
+                                                         const std::string& what) {
+  const auto encoded = encode(record);
+  std::vector<ControlRecord> records;
+  for (const auto& bytes : ranks_.exchange({encoded.begin(), encoded.end()}, what)) {
+    RecordBytes theirs{};
+    std::copy_n(bytes.begin(), theirs.size(), theirs.begin());
+    records.push_back(decode(theirs));
+  }
+  pieces_ = pieces_of(records);
+  return records;
+}
+
+Ending ShardedModel::State::finish() {
+  listens_.reset();
+  hooks_.sum_gradients(false);
+  auto record = std::exchange(said_, {}).record;
+  record.updated.fill(kUpdateNotCompared);
+  Ending ending{exchange(record, "step " + std::to_string(ranks_.step())), {}};
+  ranks_.next_step();
+  learning_ = learning_ == Learning::refused ? Learning::not_begun : learning_;
+  return ending;
+}
+
+void ShardedModel::State::accept(double scale, bool /*keep_unused*/) {
+  if (scale == 1) {
+    return;
+  }
+  if (auto gradients = hooks_.gradients(); !gradients.empty()) {
+    at::_foreach_mul_(gradients, scale);
+  }
+}
+
+void ShardedModel::State::discard() {
+  if (learning_ == Learning::under_way) {  // of the second piece
+    end_pieces();
+    begun_ = 0;
+  }
+  listens_.reset();
+  tape_.forget_piece();
+  hooks_.sum_gradients(false);
+  hooks_.reset();
+}
+
+InnerCollectives ShardedModel::State::inner_collectives() const {
+  if (learning_ != Learning::over) {
+    return InnerCollectives::unlearned;
+  }
+  return all_know_ && tape_.state() == CollectiveTape::State::holds ? InnerCollectives::known
+                                                                    : InnerCollectives::lost;
+}
+
+void ShardedModel::State::begin_learning(bool has_data) {
+  ControlRecord own;
+  own.verdict = has_data ? Status::ok : Status::no_data;
+  const auto pieces = pieces_;
+  const auto records = exchange(own, "their first pieces");
+  pieces_ = pieces;
+  if (worst(records) > Status::no_data) {
+    learning_ = Learning::refused;
+    const auto peer = ranks_.board().find_other(ranks_.step(), ranks_.rank(), ranks_.world_size());
+    detail::throw_rank_failed(peer ? peer->rank : -1, ranks_.step(),
+                              peer ? peer->kind : Status::error,
+                              peer ? "rank " + std::to_string(peer->rank) +
+                                         " failed before its first step: " + to_string(*peer)
+                                   : "another rank failed before its first step");
+  }
+  const auto without = ranks_with(records, Status::no_data);
+  learning_ = without.empty() ? Learning::under_way : Learning::refused;
+  TORCH_CHECK_VALUE(without.empty(),
+                    "the first step of a sharded model needs data on all ranks (rank without: ",
+                    without.empty() ? -1 : without.front(), "); let a later one be uneven");
+}
+
+void ShardedModel::State::end_learning() {
+  ControlRecord own;
+  own.verdict =
+      tape_.state() == CollectiveTape::State::holds ? Status::ok : Status::no_data;
+  const auto pieces = pieces_;
+  all_know_ = worst(exchange(own, "their collectives")) == Status::ok;
+  pieces_ = pieces;
+  learning_ = Learning::over;
+  if (!all_know_) {
+    log(LogLevel::warning,
+        "two pieces of the model made different collectives: a rank that fails ends the job");
+  }
+}
+
+void ShardedModel::State::on_parting(const std::string& what) {
+  if (learning_ != Learning::over) {
+    return;
+  }
+  log(LogLevel::warning, what + ": from now on a rank that fails ends the job");
+  Failure parted;
+  parted.rank = ranks_.rank();
+  parted.step = ranks_.step();
+  parted.text = what;
+  ranks_.board().try_post(kParted, parted);
+  if (const auto drains = ranks_.board().find(draining_place(ranks_.step()))) {
+    fail(what + ", and rank " + std::to_string(drains->rank) + " has failed in this step");
+  }
+}
+
+void ShardedModel::State::abandon() {
+  listens_.reset();
+  abort_groups();
+  ranks_.abandon();
+}
+
+void ShardedModel::State::abort_groups() {
+  for (const auto& group : tape_.groups()) {
+    try {
+      group->abort();
+    } catch (const std::exception& e) {
+      log(LogLevel::warning, std::string("could not abort a group of the model: ") + e.what());
+    }
+  }
+}
+
+void ShardedModel::State::fail(const std::string& text) {
+  abandon();
+  detail::throw_rank_failed(-1, ranks_.step(), Status::error,
+                            text + " (rank: " + std::to_string(ranks_.rank()) +
+                                "); the groups of the model are aborted: start the job again");
+}
+
+int64_t ShardedModel::State::collectives() const {
+  return inner_collectives() == InnerCollectives::known
+             ? static_cast<int64_t>(tape_.entries().size())
+             : 0;
+}
+
+void ShardedModel::State::release() {
+  ranks_.release();
+  hooks_ = {};
+}
+
+}  // namespace brimful

@@ -1,0 +1,166 @@
+"""Models that FSDP2 (`fully_shard`) has sharded, as a part of a BatchSizer's step.
+
+The core knows the collectives; this answers what only FSDP's own objects can. What is used of its internals is that of torch 2.15.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from brimful import _C
+
+_side_groups: weakref.WeakKeyDictionary[torch.nn.Module, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
+atexit.register(_side_groups.clear)
+
+#: Of a parameter group, which a piece may leave as the program's own switches had them in its midst.
+_SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
+_DIVISION = ("gradient_divide_factor", "force_sum_reduction_for_comms")
+
+
+def is_dtensor(parameter: torch.Tensor) -> bool:
+    return type(parameter.data).__name__ == "DTensor"
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's shard; the tensor itself if it has none."""
+    return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
+
+
+def roots_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """Modules that `fully_shard` was applied to and that lie in no other one, one for each of its calls."""
+    if not dist.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[int, Any] = {}
+
+    def visit(module: torch.nn.Module) -> None:
+        if isinstance(module, FSDPModule):
+            found.setdefault(id(module._get_fsdp_state()), module)
+            return
+        for child in module.children():
+            visit(child)
+
+    for module in modules:
+        visit(module)
+    return list(found.values())
+
+
+def _groups_of(root: Any) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    states = {
+        id(state): state
+        for module in root.modules()
+        if isinstance(module, FSDPModule)
+        for state in [module._get_fsdp_state()]
+    }
+    return [group for state in states.values() for group in state._fsdp_param_groups]
+
+
+class Shards:
+    """What `fully_shard` has made of a model."""
+
+    def __init__(self, roots: Sequence[Any]) -> None:
+        self._roots = list(roots)
+        self._groups = [group for root in roots for group in _groups_of(root)]
+        self.parameters = list(
+            dict.fromkeys(
+                p.sharded_param
+                for group in self._groups
+                for p in group.fsdp_params
+                if p.sharded_param.requires_grad
+            )
+        )
+        self._before: list[tuple[Any, str, Any]] = []
+        self._switches: list[tuple[Any, str, Any]] = []
+        self._require_known()
+
+    def _require_known(self) -> None:
+        if not hasattr(self._roots[0], "reset_iter_state"):
+            raise TypeError(
+                "a model of fully_shard comes back from a failed piece by FSDPModule.reset_iter_state, which torch 2.15 "
+                f"is the first to have (torch: {torch.__version__}); install it, or wrap the module in "
+                "brimful.DistributedDataParallel instead"
+            )
+        for group in self._groups:
+            if any(p.is_dtensor for p in group.fsdp_params):
+                raise TypeError(
+                    "fully_shard over tensor parallelism has collectives whose sizes follow the batch, which a rank that "
+                    "fails cannot issue for the others; shard the model by fully_shard alone"
+                )
+            if group.gradient_divide_factor not in (None, 1.0):
+                raise ValueError(
+                    "a step divides gradients by the weight of all ranks' rows (set_gradient_divide_factor: "
+                    f"{group.gradient_divide_factor}); leave it out, and weigh the loss: return (mean loss, weight)"
+                )
+
+    def ranks(self) -> list[int]:
+        meshes = {tuple(p.device_mesh.mesh.flatten().tolist()) for p in self.parameters}
+        if len(meshes) != 1:
+            raise TypeError(
+                f"modules of one step are sharded over the same ranks (meshes: {len(meshes)}); give each mesh a "
+                "BatchSizer of its own"
+            )
+        return list(meshes.pop())
+
+    def sum_gradients(self, on: bool) -> None:
+        for owner, name, value in self._before:
+            setattr(owner, name, value)
+        self._before = []
+        if not on:
+            return
+        self._switches = [(g, n, getattr(g, n)) for g in self._groups for n in _SWITCHES]
+        self._before = [(g, n, getattr(g, n)) for g in self._groups for n in _DIVISION]
+        for group in self._groups:
+            group.gradient_divide_factor = 1.0
+            group.force_sum_reduction_for_comms = True
+
+    def reset(self) -> None:
+        for root in self._roots:
+            root.reset_iter_state()
+        for owner, name, value in self._switches:
+            setattr(owner, name, value)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [local(p.grad) for p in self.parameters if p.grad is not None]
+
+    def source_of_call(self) -> int:
+        """Which parameter group gathers, by the frames that call: nothing of FSDP is wrapped for it."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "unshard":
+                owner = frame.f_locals.get("self")
+                for index, group in enumerate(self._groups):
+                    if owner is group:
+                        return index
+            frame = frame.f_back
+        return -1
+
+    def shard_of(self, source: int) -> torch.Tensor | None:
+        try:
+            given = [t.flatten() for p in self._groups[source].fsdp_params for t in p.all_gather_inputs]
+            return torch.cat(given)
+        except Exception:  # of an extension's own form: zeros do, too
+            return None
+
+
+def adapter(roots: Sequence[Any]) -> tuple[_C.ShardedModel, list[torch.nn.Parameter]]:
+    """The part that sharded modules take in a step, and their parameters. A collective: it makes a group to agree over."""
+    shards = Shards(roots)
+    group: Any = _side_groups.get(roots[0])
+    if group is None:
+        group = dist.new_group(shards.ranks(), backend="gloo", use_local_synchronization=True)
+        _side_groups[roots[0]] = group
+    return _C.ShardedModel(shards.parameters, group, shards), shards.parameters
