@@ -118,7 +118,8 @@ class PythonSizer {
 
   PythonSizer(const std::vector<std::shared_ptr<Reducer>>& reducers,
               const std::vector<std::shared_ptr<TorchDdpAdapter>>& adapters,
-              const std::shared_ptr<ShardedModel>& sharded, std::vector<at::Tensor> outside, const std::shared_ptr<ModuleEntries>& entries,
+              const std::shared_ptr<ShardedModel>& sharded, std::vector<at::Tensor> outside,
+              const std::shared_ptr<ModuleEntries>& entries,
               const std::vector<c10::Device>& devices,
               const std::vector<std::pair<py::function, py::function>>& keepers,
               std::optional<py::function> weight_fn, std::shared_ptr<Splitter> splitter,
@@ -294,7 +295,7 @@ class PythonSizer {
   BatchSizer sizer_;
   bool lockstep_;
   bool has_ghosts_;  ///< an empty piece is one row that does not count, since few models take none
-  Source last_;  ///< in lockstep: gives empty pieces to a step without data
+  Source last_;      ///< in lockstep: gives empty pieces to a step without data
 };
 
 std::unique_ptr<PythonSizer> make_sizer(
@@ -331,9 +332,9 @@ std::unique_ptr<PythonSizer> make_sizer(
   options.offload = offload;
   options.state_may_leave = state_may_leave;
   options.finds_rule = finds_rule;
-  return std::make_unique<PythonSizer>(reducers, adapters, sharded, std::move(outside), entries, devices,
-                                       keepers, std::move(weight_fn), std::move(splitter), scaler,
-                                       std::move(options));
+  return std::make_unique<PythonSizer>(reducers, adapters, sharded, std::move(outside), entries,
+                                       devices, keepers, std::move(weight_fn), std::move(splitter),
+                                       scaler, std::move(options));
 }
 }  // namespace
 
@@ -342,13 +343,13 @@ void bind_sizer(py::module_& m) {
   bind_module_entries(m);
   py::class_<PythonSizer>(m, "BatchSizer")
       .def(py::init(&make_sizer), py::kw_only(), py::arg("reducers"), py::arg("adapters"),
-           py::arg("sharded"), py::arg("outside"), py::arg("entries"), py::arg("devices"), py::arg("keepers"),
-           py::arg("standing_tensors"), py::arg("optimizer_bytes"), py::arg("weight_fn"),
-           py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"), py::arg("piece_rows"),
-           py::arg("local"), py::arg("lockstep"), py::arg("predict"), py::arg("equal_pieces"),
-           py::arg("batch_norm"), py::arg("batch_norms"), py::arg("scaler"), py::arg("ladder"),
-           py::arg("recompute"), py::arg("offload"), py::arg("state_may_leave"),
-           py::arg("finds_rule") = false)
+           py::arg("sharded"), py::arg("outside"), py::arg("entries"), py::arg("devices"),
+           py::arg("keepers"), py::arg("standing_tensors"), py::arg("optimizer_bytes"),
+           py::arg("weight_fn"), py::arg("splitter"), py::arg("max_retries"), py::arg("pieces"),
+           py::arg("piece_rows"), py::arg("local"), py::arg("lockstep"), py::arg("predict"),
+           py::arg("equal_pieces"), py::arg("batch_norm"), py::arg("batch_norms"),
+           py::arg("scaler"), py::arg("ladder"), py::arg("recompute"), py::arg("offload"),
+           py::arg("state_may_leave"), py::arg("finds_rule") = false)
       .def("plan", &PythonSizer::plan, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),
            py::arg("accumulate"), py::arg("by_length"))
       .def("step", &PythonSizer::step, py::arg("batch"), py::arg("loss_fn"), py::arg("model"),

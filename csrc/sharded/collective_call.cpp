@@ -36,7 +36,8 @@ c10::IValue with_tensors(const c10::IValue& value,
 
 bool looks_like(const at::Tensor& one, const at::Tensor& other) {
   return one.defined() == other.defined() &&
-         (!one.defined() || (one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes()));
+         (!one.defined() ||
+          (one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes()));
 }
 
 bool is_same(const c10::IValue& one, const c10::IValue& other) {
@@ -52,7 +53,8 @@ bool is_same(const c10::IValue& one, const c10::IValue& other) {
     }
     return same;
   }
-  return one.isObject() || one.isNone() == other.isNone();  // timeouts and flags make no other call of it
+  return one.isObject() ||
+         one.isNone() == other.isNone();  // timeouts and flags make no other call of it
 }
 
 Arguments::const_iterator first_of(const c10::OperatorHandle& op, const Arguments& stack) {
@@ -105,7 +107,7 @@ bool CollectiveCall::is(const c10::OperatorHandle& op, const Arguments& argument
   const auto theirs = first_of(op, arguments);
   for (size_t i = 0; i < arguments_.size(); ++i) {
     const auto& their = *(theirs + static_cast<std::ptrdiff_t>(i));
-    const bool same = i == group_at_ ? their.toCustomClass<c10d::ProcessGroup>() == group_
+    const bool same = i == group_at_       ? their.toCustomClass<c10d::ProcessGroup>() == group_
                       : i == reduce_op_at_ ? kind_of(their) == kind_of(arguments_[i])
                                            : is_same(arguments_[i], their);
     if (!same) {

@@ -14,7 +14,8 @@ thread_local CallListener* tls_listener = nullptr;
 /// Of autograd's threads, which have none of their own: that of the process's last scope.
 std::atomic<CallListener*> anyone{nullptr};
 
-void note(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack) {
+void note(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+          std::vector<c10::IValue>* stack) {
   auto* const listener = tls_listener != nullptr ? tls_listener : anyone.load();
   if (listener != nullptr) {
     listener->on_collective(op, *stack);
@@ -28,12 +29,26 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
 }
 
 TORCH_LIBRARY_IMPL(c10d, TESTING_ONLY_GenericMode, m) {
-  for (const char* const name :
-       {"_allgather_base_", "_reduce_scatter_base_", "allgather_", "allgather_coalesced_",
-        "allgather_into_tensor_coalesced_", "allreduce_", "allreduce_coalesced_", "alltoall_",
-        "alltoall_base_", "barrier", "broadcast_", "gather_", "monitored_barrier_", "recv_",
-        "recv_any_source_", "reduce_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_",
-        "scatter_", "send"}) {
+  for (const char* const name : {"_allgather_base_",
+                                 "_reduce_scatter_base_",
+                                 "allgather_",
+                                 "allgather_coalesced_",
+                                 "allgather_into_tensor_coalesced_",
+                                 "allreduce_",
+                                 "allreduce_coalesced_",
+                                 "alltoall_",
+                                 "alltoall_base_",
+                                 "barrier",
+                                 "broadcast_",
+                                 "gather_",
+                                 "monitored_barrier_",
+                                 "recv_",
+                                 "recv_any_source_",
+                                 "reduce_",
+                                 "reduce_scatter_",
+                                 "reduce_scatter_tensor_coalesced_",
+                                 "scatter_",
+                                 "send"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&note>());
   }
 }

@@ -17,8 +17,8 @@ std::shared_ptr<ShardedModel> ShardedModel::create(std::vector<at::Tensor> param
                                                    ShardedModelHooks hooks) {
   TORCH_CHECK_VALUE(side_group,
                     "ranks agree over a group of their own (side_group: null); make one with gloo");
-  std::shared_ptr<ShardedModel> model(
-      new ShardedModel(std::make_unique<State>(std::move(parameters), side_group, std::move(hooks))));
+  std::shared_ptr<ShardedModel> model(new ShardedModel(
+      std::make_unique<State>(std::move(parameters), side_group, std::move(hooks))));
   release_at_exit(model.get(), [weak = std::weak_ptr<ShardedModel>(model)] {
     if (const auto alive = weak.lock()) {
       alive->s_->release();

@@ -213,8 +213,7 @@ void ShardedModel::State::begin_learning(bool has_data) {
 
 void ShardedModel::State::end_learning() {
   ControlRecord own;
-  own.verdict =
-      tape_.state() == CollectiveTape::State::holds ? Status::ok : Status::no_data;
+  own.verdict = tape_.state() == CollectiveTape::State::holds ? Status::ok : Status::no_data;
   const auto pieces = pieces_;
   all_know_ = worst(exchange(own, "their collectives")) == Status::ok;
   pieces_ = pieces;

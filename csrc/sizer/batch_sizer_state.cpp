@@ -195,6 +195,10 @@ void BatchSizer::State::require_agreed_pieces(const StepInput& input) const {
 
 std::optional<Plan> BatchSizer::State::plan(const StepInput& input, const PieceWork& work) {
   const auto entered = engine_.enter("plan");
+  TORCH_CHECK_VALUE(!splitting_.in_lockstep(),
+                    "a plan runs a few rows, and no rank can do that alone where the model has "
+                    "collectives of its own (ranks: ",
+                    engine_.group().world_size(), "); let step find the pieces");
   const auto gradients_back = c10::make_scope_exit([&] { engine_.group().kept().give_back(); });
   if (input.accumulate) {
     engine_.group().keep_gradients();

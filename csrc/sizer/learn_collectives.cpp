@@ -24,9 +24,7 @@ void BatchSizer::State::learn_collectives(const StepInput& input, const PieceWor
     few.begin(work.tensors(0, rows), KeptBatch::Copies::all);
   }
   const PieceWork as_in_step{work.forward, scaled_backward(work.backward, options_.scaler), {}};
-  const auto error = thrown_by([&] {
-    rehearse(group, rows, as_in_step, [&] { few.restore(); });
-  });
+  const auto error = thrown_by([&] { rehearse(group, rows, as_in_step, [&] { few.restore(); }); });
   few.restore();
   engine_.before().transaction().restore();
   if (error) {

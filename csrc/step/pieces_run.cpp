@@ -6,8 +6,10 @@
 #include <brimful/step/oom.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <optional>
+#include <string_view>
 
 #include "memory/oom_observer.h"
 #include "step/behind_error.h"
@@ -66,6 +68,14 @@ void require_no_backward(const StepGroup& group) {
         "parameter has one, shape: ",
         parameter.sizes(), "); only return the loss: the step runs backward");
   });
+}
+
+/// What gloo, NCCL and c10d say of a collective that another rank has left.
+bool is_of_a_group(std::string_view error) {
+  constexpr std::array<std::string_view, 4> kTexts{"gloo/", "NCCL", "ProcessGroup",
+                                                   "process group"};
+  return std::any_of(kTexts.begin(), kTexts.end(),
+                     [&](const auto text) { return error.find(text) != std::string_view::npos; });
 }
 
 bool gradients_complete(const StepGroup& group) {
@@ -178,8 +188,8 @@ void PiecesRun::end_after_error() {
        (result_.own == Status::out_of_memory && (attempt_.can_shrink || result_.same_split)));
   const bool met =
       attempt_.prologue != nullptr && attempt_.prologue->has_met() && group_.world_size() > 1;
-  if (can_retry && result_.own == Status::out_of_memory && result_.buckets_launched == 0 &&
-      !met && !together) {
+  if (can_retry && result_.own == Status::out_of_memory && result_.buckets_launched == 0 && !met &&
+      !together) {
     result_.retry_alone = true;
     return;
   }
@@ -239,33 +249,52 @@ void PiecesRun::end_failed(Status verdict) {
     result_.records = group_.finish();
     return;
   }
+  const bool amid_collectives =
+      attempt_.lockstep && group_.inner_collectives() != InnerCollectives::none;
+  const auto cause = amid_collectives ? cause_elsewhere() : std::nullopt;
   const bool drained = behind_error(leave);
   if (!drained) {  // the others wait for what this rank cannot send
     group_.abandon(Status::error, result_.text);
   }
   if (!drained || !behind_error([&] { result_.records = group_.finish(); })) {
-    if (attempt_.lockstep) {
-      throw_cause();
+    if (amid_collectives && (cause || is_of_a_group(result_.text))) {
+      throw_broken(cause);
     }
     std::rethrow_exception(result_.error);
   }
 }
 
 void PiecesRun::leave_lockstep() {
+  const auto cause = cause_elsewhere();
   group_.abandon(result_.own == Status::out_of_memory ? Status::out_of_memory : Status::error,
                  result_.text);
-  throw_cause();
+  if (cause) {
+    throw_cause(*cause);
+  }
 }
 
-void PiecesRun::throw_cause() const {
-  const auto peer = group_.participants()[0]->board().find_other(group_.step(), group_.rank(),
-                                                                 group_.world_size());
-  if (peer) {
-    detail::throw_rank_failed(peer->rank, group_.step() - 1, peer->kind,
-                              "rank " + std::to_string(peer->rank) +
-                                  " failed between collectives of the model: " + to_string(*peer) +
-                                  " (here: " + result_.text + ")");
+std::optional<Failure> PiecesRun::cause_elsewhere() const {
+  return group_.participants()[0]->board().find_other(group_.step(), group_.rank(),
+                                                      group_.world_size());
+}
+
+void PiecesRun::throw_cause(const Failure& cause) const {
+  detail::throw_rank_failed(cause.rank, group_.step() - 1, cause.kind,
+                            "rank " + std::to_string(cause.rank) +
+                                " failed between collectives of the model: " + to_string(cause) +
+                                " (here: " + result_.text + ")");
+}
+
+void PiecesRun::throw_broken(const std::optional<Failure>& cause) const {
+  if (cause) {
+    throw_cause(*cause);
   }
+  detail::throw_rank_failed(
+      -1, group_.step(), Status::error,
+      "the collectives of the model broke (rank " + std::to_string(group_.rank()) +
+          "): a rank died, or left its loop; look at the others' output, and start the job again. "
+          "The error here was: " +
+          result_.text);
 }
 
 void rehearse(StepGroup& group, int64_t rows, const PieceWork& work,

@@ -3,6 +3,7 @@
 
 #include <exception>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -60,8 +61,11 @@ class PiecesRun {
   bool complete_behind();
   void end_failed(Status verdict);
   void leave_lockstep();
-  /// @throws RankFailed if another rank's failure has caused this one's
-  void throw_cause() const;
+  /// Of another rank that failed before this one left.
+  std::optional<Failure> cause_elsewhere() const;
+  [[noreturn]] void throw_cause(const Failure& cause) const;
+  /// What is left of a model's collectives could not be issued.
+  [[noreturn]] void throw_broken(const std::optional<Failure>& cause) const;
 
   StepGroup& group_;
   const PiecesAttempt& attempt_;

@@ -260,6 +260,7 @@ class BatchSizer(Looping):
         self._optimizers = parts.optimizers
         self._device = parts.devices()[0]
         self._wrapped_by_torch = parts.torch_ddp
+        self._sharded, self._shards = parts.sharded, parts.shards
         self._gradient_bytes = parts.gradient_bytes(self._device)
 
     def _make_splitter(self, batch_dim: BatchDim) -> _C.Splitter:
@@ -273,6 +274,11 @@ class BatchSizer(Looping):
     def _make_rules(self, loss_rule: str | None, parts: Parts) -> LossRules | None:
         if loss_rule is None:
             return None
+        if loss_rule == "find" and parts.sharded is not None:
+            raise ValueError(
+                "no rank of a sharded model can run a few rows alone to find a rule (loss_rule: find); say it: "
+                "'rows', 'sum' or 'whole'"
+            )
         for name, given in (("weight_fn", self._weight_fn), ("by_length", self._by_length)):
             if given is not None:
                 raise ValueError(
@@ -402,6 +408,8 @@ class BatchSizer(Looping):
         try:
             batched = self._counted(data)
             sizes = _checked(batch, loss_fn, split)
+            if self._shards is not None:
+                self._shards.require_synced()
             rows = self._rows_by_length(data, loss_fn, check=split is None)
             use = self._rule_of(data, loss_fn)
             self._place_state()

@@ -85,11 +85,11 @@ class Parts:
         self.children = list(dict.fromkeys(child for m in self.modules for child in m.modules()))
         self.wrapped = [c for c in self.children if isinstance(c, DistributedDataParallel)]
         self.torch_ddp = [c for c in self.children if isinstance(c, _torch_ddp.TorchDDP)]
-        self.sharded, sharded_parameters = None, []
+        self.sharded, self.shards = None, None
         if roots := roots_of(self.modules):
-            self.sharded, sharded_parameters = adapter(roots)
-        _require_taken(self.modules, sharded_parameters)
-        self._sharded_parameters = sharded_parameters
+            self.sharded, self.shards = adapter(roots)
+        self._sharded_parameters = self.shards.parameters if self.shards is not None else []
+        _require_taken(self.modules, self._sharded_parameters)
         self.parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
         self.optimizers = optimizers_of(optimizer)
         self.outside = self._outside()
@@ -138,5 +138,9 @@ class Parts:
     def gradient_bytes(self, device: torch.device) -> int:
         """Of gradients that a step allocates; those that other ranks share lie in buckets."""
         alone = [p for w in self.wrapped if w.reducer.world_size == 1 for p in w.parameters()]
-        fresh = [*self.outside, *map(local, self._sharded_parameters), *(p for p in alone if p.requires_grad)]
+        fresh = [
+            *self.outside,
+            *map(local, self._sharded_parameters),
+            *(p for p in alone if p.requires_grad),
+        ]
         return _bytes(dict.fromkeys(fresh), device)

@@ -104,6 +104,13 @@ class Shards:
                     f"{group.gradient_divide_factor}); leave it out, and weigh the loss: return (mean loss, weight)"
                 )
 
+    def require_synced(self) -> None:
+        if not all(g.reduce_grads and g.all_reduce_grads for g in self._groups):
+            raise ValueError(
+                "a step reduces the gradients of each of its pieces (set_requires_gradient_sync: False); leave that out, "
+                "and pass accumulate=True to add to the gradients of earlier steps"
+            )
+
     def ranks(self) -> list[int]:
         meshes = {tuple(p.device_mesh.mesh.flatten().tolist()) for p in self.parameters}
         if len(meshes) != 1:
@@ -150,17 +157,19 @@ class Shards:
 
     def shard_of(self, source: int) -> torch.Tensor | None:
         try:
-            given = [t.flatten() for p in self._groups[source].fsdp_params for t in p.all_gather_inputs]
+            given = [
+                t.flatten() for p in self._groups[source].fsdp_params for t in p.all_gather_inputs
+            ]
             return torch.cat(given)
         except Exception:  # of an extension's own form: zeros do, too
             return None
 
 
-def adapter(roots: Sequence[Any]) -> tuple[_C.ShardedModel, list[torch.nn.Parameter]]:
-    """The part that sharded modules take in a step, and their parameters. A collective: it makes a group to agree over."""
+def adapter(roots: Sequence[Any]) -> tuple[_C.ShardedModel, Shards]:
+    """The part that sharded modules take in a step. A collective: it makes a group to agree over."""
     shards = Shards(roots)
     group: Any = _side_groups.get(roots[0])
     if group is None:
         group = dist.new_group(shards.ranks(), backend="gloo", use_local_synchronization=True)
         _side_groups[roots[0]] = group
-    return _C.ShardedModel(shards.parameters, group, shards), shards.parameters
+    return _C.ShardedModel(shards.parameters, group, shards), shards

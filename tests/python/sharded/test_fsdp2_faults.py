@@ -1,0 +1,211 @@
+"""A rank of a sharded model runs out of memory at any operator: no rank waits, and all repeat the step in pieces."""
+
+import functools
+import random
+
+import pytest
+import torch
+from rank_processes import raised
+from sharded_models import Fault, Trial, batch_of, loss_fn, reference, worst
+from torch.distributed.device_mesh import init_device_mesh
+
+CLOSE = 1e-6
+CONFIGURATIONS = {
+    "plain": {},
+    "kept": {"reshard": False},
+    "recomputed": {"recompute": True},
+    "prefetched": {"prefetch": True},
+}
+
+
+def at_each_place(rank, how, every):
+    trial = Trial(rank, **how)
+    assert trial.sizer._sharded.collectives > 10
+    assert worst(trial.expected, reference((4, 4), (0, 1))) < CLOSE
+    begin = random.Random(str(how)).randrange(every)
+    bad = []
+    for failing in range(2):
+        for at in range(begin, trial.places, every):
+            rank.progress()
+            trial.begin()
+            with Fault(at if rank.index == failing else -1):
+                outcome = trial.step()
+            if outcome.split != [2, 2] or worst(trial.result(), trial.expected) > CLOSE:
+                bad.append((failing, at, outcome.split))
+    return bad, trial.sizer._sharded.drained, trial.places
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_fault_at_any_operator_of_a_rank(ranks, name):
+    results = ranks(at_each_place, CONFIGURATIONS[name], 23)
+    for bad, drained, places in results:
+        assert bad == []
+        assert drained > 0 and places > 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_fault_at_every_operator_of_a_rank(ranks, name):
+    for bad, _, _ in ranks(at_each_place, CONFIGURATIONS[name], 1):
+        assert bad == []
+
+
+def at_two_places(rank, times):
+    trial = Trial(rank)
+    draw = random.Random(5)
+    bad = []
+    for _ in range(times):
+        places = [draw.randrange(trial.places) for _ in range(2)]
+        rank.progress()
+        trial.begin()
+        with Fault(places[rank.index]):
+            outcome = trial.step()
+        if outcome.split != [2, 2] or worst(trial.result(), trial.expected) > CLOSE:
+            bad.append((places, outcome.split))
+    return bad
+
+
+def test_two_ranks_fail_at_different_places_of_one_step(ranks):
+    assert ranks(at_two_places, 12) == [[], []]
+
+
+def with_groups_of_replicas(rank):
+    """Two replicas of two shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    trial = Trial(rank, rows=(4, 4, 4, 4), mesh=mesh)
+    assert worst(trial.expected, reference((4,) * 4, range(4))) < CLOSE
+    bad = []
+    for failing in range(4):
+        for at in range(failing * 7, trial.places, 97):
+            rank.progress()
+            trial.begin()
+            with Fault(at if rank.index == failing else -1):
+                outcome = trial.step()
+            if outcome.split != [2, 2] or worst(trial.result(), trial.expected) > CLOSE:
+                bad.append((failing, at))
+    return bad
+
+
+def test_shards_with_replicas(ranks):
+    assert ranks(with_groups_of_replicas, size=4) == [[]] * 4
+
+
+def in_half(rank):
+    trial = Trial(rank, half=True)
+    bad = []
+    for at in range(rank.size, trial.places, 41):
+        rank.progress()
+        trial.begin()
+        with Fault(at if rank.index == 1 else -1):
+            trial.step()
+        # in bfloat16 pieces are rounded otherwise than the whole
+        bad += [at] * (worst(trial.result(), trial.expected) > 2e-2)
+    return bad
+
+
+def test_mixed_precision(ranks):
+    assert ranks(in_half) == [[], []]
+
+
+def added_to(rank):
+    trial = Trial(rank)
+    bad = []
+    for at in range(11, trial.places, 61):
+        rank.progress()
+        trial.begin()
+        trial.step()
+        with Fault(at if rank.index == 0 else -1):
+            trial.step(accumulate=True)
+        twice = {name: 2 * g for name, g in trial.expected.items()}
+        bad += [at] * (worst(trial.result(), twice) > CLOSE)
+    return bad
+
+
+def test_gradients_of_earlier_steps_are_kept(ranks):
+    assert ranks(added_to) == [[], []]
+
+
+def with_uneven_rows(rank):
+    trial = Trial(rank, rows=(6, 1))
+    figures = [worst(trial.expected, reference((6, 1), (0, 1)))]
+    trial.begin()
+    with Fault(100 if rank.index == 0 else -1):  # then rank 1 has a row for two pieces
+        outcome = trial.step()
+    figures.append(worst(trial.result(), trial.expected))
+    return figures, outcome.split, float(trial.model.seen)
+
+
+def test_a_rank_with_fewer_rows_than_pieces(ranks):
+    (first, split, _), (second, other, _) = ranks(with_uneven_rows)
+    assert max(first + second) < CLOSE
+    assert (split, other) == ([3, 3], [1, 0])
+
+
+def until_data_end(rank):
+    trial = Trial(rank)
+    trial.begin()
+    batches = [batch_of(4, 10 + i) for i in range(3 if rank.index == 0 else 1)]
+    distances = []
+    for i, batch in enumerate(trial.sizer.batches(batches)):
+        with Fault(90 if rank.index == 0 and i == 2 else -1):
+            trial.sizer.step(batch, loss_fn)
+        expected = reference((4, 4), (10, 10)) if i == 0 else reference((4,), (10 + i,))
+        distances.append(worst(trial.result(), expected))
+        trial.model.zero_grad()
+    return distances
+
+
+def test_a_rank_whose_data_have_ended(ranks):
+    for distances in ranks(until_data_end):
+        assert len(distances) == 3
+        assert max(distances) < CLOSE
+
+
+def with_an_error(rank, at):
+    trial = Trial(rank)
+    trial.begin()
+    fault = functools.partial(Fault, error=ValueError)
+
+    def failing():
+        with fault(at if rank.index == 1 else -1):
+            trial.step()
+
+    error = raised(failing)
+    trial.begin()
+    trial.step()  # and all go on
+    return type(error).__name__, str(error), worst(trial.result(), trial.expected)
+
+
+@pytest.mark.parametrize("at", [3, 120, 230])
+def test_any_other_error_is_that_of_all_ranks(ranks, at):
+    (healthy, text, good), (failed, own, fine) = ranks(with_an_error, at)
+    assert (healthy, failed) == ("RankFailed", "ValueError")
+    assert "rank 1" in text and "planted" in text
+    assert own.startswith("planted")
+    assert max(good, fine) < CLOSE
+
+
+def too_large(rank):
+    trial = Trial(rank)
+    trial.begin()
+
+    class Always(Fault):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.tanh.default and rank.index == 0:
+                raise torch.OutOfMemoryError("planted, always")
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def failing():
+        with Always(-1):
+            trial.step()
+
+    error = raised(failing)
+    trial.begin()
+    trial.step()
+    return type(error).__name__, worst(trial.result(), trial.expected)
+
+
+def test_a_row_that_does_not_fit_fails_the_step_on_all_ranks(ranks):
+    (first, good), (second, fine) = ranks(too_large)
+    assert (first, second) == ("BatchTooLarge", "RankOutOfMemory")
+    assert max(good, fine) < CLOSE
