@@ -23,6 +23,7 @@ SUBSYSTEMS = (
     "rows",
     "ladder",
     "fleet",
+    "sharded",
     "pipeline",
     "probes",
     "cuda",

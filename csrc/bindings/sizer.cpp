@@ -237,8 +237,9 @@ class PythonSizer {
         const char* const whole = *tried ? "run whole before" : "never run whole";
         *tried = *tried || (begin == 0 && end == source.rows);
         if (has_ghosts_ && begin == end) {
-          const py::object row = splitter_->slice(source.batch, source.rows, 0, 1);
-          return PieceLoss{as_piece_loss(loss_fn(model, row), 0.0).loss, 0};
+          const auto few = std::min<int64_t>(2, source.rows);  // a BatchNorm takes no single one
+          const py::object ghost = splitter_->slice(source.batch, source.rows, 0, few);
+          return PieceLoss{as_piece_loss(loss_fn(model, ghost), 0.0).loss, 0};
         }
         const py::object piece = splitter_->slice(source.batch, source.rows, begin, end);
         return PieceNote::with([&] { return as_piece_loss(loss_fn(model, piece), end - begin); },
@@ -294,7 +295,7 @@ class PythonSizer {
   std::shared_ptr<Splitter> splitter_;
   BatchSizer sizer_;
   bool lockstep_;
-  bool has_ghosts_;  ///< an empty piece is one row that does not count, since few models take none
+  bool has_ghosts_;  ///< an empty piece is rows that do not count, since few models take none
   Source last_;      ///< in lockstep: gives empty pieces to a step without data
 };
 

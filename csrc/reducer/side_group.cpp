@@ -1,5 +1,7 @@
 #include "reducer/side_group.h"
 
+#include "reducer/host_connector.h"
+
 #include <ATen/ATen.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
@@ -16,11 +18,54 @@ std::string prefix_for(c10d::ProcessGroup& group, const std::string& name) {
   const auto key = "brimful/" + name + "/";
   return key + (store ? std::to_string(store->add(key + rank, 1)) : std::string()) + "/";
 }
+
+std::string place_of_leaving(const std::string& prefix, int rank) {
+  return prefix + "left/" + std::to_string(rank);
+}
+
+/// A rank may leave at its program's end, while another still waits. True if that is not known.
+bool has_any_left(c10d::Store& store, const std::string& prefix, int world_size) {
+  try {
+    for (int rank = 0; rank < world_size; ++rank) {
+      if (store.check({place_of_leaving(prefix, rank)})) {
+        return true;
+      }
+    }
+    return false;
+  } catch (const std::exception&) {  // who served it has ended, or died
+    return true;
+  }
+}
 }  // namespace
 
 SideGroup::SideGroup(Group group, const std::string& name)
-    : group_(std::move(group)), rank_(group_->getRank()), world_size_(group_->getSize()) {
-  board_.emplace(group_->getStore(), prefix_for(*group_, name));
+    : group_(std::move(group)),
+      rank_(group_->getRank()),
+      world_size_(group_->getSize()),
+      prefix_(prefix_for(*group_, name)) {
+  board_.emplace(group_->getStore(), prefix_);
+}
+
+void SideGroup::connect_hosts(int64_t bytes, std::function<void()> lost) {
+  if (world_size_ == 1) {
+    return;
+  }
+  const auto store = group_->getStore();
+  HostGroup::Watch watch;
+  watch.leaves = [store, place = place_of_leaving(prefix_, rank_)] {
+    try {
+      store->set(place, std::string("1"));
+    } catch (const std::exception&) {  // who served it has ended
+    }
+  };
+  watch.lost = [store, prefix = prefix_, world_size = world_size_, lost = std::move(lost)] {
+    if (!has_any_left(*store, prefix, world_size)) {
+      lost();
+    }
+  };
+  const auto timeout = group_->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
+  hosts_ = std::make_unique<HostGroup>(HostConnector(group_, store).connect(prefix_ + "hosts"),
+                                       bytes, timeout, std::move(watch));
 }
 
 template <typename Collective>
@@ -41,8 +86,14 @@ auto SideGroup::call(const std::string& could_not, const Collective& collective)
 std::vector<std::vector<uint8_t>> SideGroup::exchange(const std::vector<uint8_t>& own,
                                                       const std::string& what) const {
   const memory::Unlimited unlimited;
-  return call("agree on " + what,
-              [&] { return exchange_bytes(group_, c10::Device(c10::DeviceType::CPU), own); });
+  return call("agree on " + what, [&] {
+    if (!hosts_) {
+      return exchange_bytes(group_, c10::Device(c10::DeviceType::CPU), own);
+    }
+    const auto exchange = hosts_->begin(own);
+    exchange.work->wait();
+    return exchange.read();
+  });
 }
 
 std::vector<at::Tensor> SideGroup::gather(const at::Tensor& own) const {
@@ -72,6 +123,9 @@ void SideGroup::sum(at::Tensor& tensor) const {
 }
 
 void SideGroup::abandon() const {
+  if (hosts_) {
+    hosts_->abort();
+  }
   try {
     group_->abort();
   } catch (const std::exception& e) {

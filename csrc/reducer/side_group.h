@@ -2,11 +2,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "reducer/agree.h"
+#include "reducer/host_group.h"
 #include "step/failure_board.h"
 
 namespace brimful {
@@ -17,6 +20,10 @@ class SideGroup {
  public:
   /// `name`: of whose group it is, for keys in its store.
   SideGroup(Group group, const std::string& name);
+
+  /// A collective: exchanges go over connections of their own from now on, of `bytes` each. `lost`, which does not throw, is
+  /// called by a thread once another rank's has ended that did not leave as it should: it died, or has abandoned the group.
+  void connect_hosts(int64_t bytes, std::function<void()> lost);
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
@@ -35,7 +42,10 @@ class SideGroup {
   /// Aborts it; what fails there, the log says.
   void abandon() const;
   /// Before the interpreter ends.
-  void release() { group_.reset(); }
+  void release() {
+    hosts_.reset();
+    group_.reset();
+  }
 
  private:
   template <typename Collective>
@@ -45,7 +55,9 @@ class SideGroup {
   int rank_;
   int world_size_;
   int64_t step_ = 0;
+  std::string prefix_;  ///< of keys in its store
   std::optional<FailureBoard> board_;
+  std::unique_ptr<HostGroup> hosts_;
 };
 
 }  // namespace brimful

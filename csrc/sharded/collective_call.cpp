@@ -122,14 +122,19 @@ at::Tensor CollectiveCall::gathered_input() const {
                                                          : at::Tensor();
 }
 
-void CollectiveCall::issue(const at::Tensor& input) const {
-  const at::NoGradGuard no_grad;
+Arguments CollectiveCall::made() const {
   auto stack = arguments_;
   for (auto& argument : stack) {
     argument = with_tensors(argument, [&](const at::Tensor& meta) {
       return meta.defined() ? at::zeros(meta.sizes(), meta.options().device(device_)) : meta;
     });
   }
+  return stack;
+}
+
+void CollectiveCall::issue(const at::Tensor& input) const {
+  const at::NoGradGuard no_grad;
+  auto stack = made();
   if (input.defined()) {
     stack.at(kGatheredAt) = input;
   }

@@ -32,6 +32,9 @@ class CollectiveCall {
   std::string name() const;
 
  private:
+  /// With tensors of zeros.
+  std::vector<c10::IValue> made() const;
+
   c10::OperatorHandle op_;
   std::vector<c10::IValue> arguments_;  ///< tensors are meta tensors
   c10::Device device_;

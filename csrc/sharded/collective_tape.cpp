@@ -9,6 +9,8 @@ void CollectiveTape::begin_piece() {
   const std::lock_guard lock(mutex_);
   issued_ = 0;
   under_way_ = true;
+  next_.clear();
+  alike_ = state_ == State::written;
 }
 
 void CollectiveTape::end_piece() {
@@ -18,13 +20,13 @@ void CollectiveTape::end_piece() {
     if (!std::exchange(under_way_, false)) {
       return;
     }
-    if (state_ == State::unknown) {
-      state_ = State::written;
-    } else if (state_ != State::parted && issued_ < entries_.size()) {
+    if (state_ == State::holds && issued_ < entries_.size()) {
       fewer = "a piece has ended before its collective " + std::to_string(issued_) + " (" +
               expected() + ")";
-    } else if (state_ == State::written) {
-      state_ = State::holds;
+    } else if (state_ == State::unknown || state_ == State::written) {
+      const bool confirms = alike_ && issued_ == entries_.size();
+      state_ = confirms ? State::holds : State::written;
+      entries_ = std::move(next_);
     }
   }
   if (!fewer.empty()) {
@@ -36,9 +38,7 @@ void CollectiveTape::forget_piece() {
   const std::lock_guard lock(mutex_);
   under_way_ = false;
   issued_ = 0;
-  if (state_ == State::unknown) {
-    entries_.clear();
-  }
+  next_.clear();
 }
 
 CollectiveTape::State CollectiveTape::state() const {
@@ -79,26 +79,27 @@ std::string CollectiveTape::expected() const {
 void CollectiveTape::on_collective(const c10::OperatorHandle& op,
                                    const std::vector<c10::IValue>& arguments) {
   std::string other;
+  bool writes = false;
   {
     const std::lock_guard lock(mutex_);
     if (!under_way_) {
       return;
     }
-    if (state_ == State::written || state_ == State::holds) {
-      if (issued_ >= entries_.size() || !entries_[issued_].call.is(op, arguments)) {
-        other = "collective " + std::to_string(issued_) + " of a piece is " +
-                name_of(op, arguments) + " and not " + expected();
-      }
+    writes = state_ == State::unknown || state_ == State::written;
+    const bool same = issued_ < entries_.size() && entries_[issued_].call.is(op, arguments);
+    alike_ = alike_ && same;
+    if (state_ == State::holds && !same) {
+      other = "collective " + std::to_string(issued_) + " of a piece is " + name_of(op, arguments) +
+              " and not " + expected();
     }
     ++issued_;
   }
   if (!other.empty()) {
     part(other);
-  }
-  if (state() == State::unknown) {
+  } else if (writes) {
     const auto source = source_of_ ? source_of_() : -1;
     const std::lock_guard lock(mutex_);
-    entries_.push_back({CollectiveCall(op, arguments), source});
+    next_.push_back({CollectiveCall(op, arguments), source});
   }
 }
 

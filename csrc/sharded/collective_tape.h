@@ -12,7 +12,7 @@
 namespace brimful {
 
 /// The collectives of one piece, in the order in which this rank issues them over all groups. It is written by a piece, and
-/// holds once a second one was the same; each later call is compared with it before it is issued. A call counts as issued
+/// holds once the next one was the same (a first one may have what is made once and for all); each later call is compared with it before it is issued. A call counts as issued
 /// once it has begun. Calls come from the step's threads, one at a time; all else from the thread that drives the step.
 class CollectiveTape final : public CallListener {
  public:
@@ -35,7 +35,7 @@ class CollectiveTape final : public CallListener {
       : source_of_(std::move(source_of)), on_parting_(std::move(on_parting)) {}
 
   void begin_piece();
-  /// A piece has ended without an error: a first one has written the tape, a second one confirms it.
+  /// A piece has ended without an error: it has written the tape, or confirms it.
   void end_piece();
   void forget_piece();
   State state() const;
@@ -59,6 +59,8 @@ class CollectiveTape final : public CallListener {
   mutable std::mutex mutex_;
   State state_ = State::unknown;
   std::vector<Entry> entries_;
+  std::vector<Entry> next_;  ///< of the piece under way, until it holds
+  bool alike_ = false;       ///< so far
   size_t issued_ = 0;
   bool under_way_ = false;
 };

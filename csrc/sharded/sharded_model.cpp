@@ -75,8 +75,8 @@ void ShardedModel::begin_learning(bool has_data) {
   s_->begin_learning(has_data);
 }
 
-void ShardedModel::end_learning() {
-  s_->end_learning();
+bool ShardedModel::end_learning(bool last) {
+  return s_->end_learning(last);
 }
 
 ParticipantAttempt& ShardedModel::attempt() {

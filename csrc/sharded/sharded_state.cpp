@@ -6,10 +6,12 @@
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/step/distinct_tensors.h>
+#include <brimful/step/oom.h>
 
 #include <algorithm>
 
 #include "reducer/updates.h"
+#include "sharded/break_group.h"
 
 namespace brimful {
 namespace {
@@ -36,10 +38,12 @@ int64_t pieces_of(const std::vector<ControlRecord>& records) {
 ShardedModel::State::State(std::vector<at::Tensor> parameters, const Group& side_group,
                            ShardedModelHooks hooks)
     : parameters_(distinct_tensors(std::move(parameters))),
-      ranks_(side_group, "sharded"),
       hooks_(std::move(hooks)),
       tape_([this] { return hooks_.source_of_call(); },
-            [this](const std::string& what) { on_parting(what); }) {}
+            [this](const std::string& what) { on_parting(what); }),
+      ranks_(side_group, "sharded") {
+  ranks_.connect_hosts(kRecordBytes, [this] { abort_groups(); });
+}
 
 void ShardedModel::State::begin(int /*buffer_source*/) {
   listens_.reset();
@@ -100,6 +104,18 @@ void ShardedModel::State::drain() {
     fail("this rank failed, and rank " + std::to_string(parted->rank) +
          " makes other collectives in this step than in the ones before: " + parted->text);
   }
+  std::string failed;
+  try {
+    issue_rest();
+  } catch (...) {
+    failed = to_string(std::current_exception());
+  }
+  if (!failed.empty()) {
+    fail("this rank failed, and what the others wait for could not be issued: " + failed);
+  }
+}
+
+void ShardedModel::State::issue_rest() {
   const at::NoGradGuard no_grad;
   const memory::Unlimited unlimited;  // all other ranks wait for it
   const memory::UnlimitedEverywhere in_the_groups_threads;
@@ -125,7 +141,7 @@ void ShardedModel::State::issue(const CollectiveTape::Entry& entry) {
                                             : at::Tensor();
     }
   }
-  entry.call.issue(shard);
+  entry.call.issue(shard);  // of which nothing has begun if its tensors have no room
   ++drained_;
 }
 
@@ -211,17 +227,18 @@ void ShardedModel::State::begin_learning(bool has_data) {
                     without.empty() ? -1 : without.front(), "); let a later one be uneven");
 }
 
-void ShardedModel::State::end_learning() {
+bool ShardedModel::State::end_learning(bool last) {
   ControlRecord own;
   own.verdict = tape_.state() == CollectiveTape::State::holds ? Status::ok : Status::no_data;
   const auto pieces = pieces_;
   all_know_ = worst(exchange(own, "their collectives")) == Status::ok;
   pieces_ = pieces;
-  learning_ = Learning::over;
-  if (!all_know_) {
+  learning_ = all_know_ || last ? Learning::over : learning_;
+  if (last && !all_know_) {
     log(LogLevel::warning,
-        "two pieces of the model made different collectives: a rank that fails ends the job");
+        "the pieces of the model make different collectives: a rank that fails ends the job");
   }
+  return all_know_;
 }
 
 void ShardedModel::State::on_parting(const std::string& what) {
@@ -246,12 +263,12 @@ void ShardedModel::State::abandon() {
 }
 
 void ShardedModel::State::abort_groups() {
+  const std::lock_guard lock(breaking_);
+  if (std::exchange(broken_, true)) {
+    return;
+  }
   for (const auto& group : tape_.groups()) {
-    try {
-      group->abort();
-    } catch (const std::exception& e) {
-      log(LogLevel::warning, std::string("could not abort a group of the model: ") + e.what());
-    }
+    break_group(*group);
   }
 }
 
@@ -269,7 +286,7 @@ int64_t ShardedModel::State::collectives() const {
 }
 
 void ShardedModel::State::release() {
-  ranks_.release();
+  ranks_.release();  // and no thread calls back any more
   hooks_ = {};
 }
 

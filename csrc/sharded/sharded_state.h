@@ -1,6 +1,7 @@
 #pragma once
 #include <brimful/sharded/sharded_model.h>
 
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -35,7 +36,7 @@ class ShardedModel::State final : public ParticipantAttempt {
 
   std::vector<ControlRecord> exchange(const ControlRecord& record, const std::string& what);
   void begin_learning(bool has_data);
-  void end_learning();
+  bool end_learning(bool last);
   InnerCollectives inner_collectives() const;
   const SideGroup& ranks() const { return ranks_; }
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
@@ -52,8 +53,9 @@ class ShardedModel::State final : public ParticipantAttempt {
     over
   };
   void end_pieces();
-  /// Issues what is left of the step's pieces.
+  /// Issues what is left of the step's pieces. What fails here aborts the groups.
   void drain();
+  void issue_rest();
   void issue(const CollectiveTape::Entry& entry);
   /// A rank goes on with other collectives than those that it has shown.
   void on_parting(const std::string& what);
@@ -62,7 +64,6 @@ class ShardedModel::State final : public ParticipantAttempt {
   [[noreturn]] void fail(const std::string& text);
 
   std::vector<at::Tensor> parameters_;
-  SideGroup ranks_;
   ShardedModelHooks hooks_;
   CollectiveTape tape_;
   Learning learning_ = Learning::not_begun;
@@ -73,6 +74,9 @@ class ShardedModel::State final : public ParticipantAttempt {
   int64_t issued_ = 0;  ///< in the attempt, but for the piece under way
   int64_t drained_ = 0;
   Announcement said_;
+  std::mutex breaking_;
+  bool broken_ = false;  ///< the groups
+  SideGroup ranks_;      ///< last: its threads call back
 };
 
 }  // namespace brimful

@@ -1,4 +1,5 @@
 brimful_sources(HEAVY
+  break_group.cpp
   collective_call.cpp
   collective_tape.cpp
   noted_calls.cpp

@@ -65,6 +65,7 @@ class BatchSizer::State {
   void capture(const StepInput& input, const PieceWork& work);
   /// Those that the model makes, if a participant must know them and does not yet: a few rows run twice, on all ranks.
   void learn_collectives(const StepInput& input, const PieceWork& work);
+  void rehearse_few(const StepInput& input, const PieceWork& work);
   void check_limit();
   void require_agreed_pieces(const StepInput& input) const;
   /// `rehearsed`: null where no forecast is made.

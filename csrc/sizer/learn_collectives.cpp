@@ -8,6 +8,7 @@
 namespace brimful {
 namespace {
 constexpr int64_t kFewRows = 2;  // some modules want more than one in training
+constexpr int kRehearsals = 2;
 }  // namespace
 
 void BatchSizer::State::learn_collectives(const StepInput& input, const PieceWork& work) {
@@ -18,20 +19,29 @@ void BatchSizer::State::learn_collectives(const StepInput& input, const PieceWor
   for (const auto& participant : group.participants()) {
     participant->begin_learning(input.rows.has_value());
   }
+  bool known = false;
+  for (int i = 1; !known && i <= kRehearsals; ++i) {
+    rehearse_few(input, work);
+    known = true;
+    for (const auto& participant : group.participants()) {
+      known = participant->end_learning(/*last=*/i == kRehearsals) && known;
+    }
+  }
+}
+
+void BatchSizer::State::rehearse_few(const StepInput& input, const PieceWork& work) {
   const auto rows = std::min(*input.rows, kFewRows);
   KeptBatch few;
   if (work.tensors) {
     few.begin(work.tensors(0, rows), KeptBatch::Copies::all);
   }
   const PieceWork as_in_step{work.forward, scaled_backward(work.backward, options_.scaler), {}};
-  const auto error = thrown_by([&] { rehearse(group, rows, as_in_step, [&] { few.restore(); }); });
+  const auto error =
+      thrown_by([&] { rehearse(engine_.group(), rows, as_in_step, [&] { few.restore(); }); });
   few.restore();
   engine_.before().transaction().restore();
   if (error) {
     std::rethrow_exception(error);
-  }
-  for (const auto& participant : group.participants()) {
-    participant->end_learning();
   }
 }
 

@@ -53,10 +53,16 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def sharded(*, recompute=False, mesh=None, half=False, reshard=True, prefetch=False):
+def sharded(
+    *, recompute=False, mesh=None, half=False, reshard=True, prefetch=False, compiled=False
+):
     seed(0)
-    net = Net(recompute)
-    how = {"mesh": mesh or init_device_mesh("cpu", (dist.get_world_size(),))}
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    net = Net(recompute).to(mesh.device_type)
+    if compiled:
+        for block in net.blocks:
+            block.compile()
+    how = {"mesh": mesh}
     how["reshard_after_forward"] = reshard
     if half:
         how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -85,7 +91,7 @@ def loss_fn(model, piece):
 def gradients_of(model):
     """Whole ones, by name; a collective."""
     return {
-        name: p.grad.full_tensor()
+        name: p.grad.full_tensor().cpu()
         for name, p in model.named_parameters()
         if p.requires_grad and p.grad is not None
     }
@@ -136,7 +142,8 @@ class Trial:
     def __init__(self, rank, rows=(4, 4), **how):
         self.rank, self.rows, self.model = rank, rows, sharded(**how)
         self.sizer = brimful.BatchSizer(self.model)
-        self.batch = batch_of(rows[rank.index], rank.index)
+        device = next(self.model.parameters()).device
+        self.batch = tuple(t.to(device) for t in batch_of(rows[rank.index], rank.index))
         self.step()  # which learns the collectives
         self.state = self.sizer.state_dict()
         self.begin()

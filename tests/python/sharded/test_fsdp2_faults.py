@@ -2,12 +2,18 @@
 
 import functools
 import random
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_processes import raised
 from sharded_models import Fault, Trial, batch_of, loss_fn, reference, worst
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import brimful
 
 CLOSE = 1e-6
 CONFIGURATIONS = {
@@ -209,3 +215,115 @@ def test_a_row_that_does_not_fit_fails_the_step_on_all_ranks(ranks):
     (first, good), (second, fine) = ranks(too_large)
     assert (first, second) == ("BatchTooLarge", "RankOutOfMemory")
     assert max(good, fine) < CLOSE
+
+
+def without_room_to_drain(rank):
+    trial = Trial(rank)
+    trial.begin()
+
+    class Never(Fault):
+        """Once its rank has failed, nothing gets memory."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if rank.index == 1 and self.count > 100 and func is torch.ops.aten.zeros.default:
+                raise torch.OutOfMemoryError("planted, in the drain")
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    began = time.monotonic()
+
+    def failing():
+        with Never(100 if rank.index == 1 else -1):
+            trial.step()
+
+    error = raised(failing)
+    return type(error).__name__, str(error), time.monotonic() - began
+
+
+def test_a_rank_without_room_to_drain_ends_all_at_once(ranks):
+    (first, _, waited), (second, text, other) = ranks(without_room_to_drain)
+    assert (first, second) == ("RankFailed", "RankFailed")
+    assert "could not be issued" in text and "in the drain" in text
+    assert max(waited, other) < 5
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        if self.runs == 1:  # as what torch makes once
+            dist.all_reduce(torch.zeros(3))
+        return self.last(self.norm(self.first(x)))
+
+
+def with_batch_norm(rank):
+    torch.manual_seed(0)
+    model = WithBatchNorm()
+    for part in (model.first, model.last):
+        fully_shard(part)
+    fully_shard(model)
+    sizer = brimful.BatchSizer(model, batch_norm="freeze")
+    x = torch.randn(6 if rank.index == 0 else 4, 4)
+    at = {"due": False}
+
+    def loss(m, piece):
+        result = m(piece).square().mean()
+        if at["due"] and rank.index == 0:
+            at["due"] = False
+            raise torch.OutOfMemoryError("planted")
+        return result, 2.0 * len(piece)  # weights of its own
+
+    sizer.step(x, loss)
+    known = sizer._sharded.collectives
+    model.zero_grad()
+    at["due"] = True
+    outcome = sizer.step(x, loss)
+    norm = model.norm.num_batches_tracked.item()
+    return known, outcome.split, outcome.weight, norm
+
+
+def test_collectives_of_a_first_run_alone_and_a_batch_norm(ranks):
+    (known, split, weight, norm), (_, other, _, _) = ranks(with_batch_norm)
+    assert known > 3  # learned by the later rehearsals
+    assert (split, other, weight) == ([3, 3], [2, 2], 20)
+    assert norm == 2
+
+
+def scaled(rank):
+    trial = Trial(rank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    sizer = brimful.BatchSizer(trial.model, scaler=scaler)
+    optimizer = torch.optim.SGD(trial.model.parameters(), lr=0.1)
+    trial.begin()
+    sizer.step(trial.batch, loss_fn)
+    trial.model.zero_grad()
+    with Fault(90 if rank.index == 1 else -1):
+        sizer.step(trial.batch, loss_fn)
+    scaler.unscale_(optimizer)
+    distance = worst(trial.result(), trial.expected)
+    scaler.step(optimizer)
+    scaler.update()
+    return distance
+
+
+def test_a_loss_that_is_scaled(ranks):
+    assert max(ranks(scaled)) < CLOSE
+
+
+def compiled(rank):
+    trial = Trial(rank, compiled=True)
+    trial.begin()
+    with Fault(20 if rank.index == 0 else -1):
+        outcome = trial.step()
+    return outcome.split, worst(trial.result(), trial.expected), trial.sizer._sharded.collectives
+
+
+@pytest.mark.slow
+def test_blocks_that_are_compiled(ranks):
+    for split, distance, collectives in ranks(compiled, watchdog_s=240, timeout_s=240):
+        assert split == [2, 2]
+        assert distance < CLOSE
+        assert collectives > 10

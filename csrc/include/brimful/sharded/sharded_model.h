@@ -61,7 +61,7 @@ class BRIMFUL_API ShardedModel final : public Participant {
   void sum(at::Tensor& tensor) override;
   InnerCollectives inner_collectives() const override;
   void begin_learning(bool has_data) override;
-  void end_learning() override;
+  bool end_learning(bool last) override;
   ParticipantAttempt& attempt() override;
 
  private:

@@ -115,8 +115,9 @@ class BRIMFUL_API Participant {
   /// A collective of its own, before the pieces that show what is unlearned.
   /// @throws RankFailed if a rank failed before them, c10::ValueError on all ranks if one has no data
   virtual void begin_learning(bool /*has_data*/) {}
-  /// A collective of its own, after them.
-  virtual void end_learning() {}
+  /// A collective of its own, after them. Returns whether all ranks know now; else two more pieces may show it, unless
+  /// these were the `last`.
+  virtual bool end_learning(bool /*last*/) { return true; }
   /// Lives as long as the participant, or until it regroups.
   virtual ParticipantAttempt& attempt() = 0;
 };

@@ -1,0 +1,1 @@
+"""What a rank that fails costs the ranks of a sharded model."""
