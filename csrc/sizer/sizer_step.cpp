@@ -173,6 +173,10 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
         s_.splitting_.split_by(retry.plan(), input_, Splitting::given(input_, plan_));
     const bool finest = is_finest(std::ssize(attempt_.split));
     climb_.begin_attempt(retry.plan().rungs, finest, s_.options_.max_retries > 0);
+    if (attempt_.lockstep &&
+        retry.retries() > 0) {  // what was announced was not known to fail then
+      attempt_.record.next_pieces = std::max(attempt_.record.next_pieces, next_pieces());
+    }
     attempt_.retries_left = retry.may_repeat() || climb_.may_start_over();
     attempt_.can_shrink = !finest || climb_.may_go_on();
     s_.engine_.attempt_begins();

@@ -27,6 +27,7 @@ from probes import (
 )
 from ranks import draw_buckets, draw_failure, draw_step
 from runs import COLOURS, MIB, EveryOperator, batch_of, cross_entropy, mlp, used
+from sharded import draw_drain
 from torch import nn
 
 import brimful
@@ -285,6 +286,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "ladder": draw_ladder,
     "step": draw_step,
     "failure": draw_failure,
+    "drain": draw_drain,
     "buckets": draw_buckets,
     "forecast": draw_forecast,
     "regrowth": draw_regrowth,

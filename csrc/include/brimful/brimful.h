@@ -23,6 +23,7 @@
 #include <brimful/probes/memory_report.h>
 #include <brimful/probes/monitor.h>
 #include <brimful/reducer/distributed_data_parallel.h>
+#include <brimful/sharded/sharded_model.h>
 #include <brimful/sizer/autocast.h>
 #include <brimful/sizer/batch_sizer.h>
 #include <brimful/sizer/grad_scaler.h>
