@@ -191,3 +191,14 @@ def test_shares_are_uneven_and_cover_the_data():
 def test_missing_data_names_the_package():
     with pytest.raises(FileNotFoundError, match="apt-get install dataset-fashion-mnist"):
         fashion_mnist.load("train", "/nowhere")
+
+
+def test_a_sharded_model_trains_with_half_the_memory_on_one_rank():
+    printed = torchrun(EXAMPLES / "train_sharded.py", "--steps", "4", "--length", "16")
+    assert "rank 1 ran out of memory in step 1" in printed
+    assert re.search(r"step 1: loss [\d.]+, pieces [2-9]", printed)
+    peak, limit = map(
+        float, re.search(r"rank 1: peak ([\d.]+) MiB, limit ([\d.]+) MiB", printed).groups()
+    )
+    assert peak <= limit
+    assert "rank 0: peak" in printed

@@ -142,6 +142,7 @@ class Trial:
     def __init__(self, rank, rows=(4, 4), **how):
         self.rank, self.rows, self.model = rank, rows, sharded(**how)
         self.sizer = brimful.BatchSizer(self.model)
+        self.split = None
         device = next(self.model.parameters()).device
         self.batch = tuple(t.to(device) for t in batch_of(rows[rank.index], rank.index))
         self.step()  # which learns the collectives
@@ -153,11 +154,18 @@ class Trial:
         self.expected = self.result()
 
     def begin(self):
+        """The next step begins with the whole batch again, on all ranks."""
         self.model.zero_grad()
-        self.sizer.load_state_dict(self.state)  # the batch whole again
+        self.sizer.load_state_dict(self.state)
+        if self.split != [len(self.batch[0])]:  # by which the ranks have agreed on that many pieces
+            self.step()
+            self.model.zero_grad()
 
     def step(self, batch=None, **how):
-        return self.sizer.step(self.batch if batch is None else batch, loss_fn, **how)
+        self.split = None  # of a step that fails
+        outcome = self.sizer.step(self.batch if batch is None else batch, loss_fn, **how)
+        self.split = outcome.split
+        return outcome
 
     def result(self):
         return gradients_of(self.model)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rank_processes import raised
 from sharded_models import Fault, Net, Trial, batch_of, loss_fn, sharded, worst
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import brimful
 
@@ -47,9 +47,8 @@ def test_a_loop_trains_as_without_a_sizer(ranks):
     for distance, same_norms, more_calls in ranks(as_without):
         assert distance < CLOSE
         assert same_norms
-        assert (
-            more_calls == 1
-        )  # one step was made of two pieces; nothing is left of rehearsals and of what failed
+        # Two steps were made of two pieces; nothing is left of rehearsals and of what failed.
+        assert more_calls == 2
 
 
 def back_to_fsdp(rank):
@@ -244,3 +243,19 @@ def alone(rank):
 def test_a_module_that_is_not_sharded_is_as_before():
     net = Net()
     assert brimful.BatchSizer(net)._sharded is None
+
+
+def without_a_way_back(rank):
+    with_one = hasattr(FSDPModule, "reset_iter_state")
+    if with_one:
+        del FSDPModule.reset_iter_state
+    model = fully_shard(nn.Linear(4, 4))
+    error = raised(lambda: brimful.BatchSizer(model))
+    return type(error).__name__, str(error)
+
+
+@pytest.mark.smoke
+def test_a_torch_without_a_way_back_is_refused(ranks):
+    for error, text in ranks(without_a_way_back):
+        assert error == "TypeError"
+        assert "torch 2.15" in text
