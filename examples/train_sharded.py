@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_sharded.py
 
-It learns to count: each token is the sum of the two before it, modulo a number. Rank 1 gets a limit of half of what a step
-takes beyond the model. Without a sizer it would run out of memory in its first step, and rank 0 would wait for it in a
-collective; here both ranks make each step in as many pieces as rank 1 needs.
+It learns to count: each token is the sum of the two before it, modulo a number. After its first step rank 1 has a
+limit of half of what that took beyond the model. Without a sizer it would run out of memory in the next one, and rank 0
+would wait for it in a collective; here both ranks make each step in as many pieces as rank 1 needs.
 """
 
 import argparse

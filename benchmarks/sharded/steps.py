@@ -1,4 +1,4 @@
-"""What a step of a sharded model takes under a sizer: without a fault, with an agreement in each block, and repeated."""
+"""What a step of a sharded model takes under a sizer: without a fault, with an agreement a block, and repeated."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@
 #include "sizer/batch_sizer_state.h"
 #include "sizer/loss_scale.h"
 #include "step/behind_error.h"
+#include "step/inner_collectives.h"
 #include "step/kept_gradients.h"
 #include "step/no_capture.h"
 #include "step/one_call.h"
@@ -171,7 +172,7 @@ void BatchSizer::State::check_limit() {
 void BatchSizer::State::capture(const StepInput& input, const PieceWork& work) {
   const bool repeats =
       input.rows && work.tensors &&
-      (!splitting_.in_lockstep() || engine_.group().inner_collectives() != InnerCollectives::none);
+      (!splitting_.in_lockstep() || inner_collectives(engine_.group()) != InnerCollectives::none);
   engine_.before().capture(repeats ? work.tensors(0, *input.rows) : std::vector<NamedTensor>());
 }
 

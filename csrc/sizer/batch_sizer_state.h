@@ -63,9 +63,6 @@ class BatchSizer::State {
   void settle_rule(RuleVote& vote, const std::vector<ControlRecord>& said);
   void check_input(const StepInput& input);
   void capture(const StepInput& input, const PieceWork& work);
-  /// Those that the model makes, if a participant must know them and does not yet: a few rows run twice, on all ranks.
-  void learn_collectives(const StepInput& input, const PieceWork& work);
-  void rehearse_few(const StepInput& input, const PieceWork& work);
   void check_limit();
   void require_agreed_pieces(const StepInput& input) const;
   /// `rehearsed`: null where no forecast is made.

@@ -11,6 +11,7 @@
 #include "memory/host_tensor.h"
 #include "sizer/batch_sizer_state.h"
 #include "sizer/climb.h"
+#include "sizer/learn_collectives.h"
 #include "sizer/loss_scale.h"
 #include "sizer/pair_run.h"
 #include "step/agreement.h"
@@ -73,7 +74,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
     s_.splitting_.policy_of(input_).measure();
     announce();
     s_.engine_.owe();  // the others wait in their step
-    s_.learn_collectives(input_, work_);
+    learn_collectives(s_.engine_, input_, work_, s_.options_.scaler);
     plan_ = s_.choose_pieces(input_, pairs_ == nullptr ? &work_ : nullptr, outcome_);
     auto first = s_.splitting_.first_plan(input_, outcome_.pieces, Splitting::given(input_, plan_));
     first.rungs = climb_.first(is_finest(first.pieces));

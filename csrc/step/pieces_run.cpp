@@ -16,6 +16,7 @@
 #include "step/each_parameter.h"
 #include "step/engine_queue.h"
 #include "step/failure_board.h"
+#include "step/inner_collectives.h"
 
 namespace brimful {
 namespace {
@@ -177,7 +178,7 @@ void PiecesRun::end_after_error() {
     return;
   }
   const bool together = attempt_.lockstep && group_.world_size() > 1;
-  if (together && group_.inner_collectives() != InnerCollectives::known) {
+  if (together && inner_collectives(group_) != InnerCollectives::known) {
     leave_lockstep();
     return;
   }
@@ -250,7 +251,7 @@ void PiecesRun::end_failed(Status verdict) {
     return;
   }
   const bool amid_collectives =
-      attempt_.lockstep && group_.inner_collectives() != InnerCollectives::none;
+      attempt_.lockstep && inner_collectives(group_) != InnerCollectives::none;
   const auto cause = amid_collectives ? cause_elsewhere() : std::nullopt;
   const bool drained = behind_error(leave);
   if (!drained) {  // the others wait for what this rank cannot send

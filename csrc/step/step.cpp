@@ -63,14 +63,6 @@ std::vector<ControlRecord> StepGroup::exchange(const ControlRecord& record) {
                                : participants_[0]->exchange(record);
 }
 
-InnerCollectives StepGroup::inner_collectives() const {
-  auto all = InnerCollectives::none;
-  for (const auto& participant : participants_) {
-    all = std::max(all, participant->inner_collectives());
-  }
-  return all;
-}
-
 void StepGroup::keep_gradients() {
   kept_->take(parameters_of(*this));
 }

@@ -1,6 +1,7 @@
 """Models that FSDP2 (`fully_shard`) has sharded, as a part of a BatchSizer's step.
 
-The core knows the collectives; this answers what only FSDP's own objects can. What is used of its internals is that of torch 2.15.
+The core knows the collectives; this answers what only FSDP's own objects can. What is used of its internals is that of
+torch 2.15.
 """
 
 from __future__ import annotations
@@ -88,15 +89,15 @@ class Shards:
     def _require_known(self) -> None:
         if not hasattr(self._roots[0], "reset_iter_state"):
             raise TypeError(
-                "a model of fully_shard comes back from a failed piece by FSDPModule.reset_iter_state, which torch 2.15 "
-                f"is the first to have (torch: {torch.__version__}); install it, or wrap the module in "
+                "a model of fully_shard comes back from a failed piece by FSDPModule.reset_iter_state, which is new in "
+                f"torch 2.15 (torch: {torch.__version__}); install it, or wrap the module in "
                 "brimful.DistributedDataParallel instead"
             )
         for group in self._groups:
             if any(p.is_dtensor for p in group.fsdp_params):
                 raise TypeError(
-                    "fully_shard over tensor parallelism has collectives whose sizes follow the batch, which a rank that "
-                    "fails cannot issue for the others; shard the model by fully_shard alone"
+                    "fully_shard over tensor parallelism has collectives whose sizes follow the batch, which a rank "
+                    "that fails cannot issue for the others; shard the model by fully_shard alone"
                 )
             if group.gradient_divide_factor not in (None, 1.0):
                 raise ValueError(
@@ -107,8 +108,8 @@ class Shards:
     def require_synced(self) -> None:
         if not all(g.reduce_grads and g.all_reduce_grads for g in self._groups):
             raise ValueError(
-                "a step reduces the gradients of each of its pieces (set_requires_gradient_sync: False); leave that out, "
-                "and pass accumulate=True to add to the gradients of earlier steps"
+                "a step reduces the gradients of each of its pieces (set_requires_gradient_sync: False); leave that "
+                "out, and pass accumulate=True to add to the gradients of earlier steps"
             )
 
     def ranks(self) -> list[int]:

@@ -28,8 +28,6 @@ class BRIMFUL_API StepGroup {
   int64_t step() const;
   /// One collective; a group without participants answers by itself.
   std::vector<ControlRecord> exchange(const ControlRecord& record);
-  /// Of the one participant that has any.
-  InnerCollectives inner_collectives() const;
   /// @throws c10::ValueError if a gradient is there and not zero; zero ones are emptied (may synchronise the device)
   void require_empty_gradients();
 
