@@ -155,9 +155,10 @@ std::string name_of(const c10::OperatorHandle& op, const Arguments& arguments) {
     if (const auto tensor = first_tensor(*each); tensor && tensor->defined()) {
       std::string sizes;
       for (const auto size : tensor->sizes()) {
-        sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+        sizes.append(sizes.empty() ? "" : ", ").append(std::to_string(size));
       }
-      return text + " of [" + sizes + "] " + c10::toString(tensor->scalar_type());
+      return text.append(" of [").append(sizes).append("] ").append(
+          c10::toString(tensor->scalar_type()));
     }
   }
   return text;

@@ -189,10 +189,12 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
   }
 
   /// Every rank makes as many pieces as the one that wants the most of them.
-  void take_agreed_pieces(const std::vector<ControlRecord>& records, Ended& ended) const {
+  static int64_t agreed_pieces(const std::vector<ControlRecord>& records) {
+    int64_t pieces = 1;
     for (const auto rank : ranks_with(records, Status::retry)) {
-      ended.pieces = std::max<int64_t>(ended.pieces, records[rank].next_pieces);
+      pieces = std::max<int64_t>(pieces, records[rank].next_pieces);
     }
+    return pieces;
   }
 
   void note_times() {
@@ -227,7 +229,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
       s_.engine_.undo();
       retry.remedy();
       if (attempt_.lockstep) {
-        take_agreed_pieces(result.records, ended);
+        ended = std::move(ended).in_pieces(agreed_pieces(result.records));
       }
       ended = climb_.follow(std::move(ended), retry.plan());
       s_.log_shortage(ended, outcome_, input_, retry);

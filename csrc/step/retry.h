@@ -27,6 +27,12 @@ struct Ended {
   std::optional<ExecutionPlan> next =
       {};                      ///< the next attempt's plan, where it is not the policy's
   std::string next_text = {};  ///< why, and what it is
+
+  /// As the ranks agreed.
+  Ended in_pieces(int64_t agreed) && {
+    pieces = agreed;
+    return std::move(*this);
+  }
 };
 
 /// Runs one unit of work, such as a step, in attempts: a policy says how each is run, and learns how it ended. An attempt

@@ -13,7 +13,7 @@ using Kind = ActionKind;
 constexpr int64_t kMostForwards = int64_t{1} << 24;
 
 /// How a rank's forwards and backwards take turns.
-struct Turns {
+struct TurnsOfRank {
   int warm_up;             ///< forwards before the first pair of a forward and a backward
   bool splits = false;     ///< backwards are I and W
   int weights_behind = 0;  ///< the W of a microbatch follows the I of the one that is so many later
@@ -21,7 +21,7 @@ struct Turns {
 
 /// A forward and a backward in turn after a warm-up, until each list is at its end.
 std::vector<Action> in_turns(const std::vector<Action>& forwards, std::vector<Action> backwards,
-                             const Turns& turns) {
+                             const TurnsOfRank& turns) {
   std::vector<Action> actions;
   const auto count = forwards.size();
   const auto warm_up = std::min<size_t>(turns.warm_up, count);
@@ -180,13 +180,13 @@ Schedule gpipe(int ranks, int microbatches) {
 
 Schedule one_forward_one_backward(int ranks, int microbatches) {
   return make_turns("1f1b", ranks, 1, microbatches,
-                    [&](int rank, int) { return Turns{ranks - 1 - rank}; });
+                    [&](int rank, int) { return TurnsOfRank{ranks - 1 - rank}; });
 }
 
 Schedule interleaved_1f1b(int ranks, int stages_per_rank, int microbatches) {
   return make_turns(
       "interleaved_1f1b", ranks, stages_per_rank, microbatches,
-      [&](int rank, int waited_for) { return Turns{waited_for + 2 * (ranks - 1 - rank)}; });
+      [&](int rank, int waited_for) { return TurnsOfRank{waited_for + 2 * (ranks - 1 - rank)}; });
 }
 
 Schedule looped_bfs(int ranks, int stages_per_rank, int microbatches) {
@@ -202,13 +202,13 @@ Schedule looped_bfs(int ranks, int stages_per_rank, int microbatches) {
 
 Schedule zb_h1(int ranks, int stages_per_rank, int microbatches) {
   return make_turns("zb_h1", ranks, stages_per_rank, microbatches, [&](int rank, int waited_for) {
-    return Turns{waited_for + ranks - 1 - rank, true, rank};
+    return TurnsOfRank{waited_for + ranks - 1 - rank, true, rank};
   });
 }
 
 Schedule zb_h2(int ranks, int microbatches) {
   return make_turns("zb_h2", ranks, 1, microbatches, [&](int rank, int) {
-    return Turns{2 * (ranks - 1 - rank), true, 2 * rank};
+    return TurnsOfRank{2 * (ranks - 1 - rank), true, 2 * rank};
   });
 }
 
