@@ -26,7 +26,7 @@ class CollectiveTape final : public CallListener {
     CollectiveCall call;
     int64_t source;  ///< what `source_of` said when it was written
   };
-  /// Asked for each call while the tape is written: who makes it; -1 for nobody that is known.
+  /// Asked for each call while the tape is written: who makes it; -1 if that is not known.
   using SourceOf = std::function<int64_t()>;
   /// A piece has parted from the tape; `what` says how. Before the call that did is issued; may throw in its place.
   using OnParting = std::function<void(const std::string& what)>;

@@ -17,7 +17,7 @@ class CallListener {
                              const std::vector<c10::IValue>& arguments) = 0;
 };
 
-/// While it lives, the listener hears the collectives of this thread and of the backwards that it begins: a dispatch key of
+/// While it lives, the listener gets the collectives of this thread and of the backwards that it begins: a dispatch key of
 /// this thread, which autograd's threads take over, sends c10d's operators, and no others, by a kernel of ours. Ended by the
 /// thread that began it. In a process whose threads are ranks each thread has a listener of its own, on CPU tensors.
 class ListeningScope {

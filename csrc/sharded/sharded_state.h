@@ -59,7 +59,7 @@ class ShardedModel::State final : public ParticipantAttempt {
   void issue(const CollectiveTape::Entry& entry);
   /// A rank goes on with other collectives than those that it has shown.
   void on_parting(const std::string& what);
-  /// Nobody waits in the groups any more.
+  /// Whoever waits in the groups fails.
   void abort_groups();
   [[noreturn]] void fail(const std::string& text);
 

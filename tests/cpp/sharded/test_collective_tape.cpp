@@ -93,7 +93,7 @@ TEST_CASE("What a rank has not issued of a piece is issued for it, as it was", "
       rest.at(2).call.issue({});
       tape.forget_piece();
     }
-    largest(group, 0);  // outside of pieces nobody hears of it
+    largest(group, 0);  // outside of pieces it is not noted
     checks.expect(tape.state() == State::holds && parted.empty(), "it holds after that");
   });
   CHECK(checks.failures() == std::vector<std::string>{});
