@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks import common
-from benchmarks.sharded import faults, steps
+from benchmarks.sharded import faults, steps, unlike
 
-MODULES = (faults, steps)
+MODULES = (unlike, steps, faults)
 
 
 def figures(quick: bool, only: Sequence[str] = (), **_: object) -> Iterator[common.Figure]:

@@ -22,6 +22,15 @@ std::string draining_place(int64_t step) {
   return "drains/" + std::to_string(step);
 }
 
+/// Nothing where the store is gone: then a rank is, too, and the connections show it.
+std::optional<Failure> found_on(const FailureBoard& board, const std::string& place) noexcept {
+  try {
+    return board.find(place);
+  } catch (...) {
+    return std::nullopt;
+  }
+}
+
 /// What the ranks agreed on, or want for the repetition that follows.
 int64_t pieces_of(const std::vector<ControlRecord>& records) {
   const bool repeats = worst(records) == Status::retry;
@@ -100,7 +109,7 @@ void ShardedModel::State::drain() {
   drains.rank = ranks_.rank();
   drains.step = ranks_.step();
   board.try_post(draining_place(ranks_.step()), drains);
-  if (const auto parted = board.find(kParted)) {
+  if (const auto parted = found_on(board, kParted)) {
     fail("this rank failed, and rank " + std::to_string(parted->rank) +
          " makes other collectives in this step than in the ones before: " + parted->text);
   }
@@ -251,7 +260,7 @@ void ShardedModel::State::on_parting(const std::string& what) {
   parted.step = ranks_.step();
   parted.text = what;
   ranks_.board().try_post(kParted, parted);
-  if (const auto drains = ranks_.board().find(draining_place(ranks_.step()))) {
+  if (const auto drains = found_on(ranks_.board(), draining_place(ranks_.step()))) {
     fail(what + ", and rank " + std::to_string(drains->rank) + " has failed in this step");
   }
 }

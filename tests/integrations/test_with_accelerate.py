@@ -1,5 +1,10 @@
 """Accelerate's prepare, no_sync, accumulate and checkpoints with brimful's class, on two ranks."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +15,7 @@ import brimful
 
 accelerate = pytest.importorskip("accelerate")
 adapter = pytest.importorskip("brimful.integrations.accelerate")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def train(attached, accelerator, **options):
@@ -121,3 +127,24 @@ def finder_job(rank):
 
 def test_the_decorator_finds_one_size_for_both_ranks(ranks):
     assert ranks(finder_job) == [(12, [16, 14, 12])] * 2
+
+
+def test_a_model_of_fsdp2_is_given_to_a_sizer_as_it_is():
+    """On two simulated devices: on CPUs Accelerate shards nothing."""
+    libraries = Path(brimful._C.__file__).with_name("cuda_sim")
+    if not (libraries / "libnccl.so.2").exists():
+        pytest.skip("the simulated device is not built")
+    simulated = [ROOT / "csrc" / "cuda_sim" / "run.py", "--libraries", libraries, "--"]
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = ROOT / "tests" / "integrations" / "programs" / "accelerate_fsdp2.py"
+    command = [sys.executable, *simulated, sys.executable, *two, program]
+    done = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 made 2 pieces" in done.stdout
+    assert "rank 1 made 2 pieces" in done.stdout

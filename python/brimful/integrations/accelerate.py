@@ -12,6 +12,7 @@ require("accelerate")
 import torch
 
 import brimful
+from brimful.sizer._sharded import roots_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -25,15 +26,16 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
     ``accelerator.no_sync``, ``accumulate``, ``backward``, ``unwrap_model``, ``save_state`` and ``load_state`` know it.
     The accelerator's ``DistributedDataParallelKwargs`` hold, with their communication hook; ``options`` are those of
     ``brimful.DistributedDataParallel`` and go before them. All ranks call it together. In a single process, where
-    ``prepare`` wraps nothing, the model is returned as it is. Raises ``TypeError`` for what ``prepare`` did not wrap,
+    ``prepare`` wraps nothing, the model is returned as it is, and so is one that it sharded (``fsdp_version`` 2), which is
+    for a ``BatchSizer``. Raises ``TypeError`` for what ``prepare`` did not wrap,
     or wrapped otherwise.
     """
-    if accelerator.num_processes == 1:
+    if accelerator.num_processes == 1 or roots_of([model]):
         return model
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise TypeError(
             f"only torch's DistributedDataParallel is replaced (type: {type(model)}); pass what "
-            "accelerator.prepare(model) returned, without FSDP or DeepSpeed, and compile it afterwards"
+            "accelerator.prepare(model) returned, without FSDP of version 1 or DeepSpeed, and compile it afterwards"
         )
     handler = accelerator.ddp_handler
     given = handler.to_kwargs() if handler is not None else {}

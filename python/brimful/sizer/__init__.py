@@ -108,8 +108,9 @@ class BatchSizer(Looping):
     ``weight_fn(batch)`` gives a batch's weight beforehand where it is not its number of rows, such as its number of
     tokens. ``pieces`` is the split of the first batch, or ``piece_rows`` the rows that are known to fit, such as
     ``brimful.summary(...).largest_rows``; from then on a split is refined when memory runs out.
-    ``lockstep`` (by default true if the model has SyncBatchNorm) makes all ranks run the same number of pieces, which
-    collectives inside the model need; no rank can retry then.
+    ``lockstep`` (by default true if the model has SyncBatchNorm, or is one of ``fully_shard``) makes all ranks run the
+    same number of pieces, which collectives inside the model need. No rank can retry then, but for ``fully_shard``: a
+    rank that fails issues the collectives that the others wait for. Its first step runs two rows up to four times.
 
     ``local=True`` says that parameters outside of wrapped modules stay each rank's own. Without it they raise
     ``ValueError`` in a process group of several ranks: the ranks' models would drift apart.
@@ -624,7 +625,8 @@ class BatchSizer(Looping):
         ``workspaces_unknown`` that cuDNN's benchmark mode tries algorithms whose workspaces are in no forecast;
         ``whole_bytes`` what the batch would take in one piece, of what ``limit_bytes`` bounds. None where memory
         follows no law that is known, rows differ in what they hold (jagged, sparse, PackedSequence), the batch has
-        fewer than three rows, or a CUDA allocator is not torch's own.
+        fewer than three rows, or a CUDA allocator is not torch's own. Raises ``ValueError`` in lockstep, where no rank can
+        run rows alone.
         """
         _checked(batch, loss_fn, None)
         self._place_state()

@@ -32,8 +32,9 @@ def is_dtensor(parameter: torch.Tensor) -> bool:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """This rank's shard; the tensor itself if it has none."""
-    return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
+    """This rank's shard, which needs a gradient if the tensor does; the tensor itself if it has none."""
+    shard = getattr(tensor, "_local_tensor", None)
+    return tensor if shard is None else shard.detach().requires_grad_(tensor.requires_grad)  # type: ignore[no-any-return]
 
 
 def roots_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
@@ -142,7 +143,7 @@ class Shards:
             parameter.grad = None
 
     def gradients(self) -> list[torch.Tensor]:
-        return [local(p.grad) for p in self.parameters if p.grad is not None]
+        return [p.grad._local_tensor for p in self.parameters if p.grad is not None]
 
     def source_of_call(self) -> int:
         """Which parameter group gathers, by the frames that call: nothing of FSDP is wrapped for it."""

@@ -49,13 +49,6 @@ def test_a_fault_at_any_operator_of_a_rank(ranks, name):
         assert drained > 0 and places > 200
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_fault_at_every_operator_of_a_rank(ranks, name):
-    for bad, _, _ in ranks(at_each_place, CONFIGURATIONS[name], 1):
-        assert bad == []
-
-
 def at_two_places(rank, times):
     trial = Trial(rank)
     draw = random.Random(5)
@@ -188,6 +181,34 @@ def test_any_other_error_is_that_of_all_ranks(ranks, at):
     assert (healthy, failed) == ("RankFailed", "ValueError")
     assert "rank 1" in text and "planted" in text
     assert own.startswith("planted")
+    assert max(good, fine) < CLOSE
+
+
+def outside_of_pieces(rank, how):
+    trial = Trial(rank)
+    trial.begin()
+    batches = [batch_of(4, 20 + i) for i in range(3)]
+
+    def failing():
+        if how == "loader" and rank.index == 1:
+            batches[1:] = [None]
+        iterator = (batch if batch is not None else 1 / 0 for batch in batches)
+        for i, batch in enumerate(trial.sizer.batches(iterator)):
+            wrong = how == "input" and i == 1 and rank.index == 1
+            trial.sizer.step(torch.tensor(3) if wrong else batch, loss_fn)
+            trial.model.zero_grad()
+
+    error = raised(failing)
+    trial.model.zero_grad()
+    trial.sizer.step(trial.batch, loss_fn)
+    return type(error).__name__, str(error), worst(trial.result(), trial.expected)
+
+
+@pytest.mark.parametrize(("how", "own"), [("loader", "ZeroDivisionError"), ("input", "TypeError")])
+def test_a_rank_that_fails_outside_of_its_pieces(ranks, how, own):
+    (healthy, text, good), (failed, _, fine) = ranks(outside_of_pieces, how)
+    assert (healthy, failed) == ("RankFailed", own)
+    assert "rank 1" in text
     assert max(good, fine) < CLOSE
 
 
