@@ -26,9 +26,8 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
     ``accelerator.no_sync``, ``accumulate``, ``backward``, ``unwrap_model``, ``save_state`` and ``load_state`` know it.
     The accelerator's ``DistributedDataParallelKwargs`` hold, with their communication hook; ``options`` are those of
     ``brimful.DistributedDataParallel`` and go before them. All ranks call it together. In a single process, where
-    ``prepare`` wraps nothing, the model is returned as it is, and so is one that it sharded (``fsdp_version`` 2), which is
-    for a ``BatchSizer``. Raises ``TypeError`` for what ``prepare`` did not wrap,
-    or wrapped otherwise.
+    ``prepare`` wraps nothing, the model is returned as it is, and so is one that it sharded (``fsdp_version`` 2): that
+    is for a ``BatchSizer``. Raises ``TypeError`` for what ``prepare`` did not wrap, or wrapped otherwise.
     """
     if accelerator.num_processes == 1 or roots_of([model]):
         return model

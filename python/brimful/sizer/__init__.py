@@ -625,8 +625,8 @@ class BatchSizer(Looping):
         ``workspaces_unknown`` that cuDNN's benchmark mode tries algorithms whose workspaces are in no forecast;
         ``whole_bytes`` what the batch would take in one piece, of what ``limit_bytes`` bounds. None where memory
         follows no law that is known, rows differ in what they hold (jagged, sparse, PackedSequence), the batch has
-        fewer than three rows, or a CUDA allocator is not torch's own. Raises ``ValueError`` in lockstep, where no rank can
-        run rows alone.
+        fewer than three rows, or a CUDA allocator is not torch's own. Raises ``ValueError`` in lockstep: there no rank
+        can run rows alone.
         """
         _checked(batch, loss_fn, None)
         self._place_state()
