@@ -87,6 +87,12 @@ class Parts:
         self.torch_ddp = [c for c in self.children if isinstance(c, _torch_ddp.TorchDDP)]
         self.sharded, self.shards = None, None
         if roots := roots_of(self.modules):
+            if self.wrapped or self.torch_ddp:
+                raise TypeError(
+                    "a step has sharded modules or wrapped ones: their collectives have no common order (wrapped: "
+                    f"{len(self.wrapped) + len(self.torch_ddp)}, of fully_shard: {len(roots)}); shard all of them, or "
+                    "give each kind a BatchSizer of its own"
+                )
             self.sharded, self.shards = adapter(roots)
         self._sharded_parameters = self.shards.parameters if self.shards is not None else []
         _require_taken(self.modules, self._sharded_parameters)
@@ -133,6 +139,8 @@ class Parts:
         return list(dict.fromkeys(b for m in self.modules for b in m.buffers()))
 
     def devices(self) -> list[torch.device]:
+        if self.shards is not None:
+            return self.shards.devices()
         return list(dict.fromkeys(p.device for p in self.parameters if p.requires_grad))
 
     def gradient_bytes(self, device: torch.device) -> int:

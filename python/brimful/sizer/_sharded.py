@@ -106,6 +106,10 @@ class Shards:
                     f"{group.gradient_divide_factor}); leave it out, and weigh the loss: return (mean loss, weight)"
                 )
 
+    def devices(self) -> list[torch.device]:
+        """Where pieces run, which is not where an offload policy keeps the shards."""
+        return list(dict.fromkeys(torch.device(group.device) for group in self._groups))
+
     def require_synced(self) -> None:
         if not all(g.reduce_grads and g.all_reduce_grads for g in self._groups):
             raise ValueError(

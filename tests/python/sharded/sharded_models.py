@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from models import seed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -54,7 +54,14 @@ class Net(nn.Module):
 
 
 def sharded(
-    *, recompute=False, mesh=None, half=False, reshard=True, prefetch=False, compiled=False
+    *,
+    recompute=False,
+    mesh=None,
+    half=False,
+    reshard=True,
+    prefetch=False,
+    compiled=False,
+    offload=False,
 ):
     seed(0)
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
@@ -64,6 +71,8 @@ def sharded(
             block.compile()
     how = {"mesh": mesh}
     how["reshard_after_forward"] = reshard
+    if offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if half:
         how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for part in (net.embed, *net.blocks, net.frozen, net.twice):
@@ -91,7 +100,7 @@ def loss_fn(model, piece):
 def gradients_of(model):
     """Whole ones, by name; a collective."""
     return {
-        name: p.grad.full_tensor().cpu()
+        name: p.grad.to(p.device_mesh.device_type).full_tensor().cpu()
         for name, p in model.named_parameters()
         if p.requires_grad and p.grad is not None
     }
@@ -143,7 +152,8 @@ class Trial:
         self.rank, self.rows, self.model = rank, rows, sharded(**how)
         self.sizer = brimful.BatchSizer(self.model)
         self.split = None
-        device = next(self.model.parameters()).device
+        mesh = how.get("mesh")
+        device = "cpu" if mesh is None or mesh.device_type == "cpu" else "cuda"
         self.batch = tuple(t.to(device) for t in batch_of(rows[rank.index], rank.index))
         self.step()  # which learns the collectives
         self.state = self.sizer.state_dict()

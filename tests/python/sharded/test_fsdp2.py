@@ -209,6 +209,8 @@ def refused(rank):
     model.twice.set_gradient_divide_factor(3.0)
     texts["factor"] = raised(lambda: brimful.BatchSizer(model))
     texts["ddp"] = raised(lambda: brimful.DistributedDataParallel(sharded()))
+    both = [sharded(), brimful.DistributedDataParallel(nn.Linear(4, 4))]
+    texts["both"] = raised(lambda: brimful.BatchSizer(both))
     half = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(half[0])
     texts["half"] = raised(lambda: brimful.BatchSizer(half))
@@ -224,6 +226,7 @@ def test_what_is_refused_says_what_to_do(ranks):
         assert texts["plan"][0] == "ValueError" and "let step find" in texts["plan"][1]
         assert texts["rule"][0] == "ValueError" and "say it" in texts["rule"][1]
         assert texts["sync"][0] == "ValueError" and "accumulate=True" in texts["sync"][1]
+        assert texts["both"][0] == "TypeError" and "shard all of them" in texts["both"][1]
         assert texts["half"][0] == "ValueError" and "wrap" in texts["half"][1]
 
 

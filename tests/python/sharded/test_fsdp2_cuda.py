@@ -18,10 +18,11 @@ pytestmark = [pytest.mark.gpu, two_devices]
 CLOSE = 1e-5
 
 
-def on_devices(rank, backend):
+def on_devices(rank, backend, offload=False):
     torch.cuda.set_device(rank.index)
     group = dist.new_group(backend="nccl") if backend == "nccl" else dist.group.WORLD
-    trial = Trial(rank, mesh=DeviceMesh.from_group(group, "cuda"))
+    trial = Trial(rank, mesh=DeviceMesh.from_group(group, "cuda"), offload=offload)
+    assert trial.sizer._device.type == "cuda"
     bad = [] if worst(trial.expected, reference((4, 4), (0, 1))) < CLOSE else ["expected"]
     for at in range(5, trial.places, 37):
         rank.progress()
@@ -36,6 +37,12 @@ def on_devices(rank, backend):
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_fault_at_an_operator_of_a_device(ranks, backend):
     for bad, drained in ranks(on_devices, backend):
+        assert bad == []
+        assert drained > 0
+
+
+def test_shards_that_an_offload_policy_keeps_on_the_host(ranks):
+    for bad, drained in ranks(on_devices, "nccl", True):
         assert bad == []
         assert drained > 0
 
