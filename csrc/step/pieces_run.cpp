@@ -73,7 +73,7 @@ void require_no_backward(const StepGroup& group) {
 
 /// What gloo, NCCL and c10d say of a collective that another rank has left.
 bool is_of_a_group(std::string_view error) {
-  constexpr std::array<std::string_view, 4> kTexts{"gloo/", "NCCL", "ProcessGroup",
+  constexpr std::array<std::string_view, 5> kTexts{"gloo/", "pair closure", "NCCL", "ProcessGroup",
                                                    "process group"};
   return std::any_of(kTexts.begin(), kTexts.end(),
                      [&](const auto text) { return error.find(text) != std::string_view::npos; });
@@ -182,6 +182,17 @@ void PiecesRun::end_after_error() {
     leave_lockstep();
     return;
   }
+  of_a_group_ = together && is_of_a_group(result_.text);
+  if (of_a_group_) {
+    cause_ = cause_elsewhere();  // before others fail because of this one
+  }
+  if (together) {  // the others wait in the model's collectives, and not for what is decided here
+    behind_error([&] {
+      for (const auto& participant : group_.participants()) {
+        participant->attempt().launch_early(Fill::anything);
+      }
+    });
+  }
   result_.same_split = result_.own == Status::out_of_memory && task_.may_do_as_it_was(result_.text);
   const bool can_retry =
       attempt_.retries_left &&
@@ -250,27 +261,28 @@ void PiecesRun::end_failed(Status verdict) {
     result_.records = group_.finish();
     return;
   }
-  const bool amid_collectives =
-      attempt_.lockstep && inner_collectives(group_) != InnerCollectives::none;
-  const auto cause = amid_collectives ? cause_elsewhere() : std::nullopt;
   const bool drained = behind_error(leave);
   if (!drained) {  // the others wait for what this rank cannot send
     group_.abandon(Status::error, result_.text);
   }
   if (!drained || !behind_error([&] { result_.records = group_.finish(); })) {
-    if (amid_collectives && (cause || is_of_a_group(result_.text))) {
-      throw_broken(cause);
+    if (of_a_group_) {
+      throw_broken();
     }
     std::rethrow_exception(result_.error);
   }
 }
 
 void PiecesRun::leave_lockstep() {
-  const auto cause = cause_elsewhere();
+  cause_ = cause_elsewhere();
   group_.abandon(result_.own == Status::out_of_memory ? Status::out_of_memory : Status::error,
                  result_.text);
-  if (cause) {
-    throw_cause(*cause);
+  if (cause_) {
+    throw_cause();
+  }
+  if (result_.own == Status::error && inner_collectives(group_) != InnerCollectives::none &&
+      is_of_a_group(result_.text)) {
+    throw_broken();
   }
 }
 
@@ -279,16 +291,16 @@ std::optional<Failure> PiecesRun::cause_elsewhere() const {
                                                       group_.world_size());
 }
 
-void PiecesRun::throw_cause(const Failure& cause) const {
-  detail::throw_rank_failed(cause.rank, group_.step() - 1, cause.kind,
-                            "rank " + std::to_string(cause.rank) +
-                                " failed between collectives of the model: " + to_string(cause) +
+void PiecesRun::throw_cause() const {
+  detail::throw_rank_failed(cause_->rank, group_.step() - 1, cause_->kind,
+                            "rank " + std::to_string(cause_->rank) +
+                                " failed between collectives of the model: " + to_string(*cause_) +
                                 " (here: " + result_.text + ")");
 }
 
-void PiecesRun::throw_broken(const std::optional<Failure>& cause) const {
-  if (cause) {
-    throw_cause(*cause);
+void PiecesRun::throw_broken() const {
+  if (cause_) {
+    throw_cause();
   }
   detail::throw_rank_failed(
       -1, group_.step(), Status::error,

@@ -63,9 +63,9 @@ class PiecesRun {
   void leave_lockstep();
   /// Of another rank that failed before this one left.
   std::optional<Failure> cause_elsewhere() const;
-  [[noreturn]] void throw_cause(const Failure& cause) const;
+  [[noreturn]] void throw_cause() const;
   /// What is left of a model's collectives could not be issued.
-  [[noreturn]] void throw_broken(const std::optional<Failure>& cause) const;
+  [[noreturn]] void throw_broken() const;
 
   StepGroup& group_;
   const PiecesAttempt& attempt_;
@@ -73,6 +73,8 @@ class PiecesRun {
   Announcement said_;
   PieceSums sums_;
   AttemptResult result_;
+  bool of_a_group_ = false;       ///< the error is of a collective that another rank has left
+  std::optional<Failure> cause_;  ///< elsewhere, of such an error
 };
 
 /// Runs rows [0, rows) twice, forward and backward, for what that does to memory: nothing leaves this rank, no gradient

@@ -183,7 +183,7 @@ def killed(rank, at):
 @pytest.mark.parametrize("at", [10, 150])
 def test_a_rank_that_is_killed(ranks, at):
     (error, text, waited), _ = ranks(killed, at, lost=(1,))
-    assert error == "RankFailed"
+    assert error == "RankFailed", text
     assert "rank" in text
     assert waited < 8
 

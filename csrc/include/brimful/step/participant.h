@@ -70,7 +70,7 @@ class BRIMFUL_API ParticipantAttempt {
   virtual bool launched_early() const = 0;
   virtual Progress progress() const = 0;
   /// Launches the buckets that were not launched yet, up to the last one. Over several participants, all of this comes before the first last
-  /// bucket, in their order.
+  /// bucket, in their order. Once more it has nothing left to do.
   virtual void launch_early(Fill fill) = 0;
   /// Whether Announcement::late_weight may be defined.
   virtual bool takes_late_weight() const { return false; }
