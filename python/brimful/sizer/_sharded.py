@@ -73,6 +73,12 @@ class Shards:
     """What `fully_shard` has made of a model."""
 
     def __init__(self, roots: Sequence[Any]) -> None:
+        if not hasattr(roots[0], "reset_iter_state"):
+            raise TypeError(
+                "a model of fully_shard comes back from a failed piece by FSDPModule.reset_iter_state, which is new in "
+                f"torch 2.15 (torch: {torch.__version__}); install it, or wrap the module in "
+                "brimful.DistributedDataParallel instead"
+            )
         self._roots = list(roots)
         self._groups = [group for root in roots for group in _groups_of(root)]
         self.parameters = list(
@@ -88,12 +94,6 @@ class Shards:
         self._require_known()
 
     def _require_known(self) -> None:
-        if not hasattr(self._roots[0], "reset_iter_state"):
-            raise TypeError(
-                "a model of fully_shard comes back from a failed piece by FSDPModule.reset_iter_state, which is new in "
-                f"torch 2.15 (torch: {torch.__version__}); install it, or wrap the module in "
-                "brimful.DistributedDataParallel instead"
-            )
         for group in self._groups:
             if any(p.is_dtensor for p in group.fsdp_params):
                 raise TypeError(
