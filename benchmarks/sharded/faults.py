@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from benchmarks import common, ranks
@@ -48,8 +46,6 @@ def measure(quick: bool) -> Iterator[common.Figure]:
 def _rank(
     rank: int, world_size: int, progress: Callable[[], None], how: dict[str, Any], every: int
 ) -> dict[str, Any]:
-    tests = Path(__file__).resolve().parents[2] / "tests" / "python"
-    sys.path.append(str(tests / "sharded"))
     from models import used
     from rank_processes import Rank
     from sharded_models import Fault, Trial, worst

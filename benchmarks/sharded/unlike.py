@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from benchmarks import common, ranks
 
@@ -30,8 +28,6 @@ def measure(quick: bool) -> Iterator[common.Figure]:
 
 
 def _rank(rank: int, world_size: int, progress: Callable[[], None]) -> tuple[str, float]:
-    tests = Path(__file__).resolve().parents[2] / "tests" / "python"
-    sys.path.append(str(tests / "sharded"))
     from rank_processes import Rank
     from test_fsdp2 import parts_from_its_tape
 

@@ -93,9 +93,7 @@ std::vector<ControlRecord> exchange_records(Engine& engine, const ControlRecord&
   std::vector<ControlRecord> records;
   for (const auto& bytes :
        gather_bytes(engine, {own.begin(), own.end()}, "the exchange before a loop")) {
-    RecordBytes theirs{};
-    std::memcpy(theirs.data(), bytes.data(), theirs.size());
-    records.push_back(decode(theirs));
+    records.push_back(decode_first(bytes));
   }
   return records;
 }

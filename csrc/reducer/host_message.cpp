@@ -21,9 +21,7 @@ std::vector<uint8_t> encode(const HostMessage& message) {
 
 HostMessage decode_message(const std::vector<uint8_t>& bytes) {
   HostMessage message;
-  RecordBytes record{};
-  std::copy_n(bytes.begin(), record.size(), record.begin());
-  message.record = decode(record);
+  message.record = decode_first(bytes);
   std::memcpy(&message.sizes, bytes.data() + kSizesOffset, sizeof(message.sizes));
   message.more = bytes[kMoreOffset] != 0;
   return message;

@@ -11,6 +11,7 @@
 #include "base/format.h"
 #include "reducer/device_wait.h"
 #include "reducer/host_message.h"
+#include "reducer/host_watch.h"
 
 namespace brimful {
 namespace {
@@ -25,20 +26,6 @@ std::chrono::milliseconds timeout_of(const GroupLink& link) {
   } catch (const std::exception&) {  // it does not say
     return kBackendDefaultTimeout;
   }
-}
-
-std::string place_of(const std::string& key, int rank) {
-  return key + "hosts/left/" + std::to_string(rank);
-}
-
-/// A host may leave at its program's end, while devices still make its last sums.
-bool has_any_left(c10d::Store& store, const std::string& key, int rank, int world_size) {
-  for (int other = 0; other < world_size; ++other) {
-    if (other != rank && store.check({place_of(key, other)})) {
-      return true;
-    }
-  }
-  return false;
 }
 
 /// What waits for the group's device goes on.
@@ -59,27 +46,12 @@ HostGroup::Watch watch_of(const GroupLink& link) {
   if (link.device.is_cpu() || link.traffic->is_dead) {
     return {};
   }
-  const auto store = link.store;
-  const auto key = link.key;
-  const int rank = link.rank;
-  const auto leaves = [=] {
-    try {
-      store->set(place_of(key, rank), std::string("1"));
-    } catch (const std::exception&) {  // who served it has ended
-    }
-  };
   const auto weak = c10::weak_intrusive_ptr<c10d::ProcessGroup>(link.group);
-  const auto lost = [=, world_size = link.world_size] {
-    bool any_left = true;
-    try {
-      any_left = has_any_left(*store, key, rank, world_size);
-    } catch (const std::exception&) {  // who served it has ended, or died
-    }
-    if (!any_left) {
-      abort_device(weak, "the connection to another rank's host has ended");
-    }
-  };
-  return {leaves, lost, [=] { abort_device(weak, "a step's sums did not end in time"); }};
+  auto watch = watch_by(link.store, link.key + "hosts/", link.rank, link.world_size, [=] {
+    abort_device(weak, "the connection to another rank's host has ended");
+  });
+  watch.overdue = [=] { abort_device(weak, "a step's sums did not end in time"); };
+  return watch;
 }
 }  // namespace
 

@@ -1,13 +1,14 @@
 #include "reducer/side_group.h"
 
-#include "reducer/host_connector.h"
-
 #include <ATen/ATen.h>
 #include <brimful/log.h>
 #include <brimful/memory/stats.h>
 #include <brimful/step/oom.h>
 
 #include <utility>
+
+#include "reducer/host_connector.h"
+#include "reducer/host_watch.h"
 
 namespace brimful {
 namespace {
@@ -17,24 +18,6 @@ std::string prefix_for(c10d::ProcessGroup& group, const std::string& name) {
   const auto rank = std::to_string(group.getRank());
   const auto key = "brimful/" + name + "/";
   return key + (store ? std::to_string(store->add(key + rank, 1)) : std::string()) + "/";
-}
-
-std::string place_of_leaving(const std::string& prefix, int rank) {
-  return prefix + "left/" + std::to_string(rank);
-}
-
-/// A rank may leave at its program's end, while another still waits. True if that is not known.
-bool has_any_left(c10d::Store& store, const std::string& prefix, int world_size) {
-  try {
-    for (int rank = 0; rank < world_size; ++rank) {
-      if (store.check({place_of_leaving(prefix, rank)})) {
-        return true;
-      }
-    }
-    return false;
-  } catch (const std::exception&) {  // who served it has ended, or died
-    return true;
-  }
 }
 }  // namespace
 
@@ -51,21 +34,10 @@ void SideGroup::connect_hosts(int64_t bytes, std::function<void()> lost) {
     return;
   }
   const auto store = group_->getStore();
-  HostGroup::Watch watch;
-  watch.leaves = [store, place = place_of_leaving(prefix_, rank_)] {
-    try {
-      store->set(place, std::string("1"));
-    } catch (const std::exception&) {  // who served it has ended
-    }
-  };
-  watch.lost = [store, prefix = prefix_, world_size = world_size_, lost = std::move(lost)] {
-    if (!has_any_left(*store, prefix, world_size)) {
-      lost();
-    }
-  };
   const auto timeout = group_->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
-  hosts_ = std::make_unique<HostGroup>(HostConnector(group_, store).connect(prefix_ + "hosts"),
-                                       bytes, timeout, std::move(watch));
+  hosts_ = std::make_unique<HostGroup>(
+      HostConnector(group_, store).connect(prefix_ + "hosts"), bytes, timeout,
+      watch_by(store, prefix_, rank_, world_size_, std::move(lost)));
 }
 
 template <typename Collective>

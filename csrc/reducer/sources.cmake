@@ -26,6 +26,7 @@ brimful_sources(HEAVY
   host_group.cpp
   host_message.cpp
   host_offer.cpp
+  host_watch.cpp
   join.cpp
   late_flags.cpp
   launch.cpp

@@ -13,6 +13,7 @@
 #include "reducer/at_exit.h"
 #include "reducer/side_group.h"
 #include "reducer/updates.h"
+#include "step/known_loss.h"
 
 namespace brimful {
 /// Nothing is launched before finish(), which exchanges the records and reduces if it is due.
@@ -26,7 +27,7 @@ struct TorchDdpAdapter::State final : ParticipantAttempt {
   Progress progress() const override { return {}; }
   void launch_early(Fill /*fill*/) override {}
   void launch_last(Fill /*fill*/, const Announcement& announcement) override {
-    said = announcement;
+    said = with_known_loss(announcement);
   }
   /// @throws RankFailed if either fails; the ranks that are in it then wait until their group's timeout
   Ending finish() override;
@@ -141,9 +142,7 @@ std::vector<ControlRecord> TorchDdpAdapter::State::exchange_all(const ControlRec
   std::vector<ControlRecord> records;
   used_by_rank.assign(parameters.size(), 0);
   for (const auto& bytes : all) {
-    RecordBytes theirs{};
-    std::memcpy(theirs.data(), bytes.data(), theirs.size());
-    records.push_back(decode(theirs));
+    records.push_back(decode_first(bytes));
     for (size_t i = 0; i < parameters.size(); ++i) {
       used_by_rank[i] |= bytes[kRecordBytes + i];
     }
@@ -152,10 +151,7 @@ std::vector<ControlRecord> TorchDdpAdapter::State::exchange_all(const ControlRec
 }
 
 Ending TorchDdpAdapter::State::finish() {
-  auto [record, loss_sum, late_weight] = std::exchange(said, {});
-  if (loss_sum.defined()) {
-    record.loss_sum = loss_sum.item<double>();
-  }
+  auto record = std::exchange(said, {}).record;
   record.updated.fill(updates ? kUpdateUnknown : kUpdateNotCompared);
   if (updates && record.verdict < Status::retry) {
     if (const auto updated = updates->look(record.updated); updated.defined()) {

@@ -12,6 +12,7 @@
 
 #include "reducer/updates.h"
 #include "sharded/break_group.h"
+#include "step/known_loss.h"
 
 namespace brimful {
 namespace {
@@ -29,18 +30,6 @@ std::optional<Failure> found_on(const FailureBoard& board, const std::string& pl
   } catch (...) {
     return std::nullopt;
   }
-}
-
-/// What the ranks agreed on, or want for the repetition that follows.
-int64_t pieces_of(const std::vector<ControlRecord>& records) {
-  const bool repeats = worst(records) == Status::retry;
-  int64_t most = 1;
-  for (const auto& record : records) {
-    if (!repeats || record.verdict == Status::retry) {
-      most = std::max<int64_t>(most, record.next_pieces);
-    }
-  }
-  return most;
 }
 }  // namespace
 
@@ -66,7 +55,7 @@ void ShardedModel::State::begin_forward() {
   end_pieces();
   ++begun_;
   tape_.begin_piece();
-  if (!listens_) {
+  if (!listens_ && !is_alone()) {
     listens_.emplace(tape_);
   }
 }
@@ -81,7 +70,7 @@ void ShardedModel::State::end_pieces() {
 
 Progress ShardedModel::State::progress() const {
   Progress progress;
-  progress.launched = issued_ + (begun_ > 0 ? tape_.issued() : 0);
+  progress.launched = issued_ + tape_.issued();
   return progress;
 }
 
@@ -92,10 +81,14 @@ void ShardedModel::State::launch_early(Fill fill) {
     return;
   }
   listens_.reset();
+  if (is_alone()) {
+    return;
+  }
   if (learning_ == Learning::not_begun) {
     ControlRecord failed;
     failed.verdict = Status::error;
-    exchange(failed, "their first pieces");  // the others begin their step with it
+    records_of(failed, "their first pieces");  // the others begin their step with it
+    learning_ = Learning::refused;
   } else if (inner_collectives() == InnerCollectives::known) {
     drain();
   } else if (learning_ != Learning::refused) {
@@ -155,23 +148,23 @@ void ShardedModel::State::issue(const CollectiveTape::Entry& entry) {
 }
 
 void ShardedModel::State::launch_last(Fill /*fill*/, const Announcement& said) {
-  said_ = said;
-  if (said_.loss_sum.defined()) {  // waits for its device; what fails here is drained
-    said_.record.loss_sum = said_.loss_sum.item<double>();
-    said_.loss_sum.reset();
-  }
+  said_ = with_known_loss(said);
 }
 
 std::vector<ControlRecord> ShardedModel::State::exchange(const ControlRecord& record,
                                                          const std::string& what) {
-  const auto encoded = encode(record);
+  auto records = records_of(record, what);
+  pieces_ = wanted_pieces(records);
+  return records;
+}
+
+std::vector<ControlRecord> ShardedModel::State::records_of(const ControlRecord& own,
+                                                           const std::string& what) const {
+  const auto encoded = encode(own);
   std::vector<ControlRecord> records;
   for (const auto& bytes : ranks_.exchange({encoded.begin(), encoded.end()}, what)) {
-    RecordBytes theirs{};
-    std::copy_n(bytes.begin(), theirs.size(), theirs.begin());
-    records.push_back(decode(theirs));
+    records.push_back(decode_first(bytes));
   }
-  pieces_ = pieces_of(records);
   return records;
 }
 
@@ -207,6 +200,9 @@ void ShardedModel::State::discard() {
 }
 
 InnerCollectives ShardedModel::State::inner_collectives() const {
+  if (is_alone()) {
+    return InnerCollectives::none;
+  }
   if (learning_ != Learning::over) {
     return InnerCollectives::unlearned;
   }
@@ -217,9 +213,7 @@ InnerCollectives ShardedModel::State::inner_collectives() const {
 void ShardedModel::State::begin_learning(bool has_data) {
   ControlRecord own;
   own.verdict = has_data ? Status::ok : Status::no_data;
-  const auto pieces = pieces_;
-  const auto records = exchange(own, "their first pieces");
-  pieces_ = pieces;
+  const auto records = records_of(own, "their first pieces");
   if (worst(records) > Status::no_data) {
     learning_ = Learning::refused;
     const auto peer = ranks_.board().find_other(ranks_.step(), ranks_.rank(), ranks_.world_size());
@@ -239,9 +233,7 @@ void ShardedModel::State::begin_learning(bool has_data) {
 bool ShardedModel::State::end_learning(bool last) {
   ControlRecord own;
   own.verdict = tape_.state() == CollectiveTape::State::holds ? Status::ok : Status::no_data;
-  const auto pieces = pieces_;
-  all_know_ = worst(exchange(own, "their collectives")) == Status::ok;
-  pieces_ = pieces;
+  all_know_ = worst(records_of(own, "their collectives")) == Status::ok;
   learning_ = all_know_ || last ? Learning::over : learning_;
   if (last && !all_know_) {
     log(LogLevel::warning,
@@ -267,6 +259,10 @@ void ShardedModel::State::on_parting(const std::string& what) {
 
 void ShardedModel::State::abandon() {
   listens_.reset();
+  break_all();
+}
+
+void ShardedModel::State::break_all() {
   abort_groups();
   ranks_.abandon();
 }
@@ -282,7 +278,7 @@ void ShardedModel::State::abort_groups() {
 }
 
 void ShardedModel::State::fail(const std::string& text) {
-  abandon();
+  break_all();  // and no more: a thread of autograd may be here, which has not begun to listen
   detail::throw_rank_failed(-1, ranks_.step(), Status::error,
                             text + " (rank: " + std::to_string(ranks_.rank()) +
                                 "); the groups of the model are aborted: start the job again");

@@ -48,7 +48,7 @@ class ShardedModel::State final : public ParticipantAttempt {
  private:
   enum class Learning : uint8_t {
     not_begun,
-    refused,    ///< a rank had failed, or had no data: all of them raise
+    refused,  ///< until the attempt ends: a rank had failed, or had no data, and all of them raise
     under_way,  ///< the pieces that show the collectives run on all ranks
     over
   };
@@ -61,6 +61,11 @@ class ShardedModel::State final : public ParticipantAttempt {
   void on_parting(const std::string& what);
   /// Whoever waits in the groups fails.
   void abort_groups();
+  /// The hosts' connections, too.
+  void break_all();
+  std::vector<ControlRecord> records_of(const ControlRecord& own, const std::string& what) const;
+  /// Nobody waits for this rank.
+  bool is_alone() const { return ranks_.world_size() == 1; }
   [[noreturn]] void fail(const std::string& text);
 
   std::vector<at::Tensor> parameters_;

@@ -188,15 +188,6 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
     }
   }
 
-  /// Every rank makes as many pieces as the one that wants the most of them.
-  static int64_t agreed_pieces(const std::vector<ControlRecord>& records) {
-    int64_t pieces = 1;
-    for (const auto rank : ranks_with(records, Status::retry)) {
-      pieces = std::max<int64_t>(pieces, records[rank].next_pieces);
-    }
-    return pieces;
-  }
-
   void note_times() {
     auto& known = s_.splitting_.by_length();
     if (std::exchange(known.warm, true)) {
@@ -229,7 +220,7 @@ class BatchSizer::State::SizerStep final : public StepTask, public AttemptTask {
       s_.engine_.undo();
       retry.remedy();
       if (attempt_.lockstep) {
-        ended = std::move(ended).in_pieces(agreed_pieces(result.records));
+        ended = std::move(ended).in_pieces(wanted_pieces(result.records));
       }
       ended = climb_.follow(std::move(ended), retry.plan());
       s_.log_shortage(ended, outcome_, input_, retry);

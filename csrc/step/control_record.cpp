@@ -54,7 +54,7 @@ RecordBytes encode(const ControlRecord& record) {
   return bytes;
 }
 
-ControlRecord decode(const RecordBytes& bytes) {
+ControlRecord decode(std::span<const uint8_t, kRecordBytes> bytes) {
   ControlRecord record;
   for_each_field(record, [&](auto& value, int64_t offset) {
     std::memcpy(&value, bytes.data() + offset, sizeof(value));
@@ -117,6 +117,17 @@ bool no_rank_continues(const std::vector<ControlRecord>& records) {
 bool no_rank_steps(const std::vector<ControlRecord>& records) {
   const bool stop = stops(records);
   return stop || no_rank_continues(records);
+}
+
+int64_t wanted_pieces(const std::vector<ControlRecord>& records) {
+  const bool repeats = worst(records) == Status::retry;
+  int64_t most = 1;
+  for (const auto& record : records) {
+    if (!repeats || record.verdict == Status::retry) {
+      most = std::max<int64_t>(most, record.next_pieces);
+    }
+  }
+  return most;
 }
 
 int next_buffer_source(const std::vector<ControlRecord>& records) {

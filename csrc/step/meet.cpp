@@ -16,9 +16,7 @@ std::vector<ControlRecord> meet_ranks(const StepGroup& group, const ControlRecor
   std::copy(bytes.begin(), bytes.end(), own.mutable_data_ptr<uint8_t>());
   std::vector<ControlRecord> records;
   for (const auto& theirs : gather_over_ranks(group, own)) {
-    RecordBytes read{};
-    std::copy_n(theirs.const_data_ptr<uint8_t>(), read.size(), read.begin());
-    records.push_back(decode(read));
+    records.push_back(decode_first({theirs.const_data_ptr<uint8_t>(), kRecordBytes}));
   }
   return records;
 }

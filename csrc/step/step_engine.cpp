@@ -82,10 +82,7 @@ void StepEngine::note_end(const std::vector<ControlRecord>& records) {
 void StepEngine::adopt(const std::vector<ControlRecord>& records) {
   agreed_.total = next_total_weight(records);
   agreed_.buffer_source = next_buffer_source(records);
-  agreed_.pieces = 1;
-  for (const auto& record : records) {
-    agreed_.pieces = std::max<int64_t>(agreed_.pieces, record.next_pieces);
-  }
+  agreed_.pieces = wanted_pieces(records);
   agreed_.holds = true;
 }
 

@@ -7,7 +7,6 @@ What is used of its internals is the same in torch 2.11 to 2.15.
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +17,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from brimful import _C
+from brimful.reducer._side_groups import side_group
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 
-_side_groups: weakref.WeakKeyDictionary[torch.nn.Module, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
-atexit.register(_side_groups.clear)
 #: The last that was used for the side group.
 _uuids: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
@@ -63,7 +59,7 @@ def adapter(model: Any, check_updates: bool) -> _C.TorchDdpAdapter:
 
 def _reconfigured(model: Any) -> dist.ProcessGroup:
     """The group to agree over, with the members that the model's own group has now."""
-    group, side = model.process_group, _side_groups[model]
+    group, side = model.process_group, _side_group(model)
     own = (side.get_reconfigure_handle(), _uuids.get(model, 0))
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, own, group=group)
@@ -119,17 +115,8 @@ def local(loss_fn: Callable[..., Any], models: list[Any]) -> Callable[..., Any]:
 
 
 def _side_group(model: Any) -> dist.ProcessGroup:
-    group: Any = _side_groups.get(model)
-    if group is None:
-        backend = model.process_group._get_backend(model.device)
-        group = dist.new_group(
-            dist.get_process_group_ranks(model.process_group),
-            timeout=backend.options._timeout,
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        _side_groups[model] = group
-    return group  # type: ignore[no-any-return]
+    ranks = dist.get_process_group_ranks(model.process_group)
+    return side_group(model, ranks, model.process_group, model.device)
 
 
 def _nothing(parameter: torch.Tensor, sparse: bool) -> torch.Tensor:

@@ -6,9 +6,7 @@ torch 2.15.
 
 from __future__ import annotations
 
-import atexit
 import sys
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,11 +14,7 @@ import torch
 import torch.distributed as dist
 
 from brimful import _C
-
-_side_groups: weakref.WeakKeyDictionary[torch.nn.Module, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
-atexit.register(_side_groups.clear)
+from brimful.reducer._side_groups import side_group
 
 #: Of a parameter group, which a piece may leave as the program's own switches had them in its midst.
 _SWITCHES = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
@@ -117,14 +111,15 @@ class Shards:
                 "out, and pass accumulate=True to add to the gradients of earlier steps"
             )
 
-    def ranks(self) -> list[int]:
-        meshes = {tuple(p.device_mesh.mesh.flatten().tolist()) for p in self.parameters}
-        if len(meshes) != 1:
+    def mesh(self) -> Any:
+        parameters = [p.sharded_param for group in self._groups for p in group.fsdp_params]
+        meshes = list(dict.fromkeys(p.device_mesh for p in parameters))
+        if len({tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}) != 1:
             raise TypeError(
                 f"modules of one step are sharded over the same ranks (meshes: {len(meshes)}); give each mesh a "
                 "BatchSizer of its own"
             )
-        return list(meshes.pop())
+        return meshes[0]
 
     def sum_gradients(self, on: bool) -> None:
         for owner, name, value in self._before:
@@ -174,8 +169,7 @@ class Shards:
 def adapter(roots: Sequence[Any]) -> tuple[_C.ShardedModel, Shards]:
     """The part that sharded modules take in a step. A collective: it makes a group to agree over."""
     shards = Shards(roots)
-    group: Any = _side_groups.get(roots[0])
-    if group is None:
-        group = dist.new_group(shards.ranks(), backend="gloo", use_local_synchronization=True)
-        _side_groups[roots[0]] = group
+    mesh = shards.mesh()
+    ranks = mesh.mesh.flatten().tolist()
+    group = side_group(roots[0], ranks, mesh.get_group(0), torch.device(mesh.device_type))
     return _C.ShardedModel(shards.parameters, group, shards), shards

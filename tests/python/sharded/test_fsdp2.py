@@ -236,6 +236,14 @@ def test_one_rank_alone(ranks):
 
 
 def alone(rank):
+    calls = []
+
+    def counted(model, piece):
+        calls.append(len(piece[0]))
+        return loss_fn(model, piece)
+
+    brimful.BatchSizer(sharded()).step(batch_of(4, 0), counted)
+    assert calls == [4]  # nothing is rehearsed for nobody
     trial = Trial(rank, rows=(4,))
     trial.begin()
     with Fault(40):

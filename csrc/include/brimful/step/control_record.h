@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <vector>
 
 namespace brimful {
@@ -47,7 +48,11 @@ constexpr int64_t kLossSumOffset = 12;  ///< of the eight bytes of loss_sum
 using RecordBytes = std::array<uint8_t, kRecordBytes>;
 
 BRIMFUL_API RecordBytes encode(const ControlRecord& record);
-BRIMFUL_API ControlRecord decode(const RecordBytes& bytes);
+BRIMFUL_API ControlRecord decode(std::span<const uint8_t, kRecordBytes> bytes);
+/// Of bytes that begin with one.
+inline ControlRecord decode_first(std::span<const uint8_t> bytes) {
+  return decode(bytes.first<kRecordBytes>());
+}
 
 /// The severest verdict of all ranks.
 BRIMFUL_API Status worst(const std::vector<ControlRecord>& records);
@@ -76,6 +81,9 @@ BRIMFUL_API bool regroups(const std::vector<ControlRecord>& records);
 /// Whose buffers win in the next step: the lowest rank's that announced a batch for it; where none did, the lowest
 /// rank's that had one in this step and may have another.
 BRIMFUL_API int next_buffer_source(const std::vector<ControlRecord>& records);
+
+/// The most that a rank wants, for the next step; of an attempt that is repeated those that ran out, for its repetition.
+BRIMFUL_API int64_t wanted_pieces(const std::vector<ControlRecord>& records);
 
 /// Different for different numbers, but for one pair in four thousand million.
 BRIMFUL_API uint32_t fingerprint(double value);
