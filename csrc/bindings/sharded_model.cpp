@@ -35,7 +35,7 @@ void bind_sharded_model(py::module_& m) {
                       const c10::intrusive_ptr<c10d::ProcessGroup>& side_group, py::object shards) {
             const auto kept = shared_object(std::move(shards));
             ShardedModelHooks hooks;
-            hooks.sum_gradients = method_of<void, bool>(kept, "sum_gradients");
+            hooks.in_attempt = method_of<void, bool>(kept, "in_attempt");
             hooks.reset = method_of<void>(kept, "reset");
             hooks.gradients = method_of<std::vector<at::Tensor>>(kept, "gradients");
             hooks.source_of_call = method_of<int64_t>(kept, "source_of_call");

@@ -48,7 +48,7 @@ void ShardedModel::State::begin(int /*buffer_source*/) {
   tape_.forget_piece();
   begun_ = 0;
   issued_ = 0;
-  hooks_.sum_gradients(true);
+  hooks_.in_attempt(true);
 }
 
 void ShardedModel::State::begin_forward() {
@@ -170,7 +170,7 @@ std::vector<ControlRecord> ShardedModel::State::records_of(const ControlRecord& 
 
 Ending ShardedModel::State::finish() {
   listens_.reset();
-  hooks_.sum_gradients(false);
+  hooks_.in_attempt(false);
   auto record = std::exchange(said_, {}).record;
   record.updated.fill(kUpdateNotCompared);
   Ending ending{exchange(record, "step " + std::to_string(ranks_.step())), {}};
@@ -195,7 +195,7 @@ void ShardedModel::State::discard() {
   }
   listens_.reset();
   tape_.forget_piece();
-  hooks_.sum_gradients(false);
+  hooks_.in_attempt(false);
   hooks_.reset();
 }
 

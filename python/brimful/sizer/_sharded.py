@@ -63,6 +63,11 @@ def _groups_of(root: Any) -> list[Any]:
     return [group for state in states.values() for group in state._fsdp_param_groups]
 
 
+def _forwards_of(root: Any) -> list[Any] | None:
+    """Parameter groups in the order of a forward that no backward has followed; None before the first one."""
+    return getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", None)
+
+
 class Shards:
     """What `fully_shard` has made of a model."""
 
@@ -121,12 +126,17 @@ class Shards:
             )
         return meshes[0]
 
-    def sum_gradients(self, on: bool) -> None:
+    def in_attempt(self, on: bool) -> None:
         for owner, name, value in self._before:
             setattr(owner, name, value)
         self._before = []
         if not on:
             return
+        for root in (
+            self._roots
+        ):  # an evaluation leaves its order, by which the next backward would prefetch
+            if _forwards_of(root):
+                root.reset_iter_state()
         self._switches = [(g, n, getattr(g, n)) for g in self._groups for n in _SWITCHES]
         self._before = [(g, n, getattr(g, n)) for g in self._groups for n in _DIVISION]
         for group in self._groups:
@@ -135,7 +145,8 @@ class Shards:
 
     def reset(self) -> None:
         for root in self._roots:
-            root.reset_iter_state()
+            if _forwards_of(root) is not None:
+                root.reset_iter_state()
         for owner, name, value in self._switches:
             setattr(owner, name, value)
         for parameter in self.parameters:

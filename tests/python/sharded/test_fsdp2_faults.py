@@ -184,6 +184,29 @@ def test_any_other_error_is_that_of_all_ranks(ranks, at):
     assert max(good, fine) < CLOSE
 
 
+def after_an_evaluation(rank, reshard):
+    trial = Trial(rank, reshard=reshard)
+    bad = []
+    for at in (20, 100, 160):
+        trial.begin()
+        trial.model.eval()
+        with torch.no_grad():
+            trial.model(trial.batch[0])
+        trial.model.train()
+        with Fault(at if rank.index == 1 else -1):
+            outcome = trial.step()
+        if outcome.split != [2, 2] or worst(trial.result(), trial.expected) > CLOSE:
+            bad.append(at)
+    return bad, trial.sizer._sharded.collectives
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_an_evaluation_between_steps(ranks, reshard):
+    for bad, collectives in ranks(after_an_evaluation, reshard):
+        assert bad == []
+        assert collectives > 10  # they are known as before
+
+
 def outside_of_pieces(rank, how):
     trial = Trial(rank)
     trial.begin()

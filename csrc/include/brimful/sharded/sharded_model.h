@@ -16,8 +16,9 @@ namespace brimful {
 
 /// What a ShardedModel asks of whoever sharded the model, such as FSDP2.
 struct ShardedModelHooks {
-  /// Gradients are summed over the ranks, and not divided, from now on (true), or as the program has it (false).
-  std::function<void(bool)> sum_gradients;
+  /// An attempt begins (true): gradients are summed over the ranks, and not divided, and nothing of forwards outside of steps
+  /// decides which collectives its pieces make. Or it has ended (false), and all is as the program has it.
+  std::function<void(bool)> in_attempt;
   /// After a piece that failed, or whose gradients shall not stay: parameters are shards and have no gradient, and nothing is
   /// kept of the piece. Makes no collective.
   std::function<void()> reset;
