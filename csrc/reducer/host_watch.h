@@ -8,8 +8,8 @@
 
 namespace brimful {
 
-/// Whoever leaves as it should says so in the store; `lost`, which does not throw, is called where a connection has ended and
-/// nobody has. A host may leave at its program's end, while others still wait. `prefix`: of keys, the same on all ranks.
+/// A rank that leaves as it should says so in the store; `lost`, which does not throw, is called if a connection has ended and
+/// no other rank has said so. A host may leave at its program's end, while others still wait. `prefix`: of keys, the same on all ranks.
 HostGroup::Watch watch_by(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix,
                           int rank, int world_size, std::function<void()> lost);
 

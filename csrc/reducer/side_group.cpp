@@ -30,7 +30,7 @@ SideGroup::SideGroup(Group group, const std::string& name)
 }
 
 void SideGroup::connect_hosts(int64_t bytes, std::function<void()> lost) {
-  if (world_size_ == 1) {
+  if (is_alone()) {
     return;
   }
   const auto store = group_->getStore();
@@ -66,6 +66,16 @@ std::vector<std::vector<uint8_t>> SideGroup::exchange(const std::vector<uint8_t>
     exchange.work->wait();
     return exchange.read();
   });
+}
+
+std::vector<ControlRecord> SideGroup::exchange_record(const ControlRecord& own,
+                                                      const std::string& what) const {
+  const auto encoded = encode(own);
+  std::vector<ControlRecord> records;
+  for (const auto& bytes : exchange({encoded.begin(), encoded.end()}, what)) {
+    records.push_back(decode_first(bytes));
+  }
+  return records;
 }
 
 std::vector<at::Tensor> SideGroup::gather(const at::Tensor& own) const {

@@ -1,5 +1,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <brimful/step/control_record.h>
 
 #include <cstdint>
 #include <functional>
@@ -27,6 +28,7 @@ class SideGroup {
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
+  bool is_alone() const { return world_size_ == 1; }
   const FailureBoard& board() const { return *board_; }
   /// Attempts that have ended, for texts of errors; those of an exchange name it.
   int64_t step() const { return step_; }
@@ -35,6 +37,9 @@ class SideGroup {
   /// Every rank's bytes, by rank; all ranks give the same number. `what`: they agree on.
   /// @throws RankFailed if the group broke
   std::vector<std::vector<uint8_t>> exchange(const std::vector<uint8_t>& own,
+                                             const std::string& what) const;
+  /// The same of a record alone.
+  std::vector<ControlRecord> exchange_record(const ControlRecord& own,
                                              const std::string& what) const;
   /// As Participant::gather and Participant::sum have it.
   std::vector<at::Tensor> gather(const at::Tensor& own) const;

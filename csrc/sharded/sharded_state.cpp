@@ -55,7 +55,7 @@ void ShardedModel::State::begin_forward() {
   end_pieces();
   ++begun_;
   tape_.begin_piece();
-  if (!listens_ && !is_alone()) {
+  if (!listens_ && !ranks_.is_alone()) {
     listens_.emplace(tape_);
   }
 }
@@ -81,13 +81,13 @@ void ShardedModel::State::launch_early(Fill fill) {
     return;
   }
   listens_.reset();
-  if (is_alone()) {
+  if (ranks_.is_alone()) {
     return;
   }
   if (learning_ == Learning::not_begun) {
     ControlRecord failed;
     failed.verdict = Status::error;
-    records_of(failed, "their first pieces");  // the others begin their step with it
+    ranks_.exchange_record(failed, "their first pieces");  // the others begin their step with it
     learning_ = Learning::refused;
   } else if (inner_collectives() == InnerCollectives::known) {
     drain();
@@ -153,18 +153,8 @@ void ShardedModel::State::launch_last(Fill /*fill*/, const Announcement& said) {
 
 std::vector<ControlRecord> ShardedModel::State::exchange(const ControlRecord& record,
                                                          const std::string& what) {
-  auto records = records_of(record, what);
+  auto records = ranks_.exchange_record(record, what);
   pieces_ = wanted_pieces(records);
-  return records;
-}
-
-std::vector<ControlRecord> ShardedModel::State::records_of(const ControlRecord& own,
-                                                           const std::string& what) const {
-  const auto encoded = encode(own);
-  std::vector<ControlRecord> records;
-  for (const auto& bytes : ranks_.exchange({encoded.begin(), encoded.end()}, what)) {
-    records.push_back(decode_first(bytes));
-  }
   return records;
 }
 
@@ -200,7 +190,7 @@ void ShardedModel::State::discard() {
 }
 
 InnerCollectives ShardedModel::State::inner_collectives() const {
-  if (is_alone()) {
+  if (ranks_.is_alone()) {
     return InnerCollectives::none;
   }
   if (learning_ != Learning::over) {
@@ -213,7 +203,7 @@ InnerCollectives ShardedModel::State::inner_collectives() const {
 void ShardedModel::State::begin_learning(bool has_data) {
   ControlRecord own;
   own.verdict = has_data ? Status::ok : Status::no_data;
-  const auto records = records_of(own, "their first pieces");
+  const auto records = ranks_.exchange_record(own, "their first pieces");
   if (worst(records) > Status::no_data) {
     learning_ = Learning::refused;
     const auto peer = ranks_.board().find_other(ranks_.step(), ranks_.rank(), ranks_.world_size());
@@ -233,7 +223,7 @@ void ShardedModel::State::begin_learning(bool has_data) {
 bool ShardedModel::State::end_learning(bool last) {
   ControlRecord own;
   own.verdict = tape_.state() == CollectiveTape::State::holds ? Status::ok : Status::no_data;
-  all_know_ = worst(records_of(own, "their collectives")) == Status::ok;
+  all_know_ = worst(ranks_.exchange_record(own, "their collectives")) == Status::ok;
   learning_ = all_know_ || last ? Learning::over : learning_;
   if (last && !all_know_) {
     log(LogLevel::warning,

@@ -63,9 +63,6 @@ class ShardedModel::State final : public ParticipantAttempt {
   void abort_groups();
   /// The hosts' connections, too.
   void break_all();
-  std::vector<ControlRecord> records_of(const ControlRecord& own, const std::string& what) const;
-  /// Nobody waits for this rank.
-  bool is_alone() const { return ranks_.world_size() == 1; }
   [[noreturn]] void fail(const std::string& text);
 
   std::vector<at::Tensor> parameters_;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,12 @@ def side_group(
     module: torch.nn.Module, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> dist.ProcessGroup:
     """That of the module. The first time it is made, by all `ranks`, with the timeout of `group` on `device`."""
-    known = _groups.get(module)
+    known: Any = _groups.get(module)
     if known is None:
-        timeout = group._get_backend(device).options._timeout
-        known = _groups[module] = dist.new_group(
+        backend: Any = group._get_backend(device)
+        timeout = backend.options._timeout
+        known = dist.new_group(
             list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True
         )
-    return known
+        _groups[module] = known
+    return known  # type: ignore[no-any-return]
