@@ -34,10 +34,13 @@ void SideGroup::connect_hosts(int64_t bytes, std::function<void()> lost) {
     return;
   }
   const auto store = group_->getStore();
-  const auto timeout = group_->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
   hosts_ = std::make_unique<HostGroup>(
-      HostConnector(group_, store).connect(prefix_ + "hosts"), bytes, timeout,
+      HostConnector(group_, store).connect(prefix_ + "hosts"), bytes, timeout(),
       watch_by(store, prefix_, rank_, world_size_, std::move(lost)));
+}
+
+std::chrono::milliseconds SideGroup::timeout() const {
+  return group_->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
 }
 
 template <typename Collective>

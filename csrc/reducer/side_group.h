@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <brimful/step/control_record.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -29,6 +30,12 @@ class SideGroup {
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   bool is_alone() const { return world_size_ == 1; }
+  /// May be null.
+  c10::intrusive_ptr<c10d::Store> store() const { return group_->getStore(); }
+  /// A prefix of keys in the store, the same on all ranks, that nothing else has.
+  std::string place(const std::string& name) const { return prefix_ + name; }
+  /// For a message of another rank.
+  std::chrono::milliseconds timeout() const;
   const FailureBoard& board() const { return *board_; }
   /// Attempts that have ended, for texts of errors; those of an exchange name it.
   int64_t step() const { return step_; }

@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <functional>
+#include <algorithm>
+#include <array>
+#include <span>
 #include <utility>
 
 namespace brimful {
@@ -34,22 +36,22 @@ c10::IValue with_tensors(const c10::IValue& value,
   return value;
 }
 
-bool looks_like(const at::Tensor& one, const at::Tensor& other) {
+bool looks_like(const at::Tensor& one, const at::Tensor& other, bool free) {
   return one.defined() == other.defined() &&
-         (!one.defined() ||
-          (one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes()));
+         (!one.defined() || (one.scalar_type() == other.scalar_type() &&
+                             (free || one.sizes() == other.sizes())));
 }
 
-bool is_same(const c10::IValue& one, const c10::IValue& other) {
+bool is_same(const c10::IValue& one, const c10::IValue& other, bool free) {
   if (one.isTensor() || other.isTensor()) {
-    return one.isTensor() && other.isTensor() && looks_like(one.toTensor(), other.toTensor());
+    return one.isTensor() && other.isTensor() && looks_like(one.toTensor(), other.toTensor(), free);
   }
   if (one.isList() && other.isList()) {
     const auto ours = one.toListRef();
     const auto theirs = other.toListRef();
     bool same = ours.size() == theirs.size();
     for (size_t i = 0; same && i < ours.size(); ++i) {
-      same = is_same(ours[i], theirs[i]);
+      same = is_same(ours[i], theirs[i], free);
     }
     return same;
   }
@@ -73,11 +75,21 @@ at::Tensor without_values(const at::Tensor& tensor) {
   return tensor.defined() ? at::empty(tensor.sizes(), tensor.options().device(at::kMeta)) : tensor;
 }
 
+template <typename Visit>
+void each_tensor(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor());
+  } else if (value.isList()) {
+    for (const auto& element : value.toListRef()) {
+      each_tensor(element, visit);
+    }
+  }
+}
+
 std::optional<at::Tensor> first_tensor(const c10::IValue& value) {
   std::optional<at::Tensor> first;
-  with_tensors(value, [&](const at::Tensor& tensor) {
+  each_tensor(value, [&](const at::Tensor& tensor) {
     first = first ? first : std::optional<at::Tensor>(tensor);
-    return tensor;
   });
   return first;
 }
@@ -100,7 +112,8 @@ CollectiveCall::CollectiveCall(const c10::OperatorHandle& op, const Arguments& a
   }
 }
 
-bool CollectiveCall::is(const c10::OperatorHandle& op, const Arguments& arguments) const {
+bool CollectiveCall::is(const c10::OperatorHandle& op, const Arguments& arguments,
+                        bool free) const {
   if (!(op == op_)) {
     return false;
   }
@@ -109,7 +122,7 @@ bool CollectiveCall::is(const c10::OperatorHandle& op, const Arguments& argument
     const auto& their = *(theirs + static_cast<std::ptrdiff_t>(i));
     const bool same = i == group_at_       ? their.toCustomClass<c10d::ProcessGroup>() == group_
                       : i == reduce_op_at_ ? kind_of(their) == kind_of(arguments_[i])
-                                           : is_same(arguments_[i], their);
+                                           : is_same(arguments_[i], their, free);
     if (!same) {
       return false;
     }
@@ -122,25 +135,76 @@ at::Tensor CollectiveCall::gathered_input() const {
                                                          : at::Tensor();
 }
 
-Arguments CollectiveCall::made() const {
+Arguments CollectiveCall::with_tensors_of(const Made& made) const {
   auto stack = arguments_;
   for (auto& argument : stack) {
-    argument = with_tensors(argument, [&](const at::Tensor& meta) {
-      return meta.defined() ? at::zeros(meta.sizes(), meta.options().device(device_)) : meta;
-    });
+    argument = with_tensors(
+        argument, [&](const at::Tensor& meta) { return meta.defined() ? made(meta) : meta; });
   }
   return stack;
 }
 
-void CollectiveCall::issue(const at::Tensor& input) const {
-  const at::NoGradGuard no_grad;
-  auto stack = made();
-  if (input.defined()) {
-    stack.at(kGatheredAt) = input;
-  }
+void CollectiveCall::call(Arguments stack) const {
   op_.callBoxed(stack);
   if (!stack.empty() && stack.back().isObject()) {
     stack.back().toCustomClass<c10d::Work>()->wait();
+  }
+}
+
+void CollectiveCall::issue(const at::Tensor& input) const {
+  const at::NoGradGuard no_grad;
+  auto stack = with_tensors_of([&](const at::Tensor& meta) {
+    return at::zeros(meta.sizes(), meta.options().device(device_));
+  });
+  if (input.defined()) {
+    stack.at(kGatheredAt) = input;
+  }
+  call(std::move(stack));
+}
+
+void CollectiveCall::issue_sized(const CallSizes& sizes) const {
+  const at::NoGradGuard no_grad;
+  const std::span<const int64_t> all(sizes);
+  size_t at = 0;
+  auto stack = with_tensors_of([&](const at::Tensor& meta) {
+    TORCH_CHECK(at < all.size() && all.size() - at > static_cast<size_t>(all[at]),
+                "another rank's call has fewer tensors than this rank's (", name(), ")");
+    const auto shape = all.subspan(at + 1, static_cast<size_t>(all[at]));
+    at += 1 + shape.size();
+    return at::zeros({shape.data(), shape.size()}, meta.options().device(device_));
+  });
+  TORCH_CHECK(at == all.size(), "another rank's call has more tensors than this rank's (", name(),
+              ")");
+  call(std::move(stack));
+}
+
+bool CollectiveCall::has_tensors() const {
+  return std::any_of(arguments_.begin(), arguments_.end(),
+                     [](const c10::IValue& argument) { return first_tensor(argument).has_value(); });
+}
+
+bool CollectiveCall::is_alike_on_ranks() const {
+  static constexpr std::array kAlike{
+      "_allgather_base_", "_reduce_scatter_base_", "allgather_",     "allreduce_",
+      "allreduce_coalesced_", "allgather_into_tensor_coalesced_", "broadcast_", "reduce_",
+      "reduce_scatter_", "reduce_scatter_tensor_coalesced_",      "alltoall_base_"};
+  const auto name = op_.schema().name();
+  const auto is_named = [&](const char* kind) { return name == std::string("c10d::") + kind; };
+  return std::any_of(kAlike.begin(), kAlike.end(), is_named) &&
+         std::all_of(arguments_.begin(), arguments_.end(), [](const c10::IValue& argument) {
+           return !argument.isIntList() || argument.toIntList().empty();  // split sizes
+         });
+}
+
+void append_sizes(const c10::OperatorHandle& op, const Arguments& arguments, CallSizes& sizes) {
+  const auto append = [&](const at::Tensor& tensor) {
+    if (tensor.defined()) {
+      sizes.push_back(tensor.dim());
+      sizes.insert(sizes.end(), tensor.sizes().begin(), tensor.sizes().end());
+    }
+  };
+  for (auto each = first_of(op, arguments); each != arguments.end(); ++each) {
+    each_tensor(*each, append);
   }
 }
 

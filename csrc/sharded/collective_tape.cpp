@@ -86,7 +86,11 @@ void CollectiveTape::on_collective(const c10::OperatorHandle& op,
       return;
     }
     writes = state_ == State::unknown || state_ == State::written;
-    const bool same = issued_ < entries_.size() && entries_[issued_].call.is(op, arguments);
+    const auto* const entry = issued_ < entries_.size() ? &entries_[issued_] : nullptr;
+    const bool same = entry != nullptr && entry->call.is(op, arguments, entry->is_sized());
+    if (same && state_ == State::holds && entry->is_sized() && on_sized_) {
+      on_sized_(issued_, op, arguments);
+    }
     alike_ = alike_ && same;
     if (state_ == State::holds && !same) {
       other = "collective " + std::to_string(issued_) + " of a piece is " + name_of(op, arguments) +

@@ -25,14 +25,21 @@ class CollectiveTape final : public CallListener {
   struct Entry {
     CollectiveCall call;
     int64_t source;  ///< what `source_of` said when it was written
+    /// Its sizes are not fixed: it is not one of the parameters' own, and they may follow the rows.
+    bool is_sized() const { return source < 0; }
   };
   /// Asked for each call while the tape is written: who makes it; -1 if that is not known.
   using SourceOf = std::function<int64_t()>;
   /// A piece has parted from the tape; `what` says how. Before the call that did is issued; may throw in its place.
   using OnParting = std::function<void(const std::string& what)>;
+  /// A piece makes a call that is sized, as number `at` of the tape.
+  using OnSized = std::function<void(size_t at, const c10::OperatorHandle& op,
+                                     const std::vector<c10::IValue>& arguments)>;
 
-  CollectiveTape(SourceOf source_of, OnParting on_parting)
-      : source_of_(std::move(source_of)), on_parting_(std::move(on_parting)) {}
+  CollectiveTape(SourceOf source_of, OnParting on_parting, OnSized on_sized = nullptr)
+      : source_of_(std::move(source_of)),
+        on_parting_(std::move(on_parting)),
+        on_sized_(std::move(on_sized)) {}
 
   void begin_piece();
   /// A piece has ended without an error: it has written the tape, or confirms it.
@@ -56,6 +63,7 @@ class CollectiveTape final : public CallListener {
 
   SourceOf source_of_;
   OnParting on_parting_;
+  OnSized on_sized_;
   mutable std::mutex mutex_;
   State state_ = State::unknown;
   std::vector<Entry> entries_;

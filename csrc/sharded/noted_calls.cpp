@@ -1,34 +1,44 @@
 #include "sharded/noted_calls.h"
 
+#include <c10/util/ScopeExit.h>
 #include <torch/library.h>
 
-#include <array>
 #include <atomic>
+#include <utility>
 
 namespace brimful {
 namespace {
-/// No kernel of torch has it, so that all operators but those below fall through it at no cost.
-constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+/// No kernel of torch has it, so that all operators fall through it at no cost: it only marks the threads of a step.
+constexpr auto kMark = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local CallListener* tls_listener = nullptr;
+/// A collective that another one calls is its own.
+thread_local bool tls_inside = false;
 /// Of autograd's threads, which have none of their own: that of the process's last scope.
 std::atomic<CallListener*> anyone{nullptr};
 
 void note(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
           std::vector<c10::IValue>* stack) {
-  auto* const listener = tls_listener != nullptr ? tls_listener : anyone.load();
+  const bool is_marked = !tls_inside && c10::impl::tls_is_dispatch_key_included(kMark);
+  auto* const listener = !is_marked                ? nullptr
+                         : tls_listener != nullptr ? tls_listener
+                                                   : anyone.load();
   if (listener != nullptr) {
     listener->on_collective(op, *stack);
   }
-  const c10::impl::ExcludeDispatchKeyGuard no_more(kKey);  // what it calls itself is its own
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER,
+                                  c10::DispatchKey::BackendSelect);
+  const auto as_before =
+      c10::make_scope_exit([before = std::exchange(tls_inside, true)] { tls_inside = before; });
+  op.redispatchBoxed(keys & below, stack);
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
-TORCH_LIBRARY_IMPL(c10d, TESTING_ONLY_GenericMode, m) {
+/// A key below those of Python's modes and tensors, whose handlers are called without any key above them.
+TORCH_LIBRARY_IMPL(c10d, BackendSelect, m) {
   for (const char* const name : {"_allgather_base_",
                                  "_reduce_scatter_base_",
                                  "allgather_",
@@ -55,7 +65,7 @@ TORCH_LIBRARY_IMPL(c10d, TESTING_ONLY_GenericMode, m) {
 }  // namespace
 
 ListeningScope::ListeningScope(CallListener& listener)
-    : before_(tls_listener), anyone_before_(anyone.exchange(&listener)), key_(kKey) {
+    : before_(tls_listener), anyone_before_(anyone.exchange(&listener)), mark_(kMark) {
   tls_listener = &listener;
 }
 

@@ -17,9 +17,9 @@ class CallListener {
                              const std::vector<c10::IValue>& arguments) = 0;
 };
 
-/// While it lives, the listener gets the collectives of this thread and of the backwards that it begins: a dispatch key of
-/// this thread, which autograd's threads take over, sends c10d's operators, and no others, by a kernel of ours. Ended by the
-/// thread that began it. In a process whose threads are ranks each thread has a listener of its own, on CPU tensors.
+/// While it lives, the listener gets the collectives of this thread and of the backwards that it begins: c10d's operators
+/// have a kernel of ours, and a dispatch key that no kernel has marks this thread, which autograd's threads take over. Ended
+/// by the thread that began it. In a process whose threads are ranks each thread has a listener of its own, on CPU tensors.
 class ListeningScope {
  public:
   explicit ListeningScope(CallListener& listener);
@@ -30,7 +30,7 @@ class ListeningScope {
  private:
   CallListener* before_;
   CallListener* anyone_before_;
-  c10::impl::IncludeDispatchKeyGuard key_;
+  c10::impl::IncludeDispatchKeyGuard mark_;
 };
 
 }  // namespace brimful

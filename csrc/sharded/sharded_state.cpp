@@ -12,6 +12,7 @@
 
 #include "reducer/updates.h"
 #include "sharded/break_group.h"
+#include "sharded/count_once.h"
 #include "step/known_loss.h"
 
 namespace brimful {
@@ -34,12 +35,21 @@ std::optional<Failure> found_on(const FailureBoard& board, const std::string& pl
 }  // namespace
 
 ShardedModel::State::State(std::vector<at::Tensor> parameters, const Group& side_group,
-                           ShardedModelHooks hooks)
+                           ShardedModelHooks hooks, std::vector<int> rows_of)
     : parameters_(distinct_tensors(std::move(parameters))),
       hooks_(std::move(hooks)),
+      rows_of_(std::move(rows_of)),
+      sized_(hooks_.members_of),
       tape_([this] { return hooks_.source_of_call(); },
-            [this](const std::string& what) { on_parting(what); }),
+            [this](const std::string& what) { on_parting(what); },
+            [this](size_t at, const auto& op, const auto& arguments) {
+              sized_.note(issued_ + static_cast<int64_t>(at), op, arguments);
+            }),
       ranks_(side_group, "sharded") {
+  const auto world_size = static_cast<size_t>(ranks_.world_size());
+  TORCH_CHECK_VALUE(rows_of_.empty() || rows_of_.size() == world_size,
+                    "each rank says whose rows it has (rows_of: ", rows_of_.size(),
+                    ", ranks: ", world_size, ")");
   ranks_.connect_hosts(kRecordBytes, [this] { abort_groups(); });
 }
 
@@ -48,6 +58,7 @@ void ShardedModel::State::begin(int /*buffer_source*/) {
   tape_.forget_piece();
   begun_ = 0;
   issued_ = 0;
+  sized_.begin(ranks_.step());
   hooks_.in_attempt(true);
 }
 
@@ -78,9 +89,11 @@ void ShardedModel::State::launch_early(Fill fill) {
   if (fill == Fill::gradients) {
     end_pieces();
     listens_.reset();
+    sized_.close(issued_);
     return;
   }
   listens_.reset();
+  sized_.close(issued_ + tape_.issued());
   if (ranks_.is_alone()) {
     return;
   }
@@ -122,19 +135,27 @@ void ShardedModel::State::issue_rest() {
   const memory::Unlimited unlimited;  // all other ranks wait for it
   const memory::UnlimitedEverywhere in_the_groups_threads;
   const auto rest = tape_.rest();
+  auto index = issued_ + tape_.issued();
   hooks_.reset();  // what the piece held is free before the first of them needs room
   for (const auto& entry : rest) {
-    issue(entry);
+    issue(entry, index++);
   }
   for (; begun_ < pieces_; ++begun_) {
     for (const auto& entry : tape_.entries()) {
-      issue(entry);
+      issue(entry, index++);
     }
   }
   tape_.forget_piece();
 }
 
-void ShardedModel::State::issue(const CollectiveTape::Entry& entry) {
+void ShardedModel::State::issue(const CollectiveTape::Entry& entry, int64_t index) {
+  ++drained_;
+  if (entry.is_sized()) {
+    sized_.issue(entry.call, index, [this] {
+      TORCH_CHECK(!broken_, "the groups of the model were aborted meanwhile");
+    });
+    return;
+  }
   at::Tensor shard;
   if (const auto like = entry.call.gathered_input(); like.defined() && entry.source >= 0) {
     shard = hooks_.shard_of(entry.source);
@@ -144,7 +165,6 @@ void ShardedModel::State::issue(const CollectiveTape::Entry& entry) {
     }
   }
   entry.call.issue(shard);  // of which nothing has begun if its tensors have no room
-  ++drained_;
 }
 
 void ShardedModel::State::launch_last(Fill /*fill*/, const Announcement& said) {
@@ -155,6 +175,8 @@ std::vector<ControlRecord> ShardedModel::State::exchange(const ControlRecord& re
                                                          const std::string& what) {
   auto records = ranks_.exchange_record(record, what);
   pieces_ = wanted_pieces(records);
+  const auto differ = count_once(records, rows_of_);
+  TORCH_CHECK_VALUE(differ.empty() || is_failure(worst(records)), differ);
   return records;
 }
 
@@ -163,7 +185,12 @@ Ending ShardedModel::State::finish() {
   hooks_.in_attempt(false);
   auto record = std::exchange(said_, {}).record;
   record.updated.fill(kUpdateNotCompared);
-  Ending ending{exchange(record, "step " + std::to_string(ranks_.step())), {}};
+  Ending ending{ranks_.exchange_record(record, "step " + std::to_string(ranks_.step())), {}};
+  pieces_ = wanted_pieces(ending.records);
+  auto differ = count_once(ending.records, rows_of_);
+  if (worst(ending.records) <= Status::no_data) {  // else they come again
+    ending.divergence = std::move(differ);
+  }
   ranks_.next_step();
   learning_ = learning_ == Learning::refused ? Learning::not_begun : learning_;
   return ending;
@@ -224,6 +251,9 @@ bool ShardedModel::State::end_learning(bool last) {
   ControlRecord own;
   own.verdict = tape_.state() == CollectiveTape::State::holds ? Status::ok : Status::no_data;
   all_know_ = worst(ranks_.exchange_record(own, "their collectives")) == Status::ok;
+  if (all_know_) {
+    sized_.take_up(tape_.entries(), ranks_);
+  }
   learning_ = all_know_ || last ? Learning::over : learning_;
   if (last && !all_know_) {
     log(LogLevel::warning,
@@ -259,7 +289,7 @@ void ShardedModel::State::break_all() {
 
 void ShardedModel::State::abort_groups() {
   const std::lock_guard lock(breaking_);
-  if (std::exchange(broken_, true)) {
+  if (broken_.exchange(true)) {
     return;
   }
   for (const auto& group : tape_.groups()) {
@@ -281,6 +311,7 @@ int64_t ShardedModel::State::collectives() const {
 }
 
 void ShardedModel::State::release() {
+  sized_.release();
   ranks_.release();  // and no thread calls back any more
   hooks_ = {};
 }

@@ -1,6 +1,7 @@
 #pragma once
 #include <brimful/sharded/sharded_model.h>
 
+#include <atomic>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -10,13 +11,15 @@
 #include "reducer/side_group.h"
 #include "sharded/collective_tape.h"
 #include "sharded/noted_calls.h"
+#include "sharded/sized_calls.h"
 
 namespace brimful {
 
 /// A ShardedModel's part of an attempt.
 class ShardedModel::State final : public ParticipantAttempt {
  public:
-  State(std::vector<at::Tensor> parameters, const Group& side_group, ShardedModelHooks hooks);
+  State(std::vector<at::Tensor> parameters, const Group& side_group, ShardedModelHooks hooks,
+        std::vector<int> rows_of);
 
   void begin(int buffer_source) override;
   void set_order(ParticipantAttempt* /*before*/, ParticipantAttempt* /*after*/) override {}
@@ -56,7 +59,7 @@ class ShardedModel::State final : public ParticipantAttempt {
   /// Issues what is left of the step's pieces. What fails here aborts the groups.
   void drain();
   void issue_rest();
-  void issue(const CollectiveTape::Entry& entry);
+  void issue(const CollectiveTape::Entry& entry, int64_t index);
   /// A rank goes on with other collectives than those that it has shown.
   void on_parting(const std::string& what);
   /// Whoever waits in the groups fails.
@@ -67,6 +70,8 @@ class ShardedModel::State final : public ParticipantAttempt {
 
   std::vector<at::Tensor> parameters_;
   ShardedModelHooks hooks_;
+  std::vector<int> rows_of_;  ///< by rank: the lowest rank that has the same rows
+  SizedCalls sized_;
   CollectiveTape tape_;
   Learning learning_ = Learning::not_begun;
   bool all_know_ = false;  ///< the collectives, as all ranks have said
@@ -77,7 +82,7 @@ class ShardedModel::State final : public ParticipantAttempt {
   int64_t drained_ = 0;
   Announcement said_;
   std::mutex breaking_;
-  bool broken_ = false;  ///< the groups
+  std::atomic<bool> broken_ = false;  ///< the groups
   SideGroup ranks_;      ///< last: its threads call back
 };
 

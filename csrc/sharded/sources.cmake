@@ -2,6 +2,10 @@ brimful_sources(HEAVY
   break_group.cpp
   collective_call.cpp
   collective_tape.cpp
+  count_once.cpp
+  issued_sizes.cpp
   noted_calls.cpp
   sharded_model.cpp
-  sharded_state.cpp)
+  sharded_state.cpp
+  size_exchange.cpp
+  sized_calls.cpp)

@@ -613,7 +613,11 @@ class TorchDdpAdapter:
 
 class ShardedModel:
     def __init__(
-        self, parameters: Sequence[torch.Tensor], side_group: ProcessGroup, shards: Any
+        self,
+        parameters: Sequence[torch.Tensor],
+        side_group: ProcessGroup,
+        shards: Any,
+        rows_of: Sequence[int],
     ) -> None: ...
     @property
     def rank(self) -> int: ...

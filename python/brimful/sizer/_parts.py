@@ -31,18 +31,8 @@ def modules_of(model: Any) -> list[torch.nn.Module]:
     return modules
 
 
-def _require_taken(modules: Iterable[torch.nn.Module], sharded: Iterable[torch.Tensor]) -> None:
-    """Raises for DTensors that are of nobody known."""
-    known = set(sharded)
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            if parameter not in known and parameter.requires_grad and is_dtensor(parameter):
-                raise TypeError(
-                    "DTensor parameters that fully_shard did not make have collectives in forward and backward, "
-                    f"which a rank that retries leaves unmatched (parameter: {name}); use fully_shard, or wrap the "
-                    "module in brimful.DistributedDataParallel instead of tensor parallelism, or split batches by "
-                    "hand, alike on all ranks"
-                )
+def _has_dtensors(modules: Iterable[torch.nn.Module]) -> bool:
+    return any(is_dtensor(p) for m in modules for p in m.parameters() if p.requires_grad)
 
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
@@ -86,16 +76,16 @@ class Parts:
         self.wrapped = [c for c in self.children if isinstance(c, DistributedDataParallel)]
         self.torch_ddp = [c for c in self.children if isinstance(c, _torch_ddp.TorchDDP)]
         self.sharded, self.shards = None, None
-        if roots := roots_of(self.modules):
-            if self.wrapped or self.torch_ddp:
+        roots = roots_of(self.modules)
+        if roots or _has_dtensors(self.modules):
+            if wrapped := [*self.wrapped, *self.torch_ddp]:
                 raise TypeError(
-                    "a step has sharded modules or wrapped ones: their collectives have no common order (wrapped: "
-                    f"{len(self.wrapped) + len(self.torch_ddp)}, of fully_shard: {len(roots)}); shard all of them, or "
-                    "give each kind a BatchSizer of its own"
+                    "a step has modules whose parameters are divided over ranks, or wrapped ones: their collectives "
+                    f"have no common order (wrapped: {len(wrapped)}); divide all of them by fully_shard, or give each "
+                    "kind a BatchSizer of its own"
                 )
-            self.sharded, self.shards = adapter(roots)
+            self.sharded, self.shards = adapter(roots, self.modules)
         self._sharded_parameters = self.shards.parameters if self.shards is not None else []
-        _require_taken(self.modules, self._sharded_parameters)
         self.parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters()))
         self.optimizers = optimizers_of(optimizer)
         self.outside = self._outside()
@@ -110,6 +100,12 @@ class Parts:
         return [p for p in every if p.requires_grad and p not in reduced]
 
     def require_reduced(self) -> None:
+        if self.shards is not None and not self.shards.spans_all():
+            raise ValueError(
+                f"gradients would stay on the ranks of one tensor-parallel group (ranks: {dist.get_world_size()}); "
+                "apply fully_shard over the mesh's data-parallel dimension, or pass local=True where each group trains "
+                "a model of its own"
+            )
         _require_reduced(self.outside, [*self.wrapped, *self.torch_ddp])
 
     def require_trained(self) -> None:

@@ -1,7 +1,8 @@
-"""Models that FSDP2 (`fully_shard`) has sharded, as a part of a BatchSizer's step.
+"""Models whose parameters are divided over ranks, by FSDP2 (`fully_shard`), tensor parallelism or both, as a part of a
+BatchSizer's step.
 
-The core knows the collectives; this answers what only FSDP's own objects can. What is used of its internals is that of
-torch 2.15.
+The core knows the collectives; this answers what only the objects of torch can. What is used of FSDP's internals is that
+of torch 2.15.
 """
 
 from __future__ import annotations
@@ -68,11 +69,20 @@ def _forwards_of(root: Any) -> list[Any] | None:
     return getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", None)
 
 
-class Shards:
-    """What `fully_shard` has made of a model."""
+def _values(gradient: Any) -> torch.Tensor:
+    return getattr(gradient, "_local_tensor", gradient)  # type: ignore[no-any-return]
 
-    def __init__(self, roots: Sequence[Any]) -> None:
-        if not hasattr(roots[0], "reset_iter_state"):
+
+def _trainable(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    every = dict.fromkeys(p for module in modules for p in module.parameters())
+    return [p for p in every if p.requires_grad]
+
+
+class Shards:
+    """What `fully_shard` and `parallelize_module` have made of a model."""
+
+    def __init__(self, roots: Sequence[Any], modules: Sequence[torch.nn.Module]) -> None:
+        if roots and not hasattr(roots[0], "reset_iter_state"):
             raise TypeError(
                 "a model of fully_shard comes back from a failed piece by FSDPModule.reset_iter_state, which is new in "
                 f"torch 2.15 (torch: {torch.__version__}); install it, or wrap the module in "
@@ -88,17 +98,21 @@ class Shards:
                 if p.sharded_param.requires_grad
             )
         )
+        fully_sharded = set(self.parameters)
+        trainable = _trainable(modules)
+        if any(is_dtensor(p) and p not in fully_sharded for p in trainable):
+            # The others of a tensor-parallel model are the same on all of its ranks, and so are their gradients.
+            self.parameters = list(dict.fromkeys([*self.parameters, *trainable]))
+        self._mesh = self._found_mesh()
+        self._ranks = self._mesh.mesh.flatten().tolist()
+        self._numbers = {id(group): number for number, group in enumerate(self._groups)}
+        self._kind = tuple({type(group) for group in self._groups})
         self._before: list[tuple[Any, str, Any]] = []
         self._switches: list[tuple[Any, str, Any]] = []
         self._require_known()
 
     def _require_known(self) -> None:
         for group in self._groups:
-            if any(p.is_dtensor for p in group.fsdp_params):
-                raise TypeError(
-                    "fully_shard over tensor parallelism has collectives whose sizes follow the batch, which a rank "
-                    "that fails cannot issue for the others; shard the model by fully_shard alone"
-                )
             if group.gradient_divide_factor not in (None, 1.0):
                 raise ValueError(
                     "a step divides gradients by the weight of all ranks' rows (set_gradient_divide_factor: "
@@ -107,7 +121,8 @@ class Shards:
 
     def devices(self) -> list[torch.device]:
         """Where pieces run, which is not where an offload policy keeps the shards."""
-        return list(dict.fromkeys(torch.device(group.device) for group in self._groups))
+        parts = [torch.device(group.device) for group in self._groups]
+        return list(dict.fromkeys(parts or [local(p).device for p in self.parameters]))
 
     def require_synced(self) -> None:
         if not all(g.reduce_grads and g.all_reduce_grads for g in self._groups):
@@ -116,15 +131,53 @@ class Shards:
                 "out, and pass accumulate=True to add to the gradients of earlier steps"
             )
 
-    def mesh(self) -> Any:
-        parameters = [p.sharded_param for group in self._groups for p in group.fsdp_params]
-        meshes = list(dict.fromkeys(p.device_mesh for p in parameters))
-        if len({tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}) != 1:
+    def _found_mesh(self) -> Any:
+        """The mesh of all ranks that a piece's collectives join."""
+        every = [
+            *(p.sharded_param for group in self._groups for p in group.fsdp_params),
+            *filter(is_dtensor, self.parameters),
+        ]
+        meshes = sorted(
+            dict.fromkeys(p.device_mesh for p in every), key=lambda mesh: -int(mesh.size())
+        )
+        ranks = set(meshes[0].mesh.flatten().tolist())
+        if any(not ranks.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes):
             raise TypeError(
-                f"modules of one step are sharded over the same ranks (meshes: {len(meshes)}); give each mesh a "
+                f"modules of one step are divided over the same ranks (meshes: {len(meshes)}); give each mesh a "
                 "BatchSizer of its own"
             )
         return meshes[0]
+
+    def side_group(self, module: torch.nn.Module) -> dist.ProcessGroup:
+        """For the ranks to agree over. A collective the first time."""
+        mesh = self._mesh
+        return side_group(module, self._ranks, mesh.get_group(0), torch.device(mesh.device_type))
+
+    def _place(self) -> int:
+        """Ranks with the same one, such as those of a tensor-parallel group, have the same rows."""
+        if not self._groups:
+            return 0
+        info = self._groups[0].mesh_info
+        return int(
+            getattr(info, "replicate_mesh_rank", 0) * getattr(info, "shard_mesh_size", 1)
+            + getattr(info, "shard_mesh_rank", 0)
+        )
+
+    def rows_of(self, group: dist.ProcessGroup) -> list[int]:
+        """By rank, the lowest one with the same rows. A collective."""
+        places: list[int] = [0] * len(self._ranks)
+        dist.all_gather_object(places, self._place(), group=group)
+        return [places.index(place) for place in places]
+
+    def members_of(self, group: dist.ProcessGroup) -> list[int]:
+        """Their numbers among the ranks of the step; none if a rank outside of it is one."""
+        try:
+            return [self._ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
+        except ValueError:
+            return []
+
+    def spans_all(self) -> bool:
+        return bool(self._groups) or len(self._ranks) == dist.get_world_size()
 
     def in_attempt(self, on: bool) -> None:
         for owner, name, value in self._before:
@@ -153,17 +206,15 @@ class Shards:
             parameter.grad = None
 
     def gradients(self) -> list[torch.Tensor]:
-        return [p.grad._local_tensor for p in self.parameters if p.grad is not None]
+        return [_values(p.grad) for p in self.parameters if p.grad is not None]
 
     def source_of_call(self) -> int:
-        """Which parameter group gathers, by the frames that call: nothing of FSDP is wrapped for it."""
-        frame: Any = sys._getframe(1)
+        """Whose parameters or gradients FSDP moves, by the frames that call: nothing of it is wrapped for that."""
+        frame: Any = sys._getframe(1) if self._groups else None
         while frame is not None:
-            if frame.f_code.co_name == "unshard":
-                owner = frame.f_locals.get("self")
-                for index, group in enumerate(self._groups):
-                    if owner is group:
-                        return index
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, self._kind):
+                return self._numbers.get(id(owner), -1)
             frame = frame.f_back
         return -1
 
@@ -177,10 +228,11 @@ class Shards:
             return None
 
 
-def adapter(roots: Sequence[Any]) -> tuple[_C.ShardedModel, Shards]:
-    """The part that sharded modules take in a step. A collective: it makes a group to agree over."""
-    shards = Shards(roots)
-    mesh = shards.mesh()
-    ranks = mesh.mesh.flatten().tolist()
-    group = side_group(roots[0], ranks, mesh.get_group(0), torch.device(mesh.device_type))
-    return _C.ShardedModel(shards.parameters, group, shards), shards
+def adapter(
+    roots: Sequence[Any], modules: Sequence[torch.nn.Module]
+) -> tuple[_C.ShardedModel, Shards]:
+    """The part that modules with divided parameters take in a step. A collective: it makes a group to agree over."""
+    shards = Shards(roots, modules)
+    group = shards.side_group(roots[0] if roots else modules[0])
+    rows_of = shards.rows_of(group)
+    return _C.ShardedModel(shards.parameters, group, shards, rows_of), shards

@@ -24,25 +24,32 @@ struct ShardedModelHooks {
   std::function<void()> reset;
   /// This rank's shards of the gradients, as they are.
   std::function<std::vector<at::Tensor>()> gradients;
-  /// Whose parameters the collective that begins now gathers, by a number that stays; -1 if it gathers none.
+  /// Whose parameters or gradients the collective that begins now moves, by a number that stays; -1: it moves something else,
+  /// and its sizes may be others in each piece.
   std::function<int64_t()> source_of_call;
   /// What this rank gives to a gather of that source's parameters, as one flat tensor; undefined if it is not known.
   std::function<at::Tensor(int64_t source)> shard_of;
+  /// The ranks of a group that the model's collectives use, by their number in the side group. Where it is not there, a rank
+  /// that fails cannot issue collectives whose sizes are others in each piece.
+  std::function<std::vector<int>(const c10::intrusive_ptr<c10d::ProcessGroup>&)> members_of = {};
 };
 
 /// Makes a model whose parameters are sharded over the ranks a part of a step. Its collectives come within forward and
 /// backward, in the same order on all ranks: two pieces of few rows show them before the first step. A rank that fails
 /// issues those that are left of the step, with its own shards in what gathers parameters and zeros in all else, so that no
-/// rank waits for ever; then all agree on the step between their hosts. All ranks run the same number of pieces.
+/// rank waits for ever; then all agree on the step between their hosts. All ranks run the same number of pieces. Of
+/// collectives whose sizes follow the rows it asks a rank that runs the piece for the sizes.
 ///
 /// A piece whose collectives are others than those that were seen ends this: the step goes on, and a rank that fails later
 /// aborts the groups, so that all ranks raise RankFailed. Not thread-safe.
 class BRIMFUL_API ShardedModel final : public Participant {
  public:
   /// `parameters` need gradients. `side_group`: a group for tensors on the CPU with the same ranks, which nothing else uses.
+  /// `rows_of`: by rank, the lowest rank that is given the same rows, such as another one of a tensor-parallel group; they
+  /// count once. Empty: each rank has its own.
   static std::shared_ptr<ShardedModel> create(
       std::vector<at::Tensor> parameters, const c10::intrusive_ptr<c10d::ProcessGroup>& side_group,
-      ShardedModelHooks hooks);
+      ShardedModelHooks hooks, std::vector<int> rows_of = {});
   ~ShardedModel() override;
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
