@@ -8,6 +8,7 @@ namespace brimful {
 void CollectiveTape::begin_piece() {
   const std::lock_guard lock(mutex_);
   issued_ = 0;
+  works_.clear();
   under_way_ = true;
   next_.clear();
   alike_ = state_ == State::written;
@@ -105,6 +106,23 @@ void CollectiveTape::on_collective(const c10::OperatorHandle& op,
     const std::lock_guard lock(mutex_);
     next_.push_back({CollectiveCall(op, arguments), source});
   }
+}
+
+void CollectiveTape::on_issued(const c10::intrusive_ptr<c10d::Work>& work) {
+  const std::lock_guard lock(mutex_);
+  if (under_way_ && work) {
+    works_.emplace_back(work);
+  }
+}
+
+void CollectiveTape::let_go() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& each : works_) {
+    if (const auto work = each.lock()) {
+      c10d::unregister_work(work);
+    }
+  }
+  works_.clear();
 }
 
 void CollectiveTape::part(const std::string& what) {

@@ -146,6 +146,7 @@ void ShardedModel::State::issue_rest() {
     }
   }
   tape_.forget_piece();
+  tape_.let_go();
 }
 
 void ShardedModel::State::issue(const CollectiveTape::Entry& entry, int64_t index) {

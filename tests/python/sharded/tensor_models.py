@@ -11,10 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
@@ -65,10 +63,6 @@ class Decoder(nn.Module):
 
 
 def _along_the_sequence(net, mesh):
-    whole = PrepareModuleInput(
-        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
-    )
-    del whole
     parallelize_module(
         net,
         mesh,
@@ -140,11 +134,7 @@ def words_of(rows, number, tokens=4):
 def word_loss(model, piece):
     Fault.in_pieces = True
     words, following = piece
-    logits = model(words).flatten(0, 1)
-    if model.parallel_loss:
-        with loss_parallel():
-            return F.cross_entropy(logits, following.flatten())
-    return F.cross_entropy(logits, following.flatten())
+    return F.cross_entropy(model(words).flatten(0, 1), following.flatten())
 
 
 def expected_of(batches):
