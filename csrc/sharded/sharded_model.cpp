@@ -52,6 +52,10 @@ const std::vector<at::Tensor>& ShardedModel::parameters() const {
   return s_->parameters();
 }
 
+std::vector<at::Tensor> ShardedModel::gradients() const {
+  return s_->gradients();
+}
+
 const FailureBoard& ShardedModel::board() const {
   return s_->ranks().board();
 }

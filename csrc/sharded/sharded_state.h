@@ -43,6 +43,7 @@ class ShardedModel::State final : public ParticipantAttempt {
   InnerCollectives inner_collectives() const;
   const SideGroup& ranks() const { return ranks_; }
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  std::vector<at::Tensor> gradients() const { return hooks_.gradients(); }
   int64_t collectives() const;
   int64_t drained() const { return drained_; }
   /// Before the interpreter ends.

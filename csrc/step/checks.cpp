@@ -35,6 +35,16 @@ std::optional<size_t> first_nonzero(const std::vector<at::Tensor>& values) {
   return first;
 }
 
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> gradients;
+  for (const auto& parameter : parameters) {
+    if (parameter.grad().defined()) {
+      gradients.push_back(parameter.grad());
+    }
+  }
+  return gradients;
+}
+
 void require_one_weight(const at::Tensor& weight) {
   TORCH_CHECK_VALUE(weight.numel() == 1 && !weight.is_complex(),
                     "the weight of a piece is no number (shape: ", weight.sizes(),
@@ -73,19 +83,27 @@ void require_loss(const PieceLoss& piece) {
                     "model's output outside no_grad");
 }
 
+std::vector<at::Tensor> Participant::gradients() const {
+  return gradients_of(parameters());
+}
+
 void StepGroup::require_empty_gradients() {
   const memory::Unlimited unlimited;
   const at::NoGradGuard no_grad;
+  auto gradients = gradients_of(outside_);
+  for (const auto& participant : participants_) {
+    const auto theirs = participant->gradients();
+    gradients.insert(gradients.end(), theirs.begin(), theirs.end());
+  }
   std::vector<at::Tensor> values;
   std::vector<at::Tensor> owners;
-  for_each_parameter(participants_, outside_, [&](const at::Tensor& parameter) {
-    const auto& gradient = parameter.grad();
-    auto own = gradient.defined() && gradient.is_sparse() ? gradient._values() : gradient;
-    if (own.defined() && own.numel() > 0) {
+  for (const auto& gradient : gradients) {
+    auto own = gradient.is_sparse() ? gradient._values() : gradient;
+    if (own.numel() > 0) {
       values.push_back(std::move(own));
-      owners.push_back(parameter);
+      owners.push_back(gradient);
     }
-  });
+  }
   const auto nonzero = first_nonzero(values);
   TORCH_CHECK_VALUE(
       !nonzero, "a gradient is not empty at the step's start (shape: ", owners[*nonzero].sizes(),

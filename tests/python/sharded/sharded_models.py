@@ -100,10 +100,15 @@ def loss_fn(model, piece):
 def gradients_of(model):
     """Whole ones, by name; a collective."""
     return {
-        name: p.grad.to(p.device_mesh.device_type).full_tensor().cpu()
+        name: _whole(p.grad, p).cpu()
         for name, p in model.named_parameters()
         if p.requires_grad and p.grad is not None
     }
+
+
+def _whole(gradient, p):
+    mesh = getattr(p, "device_mesh", None)
+    return gradient.clone() if mesh is None else gradient.to(mesh.device_type).full_tensor()
 
 
 def reference(rows_by_rank, numbers, times=1):
@@ -148,13 +153,15 @@ class Fault(TorchDispatchMode):
 class Trial:
     """A sharded model and its sizer, whose steps can be made anew."""
 
-    def __init__(self, rank, rows=(4, 4), **how):
-        self.rank, self.rows, self.model = rank, rows, sharded(**how)
+    def __init__(self, rank, rows=(4, 4), model=None, batch=None, loss=loss_fn, **how):
+        self.rank, self.rows, self.loss = rank, rows, loss
+        self.model = sharded(**how) if model is None else model
         self.sizer = brimful.BatchSizer(self.model)
         self.split = None
         mesh = how.get("mesh")
         device = "cpu" if mesh is None or mesh.device_type == "cpu" else "cuda"
-        self.batch = tuple(t.to(device) for t in batch_of(rows[rank.index], rank.index))
+        batch = batch_of(rows[rank.index], rank.index) if batch is None else batch
+        self.batch = tuple(t.to(device) for t in batch)
         self.step()  # which learns the collectives
         self.state = self.sizer.state_dict()
         self.begin()
@@ -173,7 +180,7 @@ class Trial:
 
     def step(self, batch=None, **how):
         self.split = None  # of a step that fails
-        outcome = self.sizer.step(self.batch if batch is None else batch, loss_fn, **how)
+        outcome = self.sizer.step(self.batch if batch is None else batch, self.loss, **how)
         self.split = outcome.split
         return outcome
 

@@ -189,15 +189,7 @@ def test_a_rank_that_is_killed(ranks, at):
 
 
 def refused(rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     texts = {}
-    tensor_parallel = parallelize_module(
-        nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()}
-    )
-    texts["tensor"] = raised(lambda: brimful.BatchSizer(tensor_parallel))
     model = sharded()
     texts["lockstep"] = raised(lambda: brimful.BatchSizer(model, lockstep=False))
     sizer = brimful.BatchSizer(model)
@@ -219,15 +211,30 @@ def refused(rank):
 
 def test_what_is_refused_says_what_to_do(ranks):
     for texts in ranks(refused):
-        assert texts["tensor"][0] == "TypeError" and "use fully_shard" in texts["tensor"][1]
         assert texts["lockstep"][0] == "ValueError" and "leave it out" in texts["lockstep"][1]
         assert texts["factor"][0] == "ValueError" and "weigh the loss" in texts["factor"][1]
         assert texts["ddp"][0] in ("TypeError", "ValueError") and "BatchSizer" in texts["ddp"][1]
         assert texts["plan"][0] == "ValueError" and "let step find" in texts["plan"][1]
         assert texts["rule"][0] == "ValueError" and "say it" in texts["rule"][1]
         assert texts["sync"][0] == "ValueError" and "accumulate=True" in texts["sync"][1]
-        assert texts["both"][0] == "TypeError" and "shard all of them" in texts["both"][1]
+        assert texts["both"][0] == "TypeError" and "divide all of them" in texts["both"][1]
         assert texts["half"][0] == "ValueError" and "wrap" in texts["half"][1]
+
+
+def without_zero_grad(rank):
+    model = sharded()
+    sizer = brimful.BatchSizer(model)
+    sizer.step(batch_of(4, rank.index), loss_fn)
+    error = raised(lambda: sizer.step(batch_of(4, rank.index), loss_fn))
+    model.zero_grad(set_to_none=False)
+    sizer.step(batch_of(4, rank.index), loss_fn)
+    return type(error).__name__, str(error)
+
+
+def test_gradients_that_are_left(ranks):
+    for error, text in ranks(without_zero_grad):
+        assert error == "ValueError"
+        assert "call optimizer.zero_grad()" in text
 
 
 def test_one_rank_alone(ranks):

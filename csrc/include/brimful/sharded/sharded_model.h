@@ -63,6 +63,7 @@ class BRIMFUL_API ShardedModel final : public Participant {
   int world_size() const override;
   int64_t step() const override;
   const std::vector<at::Tensor>& parameters() const override;
+  std::vector<at::Tensor> gradients() const override;
   const FailureBoard& board() const override;
   std::vector<ControlRecord> exchange(const ControlRecord& record) override;
   std::vector<at::Tensor> gather(const at::Tensor& own) override;

@@ -101,6 +101,8 @@ class BRIMFUL_API Participant {
   virtual int world_size() const = 0;
   virtual int64_t step() const = 0;
   virtual const std::vector<at::Tensor>& parameters() const = 0;
+  /// Those that the parameters have, as plain tensors: of a parameter that is divided over ranks this rank's part.
+  virtual std::vector<at::Tensor> gradients() const;
   /// Where a rank posts its failure, and reads those of others.
   virtual const FailureBoard& board() const = 0;
   /// A collective of its own: every rank's record. Used once per loop, never per step.
