@@ -20,8 +20,10 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "bfloat16": (2, {"half": True}),
     "4 ranks": (4, {}),
     "2 x 2, shards and replicas": (4, {"replicas": True}),
+    "tensor parallel": (2, {"tensor": 2}),
+    "2 x 2, shards and tensor parallel": (4, {"tensor": 2}),
 }
-QUICK = ("2 ranks",)
+QUICK = ("2 ranks", "tensor parallel")
 
 
 def measure(quick: bool) -> Iterator[common.Figure]:
@@ -49,9 +51,16 @@ def _rank(
     from models import used
     from rank_processes import Rank
     from sharded_models import Fault, Trial, worst
+    from tensor_models import parallel, word_loss, words_of
     from torch.distributed.device_mesh import init_device_mesh
 
     how = dict(how)
+    if halves := how.pop("tensor", 0):
+        names = ("data", "tensor")
+        mesh = init_device_mesh("cpu", (world_size // halves, halves), mesh_dim_names=names)
+        mesh = mesh if world_size > halves else mesh["tensor"]
+        batch = words_of(4, rank // halves)
+        how.update(model=parallel(mesh=mesh), batch=batch, loss=word_loss)
     if how.pop("replicas", False):
         names = ("replicas", "shards")
         how["mesh"] = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)
