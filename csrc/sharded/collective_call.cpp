@@ -38,8 +38,8 @@ c10::IValue with_tensors(const c10::IValue& value,
 
 bool looks_like(const at::Tensor& one, const at::Tensor& other, bool free) {
   return one.defined() == other.defined() &&
-         (!one.defined() || (one.scalar_type() == other.scalar_type() &&
-                             (free || one.sizes() == other.sizes())));
+         (!one.defined() ||
+          (one.scalar_type() == other.scalar_type() && (free || one.sizes() == other.sizes())));
 }
 
 bool is_same(const c10::IValue& one, const c10::IValue& other, bool free) {
@@ -179,15 +179,18 @@ void CollectiveCall::issue_sized(const CallSizes& sizes) const {
 }
 
 bool CollectiveCall::has_tensors() const {
-  return std::any_of(arguments_.begin(), arguments_.end(),
-                     [](const c10::IValue& argument) { return first_tensor(argument).has_value(); });
+  return std::any_of(arguments_.begin(), arguments_.end(), [](const c10::IValue& argument) {
+    return first_tensor(argument).has_value();
+  });
 }
 
 bool CollectiveCall::is_alike_on_ranks() const {
-  static constexpr std::array kAlike{
-      "_allgather_base_", "_reduce_scatter_base_", "allgather_",     "allreduce_",
-      "allreduce_coalesced_", "allgather_into_tensor_coalesced_", "broadcast_", "reduce_",
-      "reduce_scatter_", "reduce_scatter_tensor_coalesced_",      "alltoall_base_"};
+  static constexpr std::array kAlike{"_allgather_base_",     "_reduce_scatter_base_",
+                                     "allgather_",           "allreduce_",
+                                     "allreduce_coalesced_", "allgather_into_tensor_coalesced_",
+                                     "broadcast_",           "reduce_",
+                                     "reduce_scatter_",      "reduce_scatter_tensor_coalesced_",
+                                     "alltoall_base_"};
   const auto name = op_.schema().name();
   const auto is_named = [&](const char* kind) { return name == std::string("c10d::") + kind; };
   return std::any_of(kAlike.begin(), kAlike.end(), is_named) &&

@@ -13,7 +13,7 @@ namespace brimful {
 class IssuedSizes {
  public:
   struct Known {
-    int64_t index;    ///< of the call in the attempt
+    int64_t index;  ///< of the call in the attempt
     CallSizes sizes;
   };
 

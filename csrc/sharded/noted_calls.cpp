@@ -26,8 +26,7 @@ void note(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   if (listener != nullptr) {
     listener->on_collective(op, *stack);
   }
-  const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER,
-                                  c10::DispatchKey::BackendSelect);
+  const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
   const auto as_before =
       c10::make_scope_exit([before = std::exchange(tls_inside, true)] { tls_inside = before; });
   op.redispatchBoxed(keys & below, stack);

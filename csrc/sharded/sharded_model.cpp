@@ -13,13 +13,12 @@ ShardedModel::~ShardedModel() {
 }
 
 std::shared_ptr<ShardedModel> ShardedModel::create(std::vector<at::Tensor> parameters,
-                                                   const Group& side_group,
-                                                   ShardedModelHooks hooks,
+                                                   const Group& side_group, ShardedModelHooks hooks,
                                                    std::vector<int> rows_of) {
   TORCH_CHECK_VALUE(side_group,
                     "ranks agree over a group of their own (side_group: null); make one with gloo");
-  std::shared_ptr<ShardedModel> model(new ShardedModel(
-      std::make_unique<State>(std::move(parameters), side_group, std::move(hooks), std::move(rows_of))));
+  std::shared_ptr<ShardedModel> model(new ShardedModel(std::make_unique<State>(
+      std::move(parameters), side_group, std::move(hooks), std::move(rows_of))));
   release_at_exit(model.get(), [weak = std::weak_ptr<ShardedModel>(model)] {
     if (const auto alive = weak.lock()) {
       alive->s_->release();

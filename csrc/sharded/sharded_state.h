@@ -84,7 +84,7 @@ class ShardedModel::State final : public ParticipantAttempt {
   Announcement said_;
   std::mutex breaking_;
   std::atomic<bool> broken_ = false;  ///< the groups
-  SideGroup ranks_;      ///< last: its threads call back
+  SideGroup ranks_;                   ///< last: its threads call back
 };
 
 }  // namespace brimful

@@ -117,7 +117,8 @@ void SizeExchange::Shared::answer() {
   }
 }
 
-SizeExchange::SizeExchange(c10::intrusive_ptr<c10d::Store> store, std::string prefix, int rank)
+SizeExchange::SizeExchange(const c10::intrusive_ptr<c10d::Store>& store, std::string prefix,
+                           int rank)
     : shared_(std::make_shared<Shared>(store, store ? store->clone() : nullptr, std::move(prefix),
                                        rank)) {
   if (!store) {
@@ -147,7 +148,8 @@ SizeExchange::~SizeExchange() {
       shared->wake(shared->rank, -1);
     } catch (const std::exception&) {  // it has ended
     }
-  }).detach();
+  })
+      .detach();
   over.wait_for(kPatience);
 }
 

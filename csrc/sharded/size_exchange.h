@@ -17,7 +17,7 @@ namespace brimful {
 class SizeExchange {
  public:
   /// `prefix`: of the keys, the same on all ranks. Without a store nothing is answered.
-  SizeExchange(c10::intrusive_ptr<c10d::Store> store, std::string prefix, int rank);
+  SizeExchange(const c10::intrusive_ptr<c10d::Store>& store, std::string prefix, int rank);
   ~SizeExchange();
   SizeExchange(const SizeExchange&) = delete;
   SizeExchange& operator=(const SizeExchange&) = delete;

@@ -60,8 +60,8 @@ void SizedCalls::issue(const CollectiveCall& call, int64_t index,
     }
     const auto sizes = exchange_->ask(member, attempt_, index, [&] {
       check();
-      TORCH_CHECK(std::chrono::steady_clock::now() < until, "rank ", member,
-                  " did not say in ", timeout_.count(), " ms which sizes ", call.name(), " has");
+      TORCH_CHECK(std::chrono::steady_clock::now() < until, "rank ", member, " did not say in ",
+                  timeout_.count(), " ms which sizes ", call.name(), " has");
     });
     if (sizes) {
       call.issue_sized(*sizes);

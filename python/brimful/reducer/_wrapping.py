@@ -147,7 +147,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
     if type(tensor.data).__name__ == "DTensor":
         raise TypeError(
             f"DTensor parameters are reduced by whoever sharded them (parameter: {name}); "
-            "give a module of fully_shard to a BatchSizer as it is, and do not wrap one of tensor parallelism"
+            "give a module of fully_shard or tensor parallelism to a BatchSizer as it is"
         )
     if hasattr(tensor, "_in_backward_optimizers"):
         raise NotImplementedError(

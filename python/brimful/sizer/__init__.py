@@ -108,9 +108,10 @@ class BatchSizer(Looping):
     ``weight_fn(batch)`` gives a batch's weight beforehand where it is not its number of rows, such as its number of
     tokens. ``pieces`` is the split of the first batch, or ``piece_rows`` the rows that are known to fit, such as
     ``brimful.summary(...).largest_rows``; from then on a split is refined when memory runs out.
-    ``lockstep`` (by default true if the model has SyncBatchNorm, or is one of ``fully_shard``) makes all ranks run the
-    same number of pieces, which collectives inside the model need. No rank can retry then, but for ``fully_shard``: a
-    rank that fails issues the collectives that the others wait for. Its first step runs two rows up to four times.
+    ``lockstep`` (by default true if the model has SyncBatchNorm, or DTensor parameters) makes all ranks run the same
+    number of pieces, which collectives inside the model need. No rank can retry then, but for ``fully_shard`` and
+    tensor parallelism: a rank that fails issues the collectives that the others wait for. Their first step runs two
+    rows up to four times.
 
     ``local=True`` says that parameters outside of wrapped modules stay each rank's own. Without it they raise
     ``ValueError`` in a process group of several ranks: the ranks' models would drift apart.

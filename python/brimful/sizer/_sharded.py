@@ -1,8 +1,8 @@
 """Models whose parameters are divided over ranks, by FSDP2 (`fully_shard`), tensor parallelism or both, as a part of a
 BatchSizer's step.
 
-The core knows the collectives; this answers what only the objects of torch can. What is used of FSDP's internals is that
-of torch 2.15.
+The core knows the collectives; this answers what only the objects of torch can. What is used of FSDP's internals is
+that of torch 2.15.
 """
 
 from __future__ import annotations

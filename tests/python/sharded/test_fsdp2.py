@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from rank_processes import raised
 from sharded_models import Fault, Net, Trial, batch_of, loss_fn, sharded, worst
 from torch import nn

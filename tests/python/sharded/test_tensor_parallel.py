@@ -1,4 +1,4 @@
-"""Tensor parallelism, alone and under fully_shard: collectives whose sizes follow the rows, and ranks that share them."""
+"""Tensor parallelism, alone and under fully_shard: sizes that follow the rows, and rows that ranks share."""
 
 import functools
 import os
