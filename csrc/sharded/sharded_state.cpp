@@ -32,6 +32,18 @@ std::optional<Failure> found_on(const FailureBoard& board, const std::string& pl
     return std::nullopt;
   }
 }
+
+/// What this rank gives to a gather; undefined for all else, or if that is not known.
+at::Tensor shard_for(const ShardedModelHooks& hooks, const CollectiveTape::Entry& entry) {
+  const auto like = entry.call.gathered_input();
+  if (!like.defined()) {
+    return {};
+  }
+  const auto shard = hooks.shard_of(entry.source);
+  return shard.defined() && shard.numel() == like.numel()
+             ? shard.to(like.scalar_type()).view(like.sizes())
+             : at::Tensor();
+}
 }  // namespace
 
 ShardedModel::State::State(std::vector<at::Tensor> parameters, const Group& side_group,
@@ -137,35 +149,23 @@ void ShardedModel::State::issue_rest() {
   const auto rest = tape_.rest();
   auto index = issued_ + tape_.issued();
   hooks_.reset();  // what the piece held is free before the first of them needs room
-  for (const auto& entry : rest) {
-    issue(entry, index++);
-  }
-  for (; begun_ < pieces_; ++begun_) {
-    for (const auto& entry : tape_.entries()) {
-      issue(entry, index++);
+  const auto issue = [&](const CollectiveTape::Entry& entry) {
+    if (entry.is_sized()) {
+      sized_.issue(entry.call, index, [this] {
+        TORCH_CHECK(!broken_, "the groups of the model were aborted meanwhile");
+      });
+    } else {
+      entry.call.issue(shard_for(hooks_, entry));  // nothing has begun if its tensors have no room
     }
+    ++index;
+    ++drained_;
+  };
+  std::for_each(rest.begin(), rest.end(), issue);
+  for (; begun_ < pieces_; ++begun_) {
+    std::for_each(tape_.entries().begin(), tape_.entries().end(), issue);
   }
   tape_.forget_piece();
   tape_.let_go();
-}
-
-void ShardedModel::State::issue(const CollectiveTape::Entry& entry, int64_t index) {
-  ++drained_;
-  if (entry.is_sized()) {
-    sized_.issue(entry.call, index, [this] {
-      TORCH_CHECK(!broken_, "the groups of the model were aborted meanwhile");
-    });
-    return;
-  }
-  at::Tensor shard;
-  if (const auto like = entry.call.gathered_input(); like.defined() && entry.source >= 0) {
-    shard = hooks_.shard_of(entry.source);
-    if (shard.defined()) {
-      shard = shard.numel() == like.numel() ? shard.to(like.scalar_type()).view(like.sizes())
-                                            : at::Tensor();
-    }
-  }
-  entry.call.issue(shard);  // of which nothing has begun if its tensors have no room
 }
 
 void ShardedModel::State::launch_last(Fill /*fill*/, const Announcement& said) {

@@ -60,7 +60,6 @@ class ShardedModel::State final : public ParticipantAttempt {
   /// Issues what is left of the step's pieces. What fails here aborts the groups.
   void drain();
   void issue_rest();
-  void issue(const CollectiveTape::Entry& entry, int64_t index);
   /// A rank goes on with other collectives than those that it has shown.
   void on_parting(const std::string& what);
   /// Whoever waits in the groups fails.
