@@ -37,8 +37,8 @@ class CollectiveCall {
   bool is_alike_on_ranks() const;
   /// Of an all-gather of one tensor: what that looks like, as a meta tensor. Undefined of others.
   at::Tensor gathered_input() const;
-  /// A barrier has none.
-  bool has_tensors() const;
+  /// Those of a barrier's tensors say nothing.
+  bool has_sizes() const;
   /// Null for an operator that has none.
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
   /// For messages: "_allgather_base_ of [4096] Float".

@@ -300,8 +300,13 @@ void ShardedModel::State::abort_groups() {
 
 void ShardedModel::State::fail(const std::string& text) {
   break_all();  // and no more: a thread of autograd may be here, which has not begun to listen
+  std::string first;
+  {
+    const std::lock_guard lock(breaking_);
+    first = why_broken_ = why_broken_.empty() ? text : why_broken_;
+  }
   detail::throw_rank_failed(-1, ranks_.step(), Status::error,
-                            text + " (rank: " + std::to_string(ranks_.rank()) +
+                            first + " (rank: " + std::to_string(ranks_.rank()) +
                                 "); the groups of the model are aborted: start the job again");
 }
 

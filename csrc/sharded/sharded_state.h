@@ -83,6 +83,7 @@ class ShardedModel::State final : public ParticipantAttempt {
   Announcement said_;
   std::mutex breaking_;
   std::atomic<bool> broken_ = false;  ///< the groups
+  std::string why_broken_;            ///< what this rank said first
   SideGroup ranks_;                   ///< last: its threads call back
 };
 

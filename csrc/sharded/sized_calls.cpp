@@ -45,7 +45,7 @@ void SizedCalls::close(int64_t end) {
 
 void SizedCalls::issue(const CollectiveCall& call, int64_t index,
                        const std::function<void()>& check) {
-  if (!call.has_tensors()) {
+  if (!call.has_sizes()) {
     call.issue({});
     return;
   }

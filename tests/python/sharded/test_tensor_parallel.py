@@ -208,6 +208,51 @@ def test_collectives_within_a_mode(ranks):
     assert second[2] > 0
 
 
+def with_collectives_of_its_own(rank):
+    def loss(model, piece):
+        result = word_loss(model, piece)
+        rows = torch.ones(len(piece[0]))
+        dist.all_reduce(rows)
+        dist.all_gather([torch.empty_like(rows) for _ in range(rank.size)], rows)
+        dist.broadcast(rows, 0)
+        dist.all_to_all_single(torch.empty(2 * len(rows)), torch.ones(2 * len(rows)))
+        dist.barrier()
+        return result
+
+    trial = Trial(rank, model=parallel(), batch=words_of(4, 0), loss=loss)
+    return failing_at(rank, trial, [(1, 40), (0, trial.places // 2)])
+
+
+def test_collectives_of_the_program(ranks):
+    assert ranks(with_collectives_of_its_own) == [([], 0)] * 2
+
+
+def with_messages(rank):
+    def loss(model, piece):
+        result = word_loss(model, piece)
+        rows = torch.ones(len(piece[0]))
+        dist.recv(rows, 1) if rank.index == 0 else dist.send(rows, 0)
+        return result
+
+    trial = Trial(rank, model=parallel(), batch=words_of(4, 0), loss=loss)
+    trial.begin()
+    began = time.monotonic()
+
+    def step():
+        with Fault(40 if rank.index == 1 else -1):
+            trial.step()
+
+    error = raised(step)
+    return type(error).__name__, str(error), time.monotonic() - began
+
+
+def test_messages_of_the_program_end_the_job_and_no_rank_waits(ranks):
+    (first, _, waited), (second, text, _) = ranks(with_messages)
+    assert (first, second) == ("RankFailed", "RankFailed")
+    assert "the sizes of send of [2] Float are not known" in text
+    assert waited < 8
+
+
 def with_another_error(rank):
     model = parallel()
     sizer = brimful.BatchSizer(model)
