@@ -57,7 +57,7 @@ class CollectiveTape final : public CallListener {
   void on_collective(const c10::OperatorHandle& op,
                      const std::vector<c10::IValue>& arguments) override;
   void on_issued(const c10::intrusive_ptr<c10d::Work>& work) override;
-  /// Of a piece that has failed: functional collectives whose results nobody waits for any more hold them no longer. They have
+  /// Of a piece that has failed: functional collectives whose results no thread waits for any more hold them no longer. They have
   /// ended.
   void let_go();
 

@@ -56,7 +56,7 @@ struct SizeExchange::Shared {
   }
   std::string end_of(int of, int64_t attempt) const { return place("end/", of, attempt); }
 
-  /// Somebody asks this rank from now on; its number.
+  /// This rank asks that one.
   void wake(int of, int64_t attempt) {
     const auto number = store->add(prefix + "asked/" + std::to_string(of), 1) - 1;
     store->set(place("wake/", of, number), bytes_of({attempt}));

@@ -45,7 +45,7 @@ struct Call {
 };
 }  // namespace
 
-TEST_CASE("A tape leaves the sizes of calls that are nobody's open", "[sharded]") {
+TEST_CASE("A tape leaves the sizes of calls open that are not a parameter's", "[sharded]") {
   const Watchdog watchdog("sizes that follow the rows");
   Checks checks;
   run_ranks({2}, [&](int rank, const Group& group) {
