@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <mutex>
 #include <utility>
 
 namespace brimful {
@@ -39,8 +40,11 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
-/// A key below those of Python's modes and tensors, whose handlers are called without any key above them.
-TORCH_LIBRARY_IMPL(c10d, BackendSelect, m) {
+/// In programs without a step of a sharded model collectives are as torch has them. A key below those of Python's modes and
+/// tensors, whose handlers are called without any key above them. Stays until the process ends.
+void note_from_now_on() {
+  static auto* const library = new torch::Library(
+      torch::Library::IMPL, "c10d", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
   for (const char* const name : {"_allgather_base_",
                                  "_reduce_scatter_base_",
                                  "allgather_",
@@ -61,7 +65,7 @@ TORCH_LIBRARY_IMPL(c10d, BackendSelect, m) {
                                  "reduce_scatter_tensor_coalesced_",
                                  "scatter_",
                                  "send"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&note>());
+    library->impl(name, torch::CppFunction::makeFromBoxedFunction<&note>());
   }
 }
 }  // namespace
@@ -69,6 +73,8 @@ TORCH_LIBRARY_IMPL(c10d, BackendSelect, m) {
 ListeningScope::ListeningScope(CallListener& listener)
     : before_(tls_listener), anyone_before_(anyone.exchange(&listener)), mark_(kMark) {
   tls_listener = &listener;
+  static std::once_flag noted;
+  std::call_once(noted, note_from_now_on);
 }
 
 ListeningScope::~ListeningScope() {
