@@ -39,14 +39,18 @@ CallSizes numbers_of(const Bytes& bytes) {
 }  // namespace
 
 struct SizeExchange::Shared {
+  Shared(c10::intrusive_ptr<c10d::Store> asks, c10::intrusive_ptr<c10d::Store> waits,
+         std::string keys, int of)
+      : store(std::move(asks)), waiting(std::move(waits)), prefix(std::move(keys)), rank(of) {}
+
   c10::intrusive_ptr<c10d::Store> store;    ///< of whoever asks
   c10::intrusive_ptr<c10d::Store> waiting;  ///< the thread's
   std::string prefix;
   int rank;
   IssuedSizes own;
-  std::set<std::pair<int64_t, int>> asked = {};  ///< of this rank, by attempt
-  std::vector<std::string> shown = {};           ///< keys of the last attempt
-  std::promise<void> over = {};
+  std::set<std::pair<int64_t, int>> asked;  ///< of this rank, by attempt
+  std::vector<std::string> shown;           ///< keys of the last attempt
+  std::promise<void> over;
 
   std::string place(const char* what, int of, int64_t number) const {
     return prefix + what + std::to_string(of) + "/" + std::to_string(number);
