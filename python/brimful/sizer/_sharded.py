@@ -141,7 +141,10 @@ class Shards:
             dict.fromkeys(p.device_mesh for p in every), key=lambda mesh: -int(mesh.size())
         )
         ranks = set(meshes[0].mesh.flatten().tolist())
-        if any(not ranks.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes):
+        # Ranks that reduce a gradient together have rows of their own.
+        reducing = {tuple(g.mesh_info.mesh.mesh.flatten().tolist()) for g in self._groups}
+        is_inside = all(ranks.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes)
+        if not is_inside or len(reducing) > 1:
             raise TypeError(
                 f"modules of one step are divided over the same ranks (meshes: {len(meshes)}); give each mesh a "
                 "BatchSizer of its own"

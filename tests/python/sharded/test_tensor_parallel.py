@@ -14,6 +14,7 @@ from sharded_models import Fault, Trial, gradients_of, worst
 from tensor_models import Decoder, expected_of, parallel, word_loss, words_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -328,11 +329,16 @@ def refused(rank):
         lambda: brimful.BatchSizer([model, brimful.DistributedDataParallel(nn.Linear(4, 4))])
     )
     brimful.BatchSizer(model, local=True)
-    return [(type(e).__name__, str(e)) for e in (alone, wrapped)]
+    experts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(experts[0], mesh=mesh["data"])
+    fully_shard(experts, mesh=init_device_mesh("cpu", (4,)))
+    unlike = raised(lambda: brimful.BatchSizer(experts))
+    return [(type(e).__name__, str(e)) for e in (alone, wrapped, unlike)]
 
 
 def test_what_is_refused_says_what_to_do(ranks):
-    for (alone, text), (wrapped, other) in ranks(refused, size=4):
+    for (alone, text), (wrapped, other), (unlike, last) in ranks(refused, size=4):
+        assert unlike == "TypeError" and "divided over the same ranks (meshes: 2)" in last
         assert alone == "ValueError" and "fully_shard over the mesh's data-parallel" in text
         assert wrapped == "TypeError" and "divide all of them" in other
 
