@@ -68,6 +68,19 @@ std::shared_ptr<T> shared_object(T object) {
           }};
 }
 
+/// An object whose destructor waits for threads of its own, which may log a line and need the GIL for that.
+template <typename T>
+std::shared_ptr<T> freed_without_gil(std::shared_ptr<T> object) {
+  auto* const same = object.get();
+  return {same, [owned = std::move(object)](T*) mutable {
+            std::optional<py::gil_scoped_release> no_gil;
+            if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
+              no_gil.emplace();
+            }
+            owned.reset();
+          }};
+}
+
 /// `callable(*args, **keywords)`, by a thread that may outlive the interpreter.
 inline py::object call_or_stop_at_exit(const py::object& callable, const py::tuple& args,
                                        const py::dict& keywords = py::dict()) {

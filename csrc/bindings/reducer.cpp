@@ -7,6 +7,7 @@
 
 #include "base/torch_compat.h"
 #include "bindings/fields.h"
+#include "bindings/gil.h"
 #include "bindings/structure.h"
 #include "reducer/at_exit.h"
 #include "reducer/whole_path.h"
@@ -76,7 +77,8 @@ void bind_create(ReducerClass& reducer) {
         options.forwards_announced = true;
         options.between_hosts = between_hosts();
         const py::gil_scoped_release no_gil;
-        return Reducer::create(std::move(parameters), std::move(buffers), group, options);
+        return freed_without_gil(
+            Reducer::create(std::move(parameters), std::move(buffers), group, options));
       }),
       py::arg("parameters"), py::arg("buffers"), py::arg("group"), py::kw_only(), py::arg("names"),
       py::arg("sparse"), py::arg("renormalised"), py::arg("frozen"), py::arg("bucket_cap_mb"),

@@ -43,8 +43,8 @@ void bind_sharded_model(py::module_& m) {
              hooks.members_of =
                  method_of<std::vector<int>, const c10::intrusive_ptr<c10d::ProcessGroup>&>(
                      kept, "members_of");
-             return ShardedModel::create(std::move(parameters), side_group, std::move(hooks),
-                                         std::move(rows_of));
+             return freed_without_gil(ShardedModel::create(std::move(parameters), side_group,
+                                                           std::move(hooks), std::move(rows_of)));
            }),
            py::arg("parameters"), py::arg("side_group"), py::arg("shards"), py::arg("rows_of"))
       .def_property_readonly("rank", &ShardedModel::rank)

@@ -13,7 +13,7 @@ void bind_torch_ddp_adapter(py::module_& m) {
                        py::function reduce, bool check_updates, py::function follow) {
              const auto kept = shared_object(std::move(reduce));
              const auto kept_follow = shared_object(std::move(follow));
-             return TorchDdpAdapter::create(
+             return freed_without_gil(TorchDdpAdapter::create(
                  std::move(parameters), side_group,
                  [kept](int source) { call_python([&] { (*kept)(source); }); }, check_updates,
                  [kept_follow] {
@@ -25,7 +25,7 @@ void bind_torch_ddp_adapter(py::module_& m) {
                      }
                    });
                    return group;
-                 });
+                 }));
            }),
            py::arg("parameters"), py::arg("side_group"), py::arg("reduce"),
            py::arg("check_updates"), py::arg("follow"))
