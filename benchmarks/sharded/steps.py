@@ -87,6 +87,7 @@ def _rank(
     generator = torch.Generator().manual_seed(rank)
     sizer = brimful.BatchSizer(model)
     due: list[int] = []
+    splits: list[list[int]] = []
 
     def loss_fn(m: Any, words: torch.Tensor) -> torch.Tensor:
         logits = m(words[:, :-1])
@@ -113,7 +114,7 @@ def _rank(
             hook.remove()
 
     def with_sizer(batch: torch.Tensor) -> None:
-        sizer.step(batch, loss_fn)
+        splits.append(sizer.step(batch, loss_fn).split)
 
     sizer.step(torch.randint(WORDS, (ROWS, 33), generator=generator), loss_fn)
     whole = sizer.state_dict()
@@ -140,6 +141,10 @@ def _rank(
             progress()
             model.zero_grad()
             sizer.load_state_dict(whole)
+            if splits and splits[-1] != [ROWS]:  # that many pieces are agreed on for the next step
+                with_sizer(batch)
+                model.zero_grad()
+                sizer.load_state_dict(whole)
             dist.barrier()
             began = time.perf_counter()
             ways[way](batch)
