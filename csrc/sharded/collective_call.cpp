@@ -63,6 +63,29 @@ Arguments::const_iterator first_of(const c10::OperatorHandle& op, const Argument
   return stack.end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
 }
 
+template <typename Visit>
+void each_tensor(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor());
+  } else if (value.isList()) {
+    for (const auto& element : value.toListRef()) {
+      each_tensor(element, visit);
+    }
+  }
+}
+
+/// Those that are defined, in the order of the arguments.
+template <typename Visit>
+void each_tensor_of(const c10::OperatorHandle& op, const Arguments& arguments, const Visit& visit) {
+  for (auto each = first_of(op, arguments); each != arguments.end(); ++each) {
+    each_tensor(*each, [&](const at::Tensor& tensor) {
+      if (tensor.defined()) {
+        visit(tensor);
+      }
+    });
+  }
+}
+
 bool is_a(const c10::IValue& value, const char* name) {
   return value.isObject() && value.type()->str().find(name) != std::string::npos;
 }
@@ -73,17 +96,6 @@ c10d::ReduceOp::RedOpType kind_of(const c10::IValue& reduce_op) {
 
 at::Tensor without_values(const at::Tensor& tensor) {
   return tensor.defined() ? at::empty(tensor.sizes(), tensor.options().device(at::kMeta)) : tensor;
-}
-
-template <typename Visit>
-void each_tensor(const c10::IValue& value, const Visit& visit) {
-  if (value.isTensor()) {
-    visit(value.toTensor());
-  } else if (value.isList()) {
-    for (const auto& element : value.toListRef()) {
-      each_tensor(element, visit);
-    }
-  }
 }
 
 std::optional<at::Tensor> first_tensor(const c10::IValue& value) {
@@ -197,16 +209,20 @@ bool CollectiveCall::is_alike_on_ranks() const {
          });
 }
 
-void append_sizes(const c10::OperatorHandle& op, const Arguments& arguments, CallSizes& sizes) {
-  const auto append = [&](const at::Tensor& tensor) {
-    if (tensor.defined()) {
-      sizes.push_back(tensor.dim());
-      sizes.insert(sizes.end(), tensor.sizes().begin(), tensor.sizes().end());
+void append_storages(const c10::OperatorHandle& op, const Arguments& arguments,
+                     WeakStorages& storages) {
+  each_tensor_of(op, arguments, [&](const at::Tensor& tensor) {
+    if (tensor.has_storage()) {
+      storages.push_back(tensor.storage().getWeakStorageImpl());
     }
-  };
-  for (auto each = first_of(op, arguments); each != arguments.end(); ++each) {
-    each_tensor(*each, append);
-  }
+  });
+}
+
+void append_sizes(const c10::OperatorHandle& op, const Arguments& arguments, CallSizes& sizes) {
+  each_tensor_of(op, arguments, [&](const at::Tensor& tensor) {
+    sizes.push_back(tensor.dim());
+    sizes.insert(sizes.end(), tensor.sizes().begin(), tensor.sizes().end());
+  });
 }
 
 std::string CollectiveCall::name() const {

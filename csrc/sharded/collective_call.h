@@ -15,6 +15,8 @@ namespace brimful {
 
 /// Of a collective's tensors, in the order of its arguments: for each the number of its dimensions, and their sizes.
 using CallSizes = std::vector<int64_t>;
+/// Of a collective's tensors, whose values they keep no longer than others do.
+using WeakStorages = std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>;
 
 /// A collective as it was issued: its operator of c10d with all arguments, but of tensors only what they look like. So it
 /// can be issued once more, with whatever kind, sizes, reduce operation, root and group it had, in the group's order.
@@ -60,6 +62,8 @@ class CollectiveCall {
 /// Appends those of a call that is not kept.
 void append_sizes(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
                   CallSizes& sizes);
+void append_storages(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments,
+                     WeakStorages& storages);
 /// As CollectiveCall::name, of a call that is not kept.
 std::string name_of(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments);
 

@@ -8,7 +8,7 @@ namespace brimful {
 void CollectiveTape::begin_piece() {
   const std::lock_guard lock(mutex_);
   issued_ = 0;
-  works_.clear();
+  storages_.clear();
   under_way_ = true;
   next_.clear();
   alike_ = state_ == State::written;
@@ -89,8 +89,11 @@ void CollectiveTape::on_collective(const c10::OperatorHandle& op,
     writes = state_ == State::unknown || state_ == State::written;
     const auto* const entry = issued_ < entries_.size() ? &entries_[issued_] : nullptr;
     const bool same = entry != nullptr && entry->call.is(op, arguments, entry->is_sized());
-    if (same && state_ == State::holds && entry->is_sized() && on_sized_) {
-      on_sized_(issued_, op, arguments);
+    if (same && state_ == State::holds && entry->is_sized()) {
+      append_storages(op, arguments, storages_);
+      if (on_sized_) {
+        on_sized_(issued_, op, arguments);
+      }
     }
     alike_ = alike_ && same;
     if (state_ == State::holds && !same) {
@@ -108,21 +111,14 @@ void CollectiveTape::on_collective(const c10::OperatorHandle& op,
   }
 }
 
-void CollectiveTape::on_issued(const c10::intrusive_ptr<c10d::Work>& work) {
-  const std::lock_guard lock(mutex_);
-  if (under_way_ && work) {
-    works_.emplace_back(work);
-  }
-}
-
 void CollectiveTape::let_go() {
   const std::lock_guard lock(mutex_);
-  for (const auto& each : works_) {
-    if (const auto work = each.lock()) {
-      c10d::unregister_work(work);
+  for (const auto& each : storages_) {
+    if (auto storage = each.lock()) {
+      c10d::wait_tensor(at::empty({0}, at::kByte).set_(c10::Storage(std::move(storage))));
     }
   }
-  works_.clear();
+  storages_.clear();
 }
 
 void CollectiveTape::part(const std::string& what) {

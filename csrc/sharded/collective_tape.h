@@ -56,7 +56,6 @@ class CollectiveTape final : public CallListener {
 
   void on_collective(const c10::OperatorHandle& op,
                      const std::vector<c10::IValue>& arguments) override;
-  void on_issued(const c10::intrusive_ptr<c10d::Work>& work) override;
   /// Of a piece that has failed: functional collectives whose results no thread waits for any more hold them no longer. They have
   /// ended.
   void let_go();
@@ -74,7 +73,7 @@ class CollectiveTape final : public CallListener {
   std::vector<Entry> next_;  ///< of the piece under way, until it holds
   bool alike_ = false;       ///< so far
   size_t issued_ = 0;
-  std::vector<c10::weak_intrusive_ptr<c10d::Work>> works_;  ///< of the piece under way
+  WeakStorages storages_;  ///< of sized calls of the piece under way, which may be functional ones
   bool under_way_ = false;
 };
 

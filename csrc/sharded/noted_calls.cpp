@@ -31,9 +31,6 @@ void note(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   const auto as_before =
       c10::make_scope_exit([before = std::exchange(tls_inside, true)] { tls_inside = before; });
   op.redispatchBoxed(keys & below, stack);
-  if (listener != nullptr && !stack->empty() && stack->back().isCustomClass()) {
-    listener->on_issued(stack->back().toCustomClass<c10d::Work>());
-  }
 }
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {

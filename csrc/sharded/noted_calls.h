@@ -2,7 +2,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <vector>
 
@@ -16,8 +15,6 @@ class CallListener {
   /// of the stack.
   virtual void on_collective(const c10::OperatorHandle& op,
                              const std::vector<c10::IValue>& arguments) = 0;
-  /// The same collective has been issued.
-  virtual void on_issued(const c10::intrusive_ptr<c10d::Work>& work) = 0;
 };
 
 /// While it lives, the listener gets the collectives of this thread and of the backwards that it begins: c10d's operators

@@ -71,6 +71,11 @@ struct SizeExchange::Shared {
   }
   void show_all(int64_t attempt);
   void forget_shown();
+  /// However long it takes.
+  /// @throws std::exception if the store is gone
+  void wait_for(const std::string& key) const;
+  /// Until it is stopped.
+  /// @throws std::exception if the store is gone: then a rank is, too, and the connections of the hosts show it
   void answer();
 };
 
@@ -92,22 +97,25 @@ void SizeExchange::Shared::show_all(int64_t attempt) {
   }
 }
 
-/// Until it is stopped, or the store is gone: then a rank is, too, and the connections of the hosts show it.
-void SizeExchange::Shared::answer() {
-  int64_t last = -1;
-  for (int64_t number = 0; !own.is_stopped(); ++number) {
-    const auto key = place("wake/", rank, number);
+void SizeExchange::Shared::wait_for(const std::string& key) const {
+  while (true) {
     const auto since = std::chrono::steady_clock::now();
-    for (bool asked = false; !asked;) {
-      try {
-        waiting->wait({key}, kLong);
-        asked = true;
-      } catch (const std::exception&) {
-        if (own.is_stopped() || std::chrono::steady_clock::now() - since < kLong) {
-          return;
-        }
+    try {
+      waiting->wait({key}, kLong);
+      return;
+    } catch (const std::exception&) {
+      if (std::chrono::steady_clock::now() - since < kLong) {
+        throw;
       }
     }
+  }
+}
+
+void SizeExchange::Shared::answer() {
+  int64_t last = -1;
+  for (int64_t number = 0;; ++number) {
+    const auto key = place("wake/", rank, number);
+    wait_for(key);
     if (own.is_stopped()) {
       return;
     }
@@ -172,12 +180,12 @@ std::optional<CallSizes> SizeExchange::ask(int rank, int64_t attempt, int64_t in
   const auto sizes_at = s.place_of(rank, attempt, index);
   const auto end_at = s.end_of(rank, attempt);
   for (auto pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
+    const bool ended = s.store->check({end_at});  // what was begun is shown before it
     if (s.store->check({sizes_at})) {
       return numbers_of(s.store->get(sizes_at));
     }
-    if (s.store->check({end_at})) {  // what was begun is shown before it
-      return s.store->check({sizes_at}) ? std::optional(numbers_of(s.store->get(sizes_at)))
-                                        : std::nullopt;
+    if (ended) {
+      return std::nullopt;
     }
     check();
     std::this_thread::sleep_for(pause);

@@ -1,6 +1,7 @@
 // Collectives that are noted as they are issued, compared with those of the piece before, and issued once more.
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include "base/thrown_by.h"
 #include "sharded/collective_tape.h"
 #include "support/catch.h"
 #include "support/checks.h"
@@ -8,15 +9,20 @@
 
 #include <brimful/launch/run_ranks.h>
 
+#include <chrono>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace test_collective_tape {
 
+using brimful::append_sizes;
+using brimful::CallSizes;
 using brimful::CollectiveTape;
 using brimful::ListeningScope;
 using brimful::run_ranks;
+using brimful::thrown_by;
 using brimful::test::Checks;
 using brimful::test::Watchdog;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -29,6 +35,20 @@ at::Tensor largest(const Group& group, double value) {
   options.reduceOp = c10d::ReduceOp::MAX;
   group->allreduce(tensors, options)->wait();
   return tensors[0];
+}
+
+at::Tensor summed(const Group& group, const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors{tensor};
+  group->allreduce(tensors)->wait();
+  return tensors[0];
+}
+
+/// Whether the values have been freed; gloo's thread may hold them for a moment after a call has ended.
+bool is_freed(const c10::weak_intrusive_ptr<c10::StorageImpl>& storage) {
+  for (int i = 0; i < 200 && !storage.expired(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return storage.expired();
 }
 
 at::Tensor gathered(const Group& group, double value) {
@@ -126,10 +146,7 @@ TEST_CASE("A piece with other collectives parts from the tape before it issues t
             "Float";
         break;
       case Other::operation:
-        piece.run([&] {
-          std::vector<at::Tensor> tensors{at::ones({3})};
-          group->allreduce(tensors)->wait();
-        });
+        piece.run([&] { summed(group, at::ones({3})); });
         words = "collective 0 of a piece is allreduce_";
         break;
       case Other::more:
@@ -147,6 +164,59 @@ TEST_CASE("A piece with other collectives parts from the tape before it issues t
     checks.expect(parted.size() == 1 && parted[0].find(words) != std::string::npos,
                   parted.empty() ? "nothing was said" : parted[0]);
     checks.expect(tape.state() == State::parted && tape.rest().empty(), "it is parted");
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("A tape leaves the sizes of calls open that are not a parameter's", "[sharded]") {
+  const Watchdog watchdog("sizes that follow the rows");
+  Checks checks;
+  run_ranks({2}, [&](int rank, const Group& group) {
+    std::vector<std::string> parted;
+    std::vector<CallSizes> seen;
+    CollectiveTape tape([] { return int64_t{-1}; },
+                        [&](const std::string& what) { parted.push_back(what); },
+                        [&](size_t, const auto& op, const auto& arguments) {
+                          append_sizes(op, arguments, seen.emplace_back());
+                        });
+    const Piece piece{tape, group};
+    const auto sum = [&](const at::Tensor& tensor) { piece.run([&] { summed(group, tensor); }); };
+    sum(at::ones({2, 3}));
+    sum(at::ones({2, 3}));
+    checks.expect(tape.state() == State::holds && seen.empty(), "it holds");
+    sum(at::ones({5, 7}));
+    checks.expect(tape.state() == State::holds && parted.empty(), "other sizes are the same call");
+    checks.expect(seen == std::vector<CallSizes>{{2, 5, 7}}, "whose sizes are noted");
+    if (rank == 0) {
+      checks.expect(at::equal(summed(group, at::ones({4, 2})), at::ones({4, 2})), "of zeros");
+    } else {
+      tape.entries().at(0).call.issue_sized({2, 4, 2});
+    }
+    for (const CallSizes& wrong : {CallSizes{}, CallSizes{3, 1, 1}, CallSizes{1, 2, 1, 2}}) {
+      const auto error = thrown_by([&] { tape.entries().at(0).call.issue_sized(wrong); });
+      checks.expect(error != nullptr, "sizes of other tensors are refused");
+    }
+    sum(at::ones({2}, at::kDouble));
+    checks.expect(tape.state() == State::parted, "another dtype is another call");
+  });
+  CHECK(checks.failures() == std::vector<std::string>{});
+}
+
+TEST_CASE("A piece that is noted holds no values longer", "[sharded]") {
+  const Watchdog watchdog("values of a piece");
+  Checks checks;
+  run_ranks({2}, [&](int, const Group& group) {
+    CollectiveTape tape([] { return int64_t{-1}; }, nullptr);
+    const Piece piece{tape, group};
+    for (int i = 0; i < 3; ++i) {
+      piece.run([&] {
+        auto values = at::ones({64});
+        const auto storage = values.storage().getWeakStorageImpl();
+        summed(group, values);
+        values.reset();
+        checks.expect(is_freed(storage), "within piece " + std::to_string(i));
+      });
+    }
   });
   CHECK(checks.failures() == std::vector<std::string>{});
 }

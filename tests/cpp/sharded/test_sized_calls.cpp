@@ -1,16 +1,10 @@
 // Collectives whose sizes follow the rows: a rank that issues one without a piece asks a rank that runs it.
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include "base/thrown_by.h"
-#include "sharded/collective_tape.h"
 #include "sharded/count_once.h"
 #include "sharded/size_exchange.h"
 #include "support/catch.h"
-#include "support/checks.h"
 #include "support/watchdog.h"
-
-#include <brimful/launch/run_ranks.h>
 
 #include <chrono>
 #include <stdexcept>
@@ -20,68 +14,17 @@
 namespace test_sized_calls {
 
 using brimful::CallSizes;
-using brimful::CollectiveTape;
 using brimful::ControlRecord;
 using brimful::count_once;
-using brimful::ListeningScope;
-using brimful::run_ranks;
 using brimful::SizeExchange;
-using brimful::thrown_by;
-using brimful::test::Checks;
 using brimful::test::Watchdog;
-using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using State = CollectiveTape::State;
 
 namespace {
-at::Tensor summed(const Group& group, const at::Tensor& tensor) {
-  std::vector<at::Tensor> tensors{tensor};
-  group->allreduce(tensors)->wait();
-  return tensors[0];
-}
-
 struct Call {
   c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::relu", "");
   std::vector<c10::IValue> of(at::IntArrayRef sizes) const { return {at::empty(sizes)}; }
 };
 }  // namespace
-
-TEST_CASE("A tape leaves the sizes of calls open that are not a parameter's", "[sharded]") {
-  const Watchdog watchdog("sizes that follow the rows");
-  Checks checks;
-  run_ranks({2}, [&](int rank, const Group& group) {
-    std::vector<std::string> parted;
-    std::vector<CallSizes> seen;
-    CollectiveTape tape([] { return int64_t{-1}; },
-                        [&](const std::string& what) { parted.push_back(what); },
-                        [&](size_t, const auto& op, const auto& arguments) {
-                          brimful::append_sizes(op, arguments, seen.emplace_back());
-                        });
-    const auto piece = [&](const at::Tensor& tensor) {
-      tape.begin_piece();
-      const ListeningScope listens(tape);
-      summed(group, tensor);
-      tape.end_piece();
-    };
-    piece(at::ones({2, 3}));
-    piece(at::ones({2, 3}));
-    checks.expect(tape.state() == State::holds && seen.empty(), "it holds");
-    piece(at::ones({5, 7}));
-    checks.expect(tape.state() == State::holds && parted.empty(), "other sizes are the same call");
-    checks.expect(seen == std::vector<CallSizes>{{2, 5, 7}}, "whose sizes are noted");
-    if (rank == 0) {
-      checks.expect(at::equal(summed(group, at::ones({4, 2})), at::ones({4, 2})), "of zeros");
-    } else {
-      tape.entries().at(0).call.issue_sized({2, 4, 2});
-    }
-    for (const CallSizes& wrong : {CallSizes{}, CallSizes{3, 1, 1}, CallSizes{1, 2, 1, 2}}) {
-      const auto error = thrown_by([&] { tape.entries().at(0).call.issue_sized(wrong); });
-      checks.expect(error != nullptr, "sizes of other tensors are refused");
-    }
-    piece(at::ones({2}, at::kDouble));
-    checks.expect(tape.state() == State::parted, "another dtype is another call");
-  });
-  CHECK(checks.failures() == std::vector<std::string>{});
-}
 
 TEST_CASE("A rank says which sizes its calls have, once they have begun", "[sharded]") {
   const Watchdog watchdog("sizes that are asked for");
