@@ -26,10 +26,14 @@ def is_dtensor(parameter: torch.Tensor) -> bool:
     return type(parameter.data).__name__ == "DTensor"
 
 
+def _values(tensor: Any) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)  # type: ignore[no-any-return]
+
+
 def local(tensor: Any) -> torch.Tensor:
     """This rank's shard, which needs a gradient if the tensor does; the tensor itself if it has none."""
-    shard = getattr(tensor, "_local_tensor", None)
-    return tensor if shard is None else shard.detach().requires_grad_(tensor.requires_grad)  # type: ignore[no-any-return]
+    shard = _values(tensor)
+    return tensor if shard is tensor else shard.detach().requires_grad_(tensor.requires_grad)
 
 
 def roots_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
@@ -67,10 +71,6 @@ def _groups_of(root: Any) -> list[Any]:
 def _forwards_of(root: Any) -> list[Any] | None:
     """Parameter groups in the order of a forward that no backward has followed; None before the first one."""
     return getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", None)
-
-
-def _values(gradient: Any) -> torch.Tensor:
-    return getattr(gradient, "_local_tensor", gradient)  # type: ignore[no-any-return]
 
 
 def _trainable(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -141,10 +141,8 @@ class Shards:
             dict.fromkeys(p.device_mesh for p in every), key=lambda mesh: -int(mesh.size())
         )
         ranks = set(meshes[0].mesh.flatten().tolist())
-        # Ranks that reduce a gradient together have rows of their own.
-        reducing = {tuple(g.mesh_info.mesh.mesh.flatten().tolist()) for g in self._groups}
         is_inside = all(ranks.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes)
-        if not is_inside or len(reducing) > 1:
+        if not is_inside or len(self._reducing()) > 1:
             raise TypeError(
                 f"modules of one step are divided over the same ranks (meshes: {len(meshes)}); give each mesh a "
                 "BatchSizer of its own"
@@ -156,20 +154,15 @@ class Shards:
         mesh = self._mesh
         return side_group(module, self._ranks, mesh.get_group(0), torch.device(mesh.device_type))
 
-    def _place(self) -> int:
-        """Ranks with the same one, such as those of a tensor-parallel group, have the same rows."""
-        if not self._groups:
-            return 0
-        info = self._groups[0].mesh_info
-        return int(
-            getattr(info, "replicate_mesh_rank", 0) * getattr(info, "shard_mesh_size", 1)
-            + getattr(info, "shard_mesh_rank", 0)
-        )
+    def _reducing(self) -> set[tuple[int, ...]]:
+        """The ranks over which FSDP reduces gradients, all in one tuple: each of them has rows of its own."""
+        return {tuple(g.mesh_info.mesh.mesh.flatten().tolist()) for g in self._groups}
 
     def rows_of(self, group: dist.ProcessGroup) -> list[int]:
-        """By rank, the lowest one with the same rows. A collective."""
-        places: list[int] = [0] * len(self._ranks)
-        dist.all_gather_object(places, self._place(), group=group)
+        """By rank, the lowest one with the same rows, as in a tensor-parallel group. A collective."""
+        own = [ranks.index(dist.get_rank()) for ranks in self._reducing()]
+        places: list[list[int]] = [[]] * len(self._ranks)
+        dist.all_gather_object(places, own, group=group)
         return [places.index(place) for place in places]
 
     def members_of(self, group: dist.ProcessGroup) -> list[int]:

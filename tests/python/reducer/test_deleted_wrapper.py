@@ -1,6 +1,7 @@
 """A wrapper is deleted by a thread that holds the GIL, while a thread of its own waits for the GIL to log a line."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -18,8 +19,6 @@ pytestmark = pytest.mark.gpu
 
 
 def deleted_by_the_gils_holder(rank):
-    import logging
-
     lines = Lines()
     logging.getLogger("brimful").addHandler(lines)
     torch.cuda.set_device(rank.index)

@@ -1,9 +1,15 @@
 """Models that fully_shard has sharded, and faults at each of their operators."""
 
+import os
+import random
+import signal
+import time
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import seed
+from rank_processes import raised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -111,15 +117,19 @@ def _whole(gradient, p):
     return gradient.clone() if mesh is None else gradient.to(mesh.device_type).full_tensor()
 
 
-def reference(rows_by_rank, numbers, times=1):
-    """Gradients of all ranks' rows, on one host."""
+def on_one_host(make, batches, loss, times=1):
+    """Gradients of all rows."""
     seed(0)
-    net = Net()
-    parts = [batch_of(rows, n) for rows, n in zip(rows_by_rank, numbers, strict=True) if rows]
-    batch = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+    net = make()
+    batch = [torch.cat(tensors) for tensors in zip(*batches, strict=True)]
     for _ in range(times):
-        loss_fn(net, batch).backward()
+        loss(net, batch).backward()
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def reference(rows_by_rank, numbers, times=1):
+    batches = [batch_of(rows, n) for rows, n in zip(rows_by_rank, numbers, strict=True) if rows]
+    return on_one_host(Net, batches, loss_fn, times)
 
 
 def worst(found, expected):
@@ -148,6 +158,15 @@ class Fault(TorchDispatchMode):
             if self.count - 1 == self.at:
                 raise self.error(f"planted at {func}")
         return func(*args, **(kwargs or {}))
+
+
+class Kill(Fault):
+    """Ends the process at operator number `at`."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.count == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Trial:
@@ -186,3 +205,32 @@ class Trial:
 
     def result(self):
         return gradients_of(self.model)
+
+    def failing_at(self, places, close=1e-6):
+        """Of places by rank those whose faults end otherwise than in the same gradients of two pieces."""
+        bad = []
+        for at in places:
+            self.rank.progress()
+            self.begin()
+            with Fault(at.get(self.rank.index, -1)):
+                outcome = self.step()
+            if outcome.split != [2, 2] or worst(self.result(), self.expected) > close:
+                bad.append((at, outcome.split))
+        return bad
+
+    def at_two_places(self, times, number):
+        """Two ranks that fail in the same step."""
+        draw = random.Random(number)
+        return [{rank: draw.randrange(self.places) for rank in range(2)} for _ in range(times)]
+
+    def error_of(self, fault):
+        """How a step with the fault ends: the error's type and text, and after how many seconds."""
+        self.begin()
+        began = time.monotonic()
+
+        def step():
+            with fault:
+                self.step()
+
+        error = raised(step)
+        return type(error).__name__, str(error), time.monotonic() - began

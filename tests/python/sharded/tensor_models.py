@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import seed
-from sharded_models import Fault
+from sharded_models import Fault, on_one_host
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -138,9 +138,4 @@ def word_loss(model, piece):
 
 
 def expected_of(batches):
-    """Gradients of all rows, on one host."""
-    seed(0)
-    net = Decoder()
-    batch = [torch.cat(tensors) for tensors in zip(*batches, strict=True)]
-    word_loss(net, batch).backward()
-    return {name: p.grad for name, p in net.named_parameters()}
+    return on_one_host(Decoder, batches, word_loss)

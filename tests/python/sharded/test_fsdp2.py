@@ -1,13 +1,11 @@
 """Training a model of fully_shard under a BatchSizer."""
 
-import os
-import signal
 import time
 
 import pytest
 import torch
 from rank_processes import raised
-from sharded_models import Fault, Net, Trial, batch_of, loss_fn, sharded, worst
+from sharded_models import Fault, Kill, Net, Trial, batch_of, loss_fn, sharded, worst
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -160,23 +158,7 @@ def test_a_rank_that_fails_with_other_collectives_ends_all_at_once(ranks):
 
 
 def killed(rank, at):
-    trial = Trial(rank)
-    trial.begin()
-
-    class Kill(Fault):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if self.count == at and rank.index == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    began = time.monotonic()
-
-    def step():
-        with Kill(-1):
-            trial.step()
-
-    error = raised(step)
-    return type(error).__name__, str(error), time.monotonic() - began
+    return Trial(rank).error_of(Kill(at) if rank.index == 1 else Fault(-1))
 
 
 @pytest.mark.parametrize("at", [10, 150])

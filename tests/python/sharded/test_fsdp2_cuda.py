@@ -1,14 +1,9 @@
 """The same on devices, over NCCL and over gloo."""
 
-import os
-import signal
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import raised
-from sharded_models import Fault, Trial, gradients_of, reference, worst
+from sharded_models import Fault, Kill, Trial, gradients_of, reference, worst
 from tensor_models import expected_of, parallel, word_loss, words_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,13 +24,7 @@ def on_devices(rank, backend, offload=False):
     trial = Trial(rank, mesh=DeviceMesh.from_group(group, "cuda"), offload=offload)
     assert trial.sizer._device.type == "cuda"
     bad = [] if worst(trial.expected, reference((4, 4), (0, 1))) < CLOSE else ["expected"]
-    for at in range(5, trial.places, 37):
-        rank.progress()
-        trial.begin()
-        with Fault(at if rank.index == at % 2 else -1):
-            outcome = trial.step()
-        if outcome.split != [2, 2] or worst(trial.result(), trial.expected) > CLOSE:
-            bad.append(at)
+    bad += trial.failing_at([{at % 2: at} for at in range(5, trial.places, 37)], CLOSE)
     return bad, trial.sizer._sharded.drained
 
 
@@ -56,25 +45,11 @@ def killed(rank):
     torch.cuda.set_device(rank.index)
     group = dist.new_group(backend="nccl")
     trial = Trial(rank, mesh=DeviceMesh.from_group(group, "cuda"))
-    trial.begin()
-
-    class Kill(Fault):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if self.count == 60 and rank.index == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def step():
-        with Kill(-1):
-            trial.step()
-
-    began = time.monotonic()
-    error = raised(step)
-    return type(error).__name__, time.monotonic() - began
+    return trial.error_of(Kill(60) if rank.index == 1 else Fault(-1))
 
 
 def test_a_rank_that_is_killed(ranks):
-    (error, waited), _ = ranks(killed, lost=(1,))
+    (error, _, waited), _ = ranks(killed, lost=(1,))
     assert error == "RankFailed"
     assert waited < 8
 
@@ -87,13 +62,7 @@ def halves_on_devices(rank, backend):
     batch = [t.to("cuda") for t in words_of(4, 0)]
     trial = Trial(rank, model=model, batch=batch, loss=word_loss, mesh=mesh)
     bad = [] if worst(trial.expected, expected_of([words_of(4, 0)])) < CLOSE else ["expected"]
-    for at in range(5, trial.places, 71):
-        rank.progress()
-        trial.begin()
-        with Fault(at if rank.index == at % 2 else -1):
-            outcome = trial.step()
-        if outcome.split != [2, 2] or worst(trial.result(), trial.expected) > CLOSE:
-            bad.append(at)
+    bad += trial.failing_at([{at % 2: at} for at in range(5, trial.places, 71)], CLOSE)
     return bad, trial.sizer._sharded.drained
 
 

@@ -29,16 +29,8 @@ def at_each_place(rank, how, every):
     assert trial.sizer._sharded.collectives > 10
     assert worst(trial.expected, reference((4, 4), (0, 1))) < CLOSE
     begin = random.Random(str(how)).randrange(every)
-    bad = []
-    for failing in range(2):
-        for at in range(begin, trial.places, every):
-            rank.progress()
-            trial.begin()
-            with Fault(at if rank.index == failing else -1):
-                outcome = trial.step()
-            if outcome.split != [2, 2] or worst(trial.result(), trial.expected) > CLOSE:
-                bad.append((failing, at, outcome.split))
-    return bad, trial.sizer._sharded.drained, trial.places
+    places = [{failing: at} for failing in range(2) for at in range(begin, trial.places, every)]
+    return trial.failing_at(places, CLOSE), trial.sizer._sharded.drained, trial.places
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -51,17 +43,7 @@ def test_a_fault_at_any_operator_of_a_rank(ranks, name):
 
 def at_two_places(rank, times):
     trial = Trial(rank)
-    draw = random.Random(5)
-    bad = []
-    for _ in range(times):
-        places = [draw.randrange(trial.places) for _ in range(2)]
-        rank.progress()
-        trial.begin()
-        with Fault(places[rank.index]):
-            outcome = trial.step()
-        if outcome.split != [2, 2] or worst(trial.result(), trial.expected) > CLOSE:
-            bad.append((places, outcome.split))
-    return bad
+    return trial.failing_at(trial.at_two_places(times, 5), CLOSE)
 
 
 def test_two_ranks_fail_at_different_places_of_one_step(ranks):
@@ -73,16 +55,8 @@ def with_groups_of_replicas(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     trial = Trial(rank, rows=(4, 4, 4, 4), mesh=mesh)
     assert worst(trial.expected, reference((4,) * 4, range(4))) < CLOSE
-    bad = []
-    for failing in range(4):
-        for at in range(failing * 7, trial.places, 97):
-            rank.progress()
-            trial.begin()
-            with Fault(at if rank.index == failing else -1):
-                outcome = trial.step()
-            if outcome.split != [2, 2] or worst(trial.result(), trial.expected) > CLOSE:
-                bad.append((failing, at))
-    return bad
+    places = [{failing: at} for failing in range(4) for at in range(failing * 7, trial.places, 97)]
+    return trial.failing_at(places, CLOSE)
 
 
 def test_shards_with_replicas(ranks):

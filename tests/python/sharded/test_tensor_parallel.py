@@ -1,16 +1,13 @@
 """Tensor parallelism, alone and under fully_shard: sizes that follow the rows, and rows that ranks share."""
 
 import functools
-import os
 import random
-import signal
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import raised
-from sharded_models import Fault, Trial, gradients_of, worst
+from sharded_models import Fault, Kill, Trial, gradients_of, worst
 from tensor_models import Decoder, expected_of, parallel, word_loss, words_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,32 +27,23 @@ from torch.utils.checkpoint import (
 import brimful
 
 CLOSE = 1e-6
-REGISTRY = "_get_work_registry_size"
 
 
 def trial_of(rank, batch=None, **how):
     return Trial(rank, model=parallel(**how), batch=batch or words_of(4, 0), loss=word_loss)
 
 
-def failing_at(rank, trial, places):
-    """What is wrong after a fault of each `(rank, place)`."""
-    bad = []
-    for failing, at in places:
-        rank.progress()
-        trial.begin()
-        with Fault(at if rank.index == failing else -1):
-            outcome = trial.step()
-        if outcome.split != [2, 2] or worst(trial.result(), trial.expected) > CLOSE:
-            bad.append((failing, at, outcome.split))
-    return bad, getattr(torch._C._distributed_c10d, REGISTRY)()
+def failing_at(trial, places):
+    """And the works that torch keeps after all of them."""
+    return trial.failing_at(places, CLOSE), torch._C._distributed_c10d._get_work_registry_size()
 
 
 def at_each_place(rank, how, every):
     trial = trial_of(rank, **how)
     assert worst(trial.expected, expected_of([words_of(4, 0)])) < CLOSE
     begin = random.Random(str(how)).randrange(every)
-    places = [(r, at) for r in range(2) for at in range(begin, trial.places, every)]
-    return *failing_at(rank, trial, places), trial.sizer._sharded.drained
+    places = [{r: at} for r in range(2) for at in range(begin, trial.places, every)]
+    return *failing_at(trial, places), trial.sizer._sharded.drained
 
 
 @pytest.mark.parametrize("how", [{}, {"sequence": False}, {"recompute": True}], ids=str)
@@ -74,8 +62,8 @@ def with_shards(rank):
     assert worst(trial.expected, expected_of(batches)) < CLOSE
     trial.begin()
     outcome = trial.step()
-    places = [(r, at) for r in range(4) for at in range(17 * r, trial.places, 151)]
-    return *failing_at(rank, trial, places), outcome.weight
+    places = [{r: at} for r in range(4) for at in range(17 * r, trial.places, 151)]
+    return *failing_at(trial, places), outcome.weight
 
 
 def test_under_fully_shard(ranks):
@@ -87,19 +75,9 @@ def test_under_fully_shard(ranks):
 
 def at_two_places(rank, times):
     trial = trial_of(rank)
-    draw = random.Random(3)
-    bad = []
-    for number in range(times):
-        places = [draw.randrange(trial.places) for _ in range(2)]
-        if number == 0:
-            places[1] = places[0]
-        rank.progress()
-        trial.begin()
-        with Fault(places[rank.index]):
-            outcome = trial.step()
-        if outcome.split != [2, 2] or worst(trial.result(), trial.expected) > CLOSE:
-            bad.append((places, outcome.split))
-    return bad
+    places = trial.at_two_places(times, 3)
+    places[0][1] = places[0][0]
+    return trial.failing_at(places, CLOSE)
 
 
 def test_both_ranks_fail(ranks):
@@ -167,7 +145,7 @@ def with_parallel_loss(rank):
     with loss_parallel():
         trial = trial_of(rank, parallel_loss=True)
         assert worst(trial.expected, expected_of([words_of(4, 0)])) < CLOSE
-        return failing_at(rank, trial, [(1, 40), (0, trial.places - 40), (1, trial.places // 2)])
+        return failing_at(trial, [{1: 40}, {0: trial.places - 40}, {1: trial.places // 2}])
 
 
 def test_a_loss_over_logits_that_are_divided(ranks):
@@ -199,8 +177,8 @@ def with_selective_checkpoints(rank):
     expected = expected_of([words_of(4, 0)])
     found = {name.replace("part.", ""): g for name, g in trial.expected.items()}
     assert worst(found, expected) < CLOSE
-    places = [(1, at) for at in range(50, trial.places, 150)]
-    return *failing_at(rank, trial, places), trial.sizer._sharded.drained
+    places = [{1: at} for at in range(50, trial.places, 150)]
+    return *failing_at(trial, places), trial.sizer._sharded.drained
 
 
 def test_collectives_within_a_mode(ranks):
@@ -221,7 +199,7 @@ def with_collectives_of_its_own(rank):
         return result
 
     trial = Trial(rank, model=parallel(), batch=words_of(4, 0), loss=loss)
-    return failing_at(rank, trial, [(1, 40), (0, trial.places // 2)])
+    return failing_at(trial, [{1: 40}, {0: trial.places // 2}])
 
 
 def test_collectives_of_the_program(ranks):
@@ -236,15 +214,7 @@ def with_messages(rank):
         return result
 
     trial = Trial(rank, model=parallel(), batch=words_of(4, 0), loss=loss)
-    trial.begin()
-    began = time.monotonic()
-
-    def step():
-        with Fault(40 if rank.index == 1 else -1):
-            trial.step()
-
-    error = raised(step)
-    return type(error).__name__, str(error), time.monotonic() - began
+    return trial.error_of(Fault(40 if rank.index == 1 else -1))
 
 
 def test_messages_of_the_program_end_the_job_and_no_rank_waits(ranks):
@@ -276,27 +246,9 @@ def test_an_error_that_is_no_shortage(ranks):
     assert max(distance, other) < CLOSE
 
 
-class Kill(Fault):
-    """Ends the process at operator number `at`."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.count == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def killed(rank, fails_at):
     """While the other one waits for a collective, or, if it has failed, for a size."""
-    trial = trial_of(rank)
-    trial.begin()
-    began = time.monotonic()
-
-    def step():
-        with Kill(300) if rank.index == 1 else Fault(fails_at):
-            trial.step()
-
-    error = raised(step)
-    return type(error).__name__, str(error), time.monotonic() - began
+    return trial_of(rank).error_of(Kill(300) if rank.index == 1 else Fault(fails_at))
 
 
 @pytest.mark.parametrize("fails_at", [-1, 20])
